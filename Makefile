@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 .PHONY: quickstart
 # From scratch: what an earlier run left in runs/quickstart moves to runs/quickstart/previous/. Trains with dp_shard=2,
 # which is faster on two cores than the recipe's cp=2, and computes the first steps on cp=2 too, for the report.
-quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh; ends in runs/quickstart/report.html
+quickstart: $(STAMP)  ## distill the shipped teacher on two CPU processes, from scratch; ends in runs/quickstart/report.html
 	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart device=cpu \
 	  mesh.cp=1 log.mesh_check=true checkpoint.resume=never $(ARGS)
 
@@ -60,18 +60,18 @@ test-long: $(STAMP)  ## small runs of benchmarks/, a whole sweep, inductor: hour
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(STAMP)  ## ruff, the types of fsdp_cp and models by mypy, and the prose of the documents
+lint: $(STAMP)  ## ruff, the types of fsdp_cp and models by mypy, and the prose of code and documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.prose README.md ARCHITECTURE.md CONTRIBUTING.md docs
+	$(BIN)/python -m tests.prose
 
 # Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
 # that the project is tested with, without the +cpu that a CPU index adds.
 TORCH_VERSION := 2.13.0
 EXTRAS := dev,triton,wandb,tensorboard,bench
 .PHONY: constraints
-constraints:  ## write constraints.txt anew, from a fresh virtual environment
+constraints:  ## write constraints.txt from a fresh virtual environment
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	build/constraints/bin/python -m pip install --disable-pip-version-check 'torch==$(TORCH_VERSION)' '.[$(EXTRAS)]'

@@ -7,8 +7,8 @@ import sys
 from distill.config import Config, compose_config
 from distill.config.usage import information
 from fsdp_cp.launch import end_process, exit_code
-from fsdp_cp.runtime.error_file import recorded
 from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
+from fsdp_cp.runtime.torchrun import recorded
 
 
 def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
@@ -20,13 +20,12 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
         stop: the signal that ends the run early.
     """
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.methods import build_method
-    from distill.run.dry_run import dry_run
     from distill.run.folder import command_line, refuse_foreign
     from distill.run.mesh_check import check_meshes
     from distill.run.open import open_device, open_run
     from distill.run.setup import plan_run
-    from distill.train.trainer import Trainer
+    from distill.run.summary import dry_run
+    from distill.train.trainer import build_trainer
 
     if config.plan == "suggest":
         from distill.planning.suggest import suggest_command
@@ -44,19 +43,10 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
     with open_run(config, plan, device=device, arguments=arguments) as run:
         shown = {"captions": config.sample.captions, "images": config.sample.images}
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-        if config.log.mesh_check and run.resume_from is None:
+        if config.log.mesh_check and run.start.resume_from is None:
             run.facts |= check_meshes(config, plan, device=device, data=data)
-        roles = plan.build_roles(mesh=run.mesh, device=device, data=data, seed=config.seed)
-        method = build_method(config.method, roles)
-        Trainer(
-            config=config,
-            mesh=run.mesh,
-            device=device,
-            data=data,
-            method=method,
-            micro_batch_size=plan.micro_batch_size,
-            run_dir=plan.run_dir,
-        ).run(run, stop)
+        trainer = build_trainer(config, plan, mesh=run.mesh, device=device, data=data)
+        trainer.run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

@@ -26,10 +26,11 @@ from omegaconf import OmegaConf
 from benchmarks.arguments import add_students
 from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
+from distill.data.sets.encoded_set import EncodedSet
 from distill.evaluate.evaluator import SAMPLE_SEED, reference_clips
 from distill.evaluate.sampling import generate, sample_captions
 from distill.methods import METHODS, build_method
-from distill.methods.ode_regression import trajectory_evaluations
+from distill.methods.common.schedules import euler_times
 from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
 from fsdp_cp.errors import UserError
@@ -86,8 +87,6 @@ class Run:
         """Return the settings for ``train.py``."""
         recipe = "quickstart_teacher" if self.method == "flow_matching" else f"quickstart_{self.method}"
         words = [f"experiment={self.recipe or recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
-        if self.method == "ode_regression":
-            words.append(f"method.trajectories={self.folder}/trajectories")
         alone = ["device=cpu", "mesh.cp=1", "log.every=1"]
         no_samples = ["sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
         return [*words, *alone, *no_samples, *self.changes]
@@ -130,14 +129,28 @@ class Run:
         train = [sys.executable, "train.py", *self.overrides()]
         if self.method != "ode_regression":
             return [train]
-        return [[sys.executable, "-m", "distill.trajectories", *self.overrides()], train]
+        times = compose_config(self.overrides()).method.step_list
+        options = ["--clips", "1024", "--steps", "24", "--states", ",".join(map(str, times))]
+        make = [sys.executable, "-m", "distill.teacher_clips", *self.overrides(), str(self.clips), *options]
+        return [make, [*train, "data=encoded", f"data.path={self.clips}"]]
+
+    @property
+    def clips(self) -> Path:
+        """Folder of the teacher's clips, for ``ode_regression``."""
+        return self.folder / "clips"
+
+    def config(self) -> Config:
+        """Return the configuration of the finished run, with the rendered clips for measures."""
+        config = load_config(self.folder / "config.yaml")
+        config.data = compose_config(self.overrides()).data
+        return config
 
     def metrics(self) -> list[dict[str, float | None]]:
         """Return the metrics of every step."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def evaluations(self, forward: float) -> float:
-        """Return the number of network evaluations of one clip in the training, including its trajectories.
+        """Return the number of network evaluations of one clip in the training, including the teacher's clips.
 
         A backward counts as two evaluations, or one through a frozen network. A forward-mode derivative counts by its
         operations.
@@ -145,9 +158,12 @@ class Run:
         Args:
             forward: floating-point operations of a forward of one clip.
         """
-        made, settings = 0, load_config(self.folder / "config.yaml").method
+        made = 0
         if self.method == "ode_regression":
-            made = settings.num_trajectories * trajectory_evaluations(settings)
+            about = EncodedSet(self.clips, "clips").about["settings"]
+            teacher = about["teacher"]
+            times = {*euler_times(teacher["steps"], teacher["shift"]), *teacher["states"]}
+            made = about["clips"] * (len(times) - 1) * (1 if teacher["guidance_scale"] == 1 else 2)
         return sum(line["perf/flops"] for line in self.metrics()) / forward + made
 
     def student_updates(self) -> int:
@@ -230,7 +246,7 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
 
 def measured_student(run: Run, steps: int, count: int) -> Row:
     """Return :func:`measured` of the student that a run exported."""
-    config, student = load_config(run.folder / "config.yaml"), run.folder / "export" / "student"
+    config, student = run.config(), run.folder / "export" / "student"
     return measured(config, "student", student, steps, run.folder / f"student_{steps}.json", count)
 
 

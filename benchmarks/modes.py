@@ -25,8 +25,8 @@ import torch
 from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in_words, train_all
 from distill.config import Config, compose_config, load_config
+from distill.data.encoders.words import COLOURS
 from distill.data.moving_shapes import RGB
-from distill.data.word_table import COLOURS
 from distill.evaluate.sampling import sample_captions
 from distill.report.measures import detect
 from fsdp_cp.errors import UserError

@@ -37,9 +37,8 @@ from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import microbatch
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
-from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
+from fsdp_cp.reduce import full_tensor, grad_norm, multiply_, scale_grads, squared_norms
 from fsdp_cp.runtime.local_ranks import run_ranks
-from fsdp_cp.sharding.tensor_lists import multiply_, squared_norms
 from models.families import wan_attention
 from models.families.wan import Wan
 from models.roles.condition import text_condition

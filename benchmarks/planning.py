@@ -30,11 +30,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from distill.config import compose_config
-from distill.planning.command import FILE, as_planned, plan_command, planned_shapes
+from distill.planning.command import FILE, plan_command, plan_without_gpus
 from distill.planning.prediction import GIB
 from distill.planning.prediction import predict as predict_from
 from distill.planning.simulation import Simulation, run_steps
-from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.runtime.local_ranks import run_ranks
 
@@ -141,17 +140,14 @@ class Measured:
 
 def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measured:
     """Run the same steps on real tensors, in the current process group."""
-    config = as_planned(compose_config(words_of(case)))
-    shapes = planned_shapes(config)
-    plan = plan_run(config, shapes=shapes)
-    made = run_steps(config, plan, shapes, tensors or nullcontext(), every_micro_batch=True)
-    return Measured(made, predict_from(config, plan, made, plan.roles[0].tokens(*shapes), None).flops_per_step)
+    config, plan = plan_without_gpus(compose_config(words_of(case)))
+    made = run_steps(config, plan, tensors or nullcontext(), every_micro_batch=True)
+    return Measured(made, predict_from(config, plan, made, None).flops_per_step)
 
 
 def parameters_of(case: Case) -> int:
     """Return the number of parameters of all networks."""
-    config = as_planned(compose_config(words_of(case)))
-    plan = plan_run(config, shapes=planned_shapes(config))
+    _, plan = plan_without_gpus(compose_config(words_of(case)))
     return sum(weight.numel() for role in plan.roles for weight in role.network.parameters())
 
 

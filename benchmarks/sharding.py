@@ -33,11 +33,11 @@ from benchmarks.sharding_bounds import (
     greatest,
     sizes_of,
 )
+from benchmarks.sharding_memory import ShardingMemory, storage_bytes
 from distill.config import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from distill.train.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch
-from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool

@@ -8,10 +8,8 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
-from distill.methods import build_method
-from distill.planning.roles import Shapes
-from distill.run.setup import plan_run
-from distill.train.trainer import Trainer
+from distill.run.setup import Shapes, plan_run
+from distill.train.trainer import Trainer, build_trainer
 from fsdp_cp.mesh import mesh_of_shape
 
 
@@ -34,13 +32,4 @@ def open_trainer(
     mesh = mesh_of_shape(plan.mesh, device_type=device.type)
     if data is None:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-    roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
-    return Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
-        data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
-    )
+    return build_trainer(config, plan, mesh=mesh, device=device, data=data)

@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.config import compose_config
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import plan_without_gpus
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import Hardware, Prediction, load_hardware, predict
 from distill.planning.simulation import StepCost
-from distill.run.setup import plan_run
 from fsdp_cp.mesh import MeshShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -57,11 +56,9 @@ def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) 
     words = [f"experiment={EXPERIMENT}", f"data={CLIPS[clip]}", "plan=true", f"world={world}", *more]
     cp = compose_config(words).mesh.cp
     words += [f"batch_size={world // cp}", f"mesh.dp_replicate={1 if shard is None else world // shard}"]
-    config = as_planned(compose_config(words))
-    shapes = planned_shapes(config)
-    plan = plan_run(config, shapes=shapes)
-    simulation = simulate_any_depth(config, plan, shapes)
-    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), None)
+    config, plan = plan_without_gpus(compose_config(words))
+    simulation = simulate_any_depth(config, plan)
+    return predict(config, plan, simulation, None)
 
 
 def with_replicas(two: Prediction, replicas: int) -> Prediction:

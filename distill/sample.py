@@ -18,7 +18,8 @@ from distill.config.checks import check, check_images
 from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.methods import METHODS, build_method
 from distill.report.media import contact_sheet, write_mp4
-from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.choices import user_path
+from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import (
     choose_device,
     end_process,
@@ -29,12 +30,10 @@ from fsdp_cp.launch import (
     world_size,
 )
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.paths import user_path
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.runtime.error_file import recorded
 from fsdp_cp.runtime.progress import log_to_console, progress
+from fsdp_cp.runtime.torchrun import recorded
 from fsdp_cp.sharding.settings import ShardSettings
-from fsdp_cp.words import counted
 from models.additions.base import named_additions
 from models.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from models.files.checkpoint_files import ADDITIONS

@@ -7,23 +7,22 @@ if TYPE_CHECKING:
     from fsdp_cp.measure.phases import phase
     from fsdp_cp.mesh import Mesh, build_mesh
     from fsdp_cp.sharding.accumulation import discard_step, microbatch
-    from fsdp_cp.sharding.initialise import broadcast_from_rank0, initialise
+    from fsdp_cp.sharding.initialise import initialise
     from fsdp_cp.sharding.settings import ShardSettings
     from fsdp_cp.sharding.shard import gather_first_block_early, materialise, shard_module
-    from fsdp_cp.sharding.state import set_trainable
+    from fsdp_cp.sharding.state import frozen
 
 __all__ = [
     "Mesh",
     "ShardSettings",
     "discard_step",
-    "broadcast_from_rank0",
+    "frozen",
     "build_mesh",
     "gather_first_block_early",
     "initialise",
     "materialise",
     "microbatch",
     "phase",
-    "set_trainable",
     "shard_module",
 ]
 
@@ -31,10 +30,10 @@ _MODULES = {
     "measure.phases": ("phase",),
     "mesh": ("Mesh", "build_mesh"),
     "sharding.accumulation": ("discard_step", "microbatch"),
-    "sharding.initialise": ("broadcast_from_rank0", "initialise"),
+    "sharding.initialise": ("initialise",),
     "sharding.settings": ("ShardSettings",),
     "sharding.shard": ("gather_first_block_early", "materialise", "shard_module"),
-    "sharding.state": ("set_trainable",),
+    "sharding.state": ("frozen",),
 }
 
 

@@ -1,14 +1,20 @@
-"""Checks of setting values: one of a few words (fields with a ``Literal`` hint), and numbers in a range."""
+"""Values of settings: words (fields with a ``Literal`` hint), numbers in a range, paths, names of installed parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 import types
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fsdp_cp.errors import UserError, shown
+
+T = TypeVar("T")
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -25,9 +31,9 @@ def words(hint: Any) -> tuple[Any, ...]:
 def _choices(settings: type) -> dict[str, Any]:
     """Return by name the hints of the fields that take only words, a boolean or ``None``."""
     hints = get_type_hints(settings)
-    own = {item.name: hints[item.name] for item in dataclasses.fields(settings) if words(hints[item.name])}
-    others = {name: {m for m in members(hint) if get_origin(m) is not Literal} for name, hint in own.items()}
-    return {name: hint for name, hint in own.items() if others[name] <= {bool, types.NoneType}}
+    chosen = {item.name: hints[item.name] for item in dataclasses.fields(settings) if words(hints[item.name])}
+    others = {name: {m for m in members(hint) if get_origin(m) is not Literal} for name, hint in chosen.items()}
+    return {name: hint for name, hint in chosen.items() if others[name] <= {bool, types.NoneType}}
 
 
 def check_choices(settings: Any, where: str = "") -> None:
@@ -51,7 +57,7 @@ def check_choices(settings: Any, where: str = "") -> None:
         if not (nothing and value is None):
             texts = [*allowed, *(("true", "false") if switch else ())]
             none = ", or null for none" if nothing else ""
-            raise UserError(f"{where}{name}={shown(value)} is unknown; use {' or '.join(texts)}{none}")
+            raise UserError(f"{where}{name} must be {' or '.join(texts)}{none}, got {shown(value)}")
 
 
 def check_range(
@@ -85,4 +91,45 @@ def check_range(
             if number not in (None, "???") and not all(
                 inside[word](number, bound) for word, bound in bounds.items() if bound is not None
             ):
-                raise UserError(f"{where}{name}={shown(value)} must be {words}")
+                raise UserError(f"{where}{name} must be {words}, got {shown(value)}")
+
+
+def user_path(text: str, setting: str) -> Path:
+    """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
+
+    ``setting`` is its name in messages.
+
+    Raises:
+        UserError: the home directory of an unknown user, or a path so long that file calls would raise ``OSError``.
+    """
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{setting}={text}: the user does not exist; give the whole path") from error
+    if len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise UserError(f"{setting} must be a path below 4000 bytes with names below 256 bytes, got {text[:60]}...")
+    return path
+
+
+def installed_names(group: str) -> list[str]:
+    """Return the names in an entry-point group, sorted, without importing the packages."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:
+    """Import the object that a package registers as ``name`` in an entry-point group, and make a part of it.
+
+    Args:
+        group, name: entry-point group, and one of its :func:`installed_names`.
+        word: the setting and its value, for messages.
+        make: function that turns the object into a part, and raises if it cannot.
+
+    Raises:
+        UserError: the package's import or ``make`` fails.
+    """
+    (point, *_) = (point for point in entry_points(group=group) if point.name == name)
+    try:
+        return make(point.load())
+    except Exception as error:  # importing the package may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{word}: {point.value} cannot be loaded ({reason})") from error

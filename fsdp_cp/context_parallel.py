@@ -12,7 +12,7 @@ A module may return a tensor, a tuple or list, a mapping or a dataclass (``Model
 counts the values in order; in mappings and dataclasses it skips ``None``.
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it takes the sequence length
-from the split, in the same forward, of the argument that its ``of`` names. Attention takes the length from there too
+from the split, in the same forward, of the argument that its ``source`` names. So does attention
 (:mod:`fsdp_cp.context.sequence_lengths`).
 
 Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
@@ -60,14 +60,14 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is sharded already; call parallelize_context before shard_module")
-    found = read_plan(model, plan)
+    entries = read_plan(model, plan)
     if mesh.context.cp_size == 1:
         return
     _refuse_dropout(model)
     forwards = _Forwards(mesh)
     # `begin` runs before and `end` after all other hooks, so that the root's splits and gathers run between them.
     model.register_forward_pre_hook(forwards.begin, prepend=True)
-    for planned in found:
+    for planned in entries:
         if planned.embedding is not None:
             _register_embedding(planned, forwards)
         if planned.inputs or planned.outputs:
@@ -121,16 +121,16 @@ class _Forwards:
 
     def total_of(self, gather: Any, local: int, where: str) -> int:
         """Return the number of tokens in the sequence that ``gather`` gathers from ``local`` on each rank."""
-        of = getattr(gather, "of", "hidden_states")
+        source = getattr(gather, "source", "hidden_states")
         running = self._running()
         records = [running] if running is not None else records_of(self.groups)
-        totals = {t for r in records for t in ([r.totals[of]] if of in r.totals else r.totals.values())}
+        totals = {t for r in records for t in ([r.totals[source]] if source in r.totals else r.totals.values())}
         fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
         if len(fitting) != 1:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
             raise ValueError(
-                f"the gather of {where!r} is of {of!r}, {local} tokens on each rank, but this forward has split"
-                f" {known}; give GatherTokens(of=...)"
+                f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank, but this forward has split"
+                f" {known}; give GatherTokens(source=...)"
             )
         return fitting[0]
 
@@ -184,12 +184,12 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
                 f"the context-parallel plan splits the argument {key!r} of {name!r}, which must be {wanted} or None,"
                 f" got a {type(value).__name__}"
             )
-        each = splits if isinstance(splits, tuple) else (splits,) * len(value)
-        own = [
+        splits = splits if isinstance(splits, tuple) else (splits,) * len(value)
+        shares = [
             None if x is None else apply_split(x, split, f"{key}[{i}]")
-            for i, (x, split) in enumerate(zip(value, each, strict=True))
+            for i, (x, split) in enumerate(zip(value, splits, strict=True))
         ]
-        return _outputs(value)[1](own)
+        return _outputs(value)[1](shares)
 
     def split_inputs(_module, args, kwargs):
         args, kwargs = list(args), dict(kwargs)
@@ -221,13 +221,13 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
 
 def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
     assert isinstance(planned.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and planned.embedding is not None
-    kernel, name = tuple(planned.module.kernel_size), planned.embedding.of
+    kernel, name = tuple(planned.module.kernel_size), planned.embedding.name
 
     def embed_own(_module, args):
         (x,) = args
-        own, total = _own_patches(x, kernel, forwards.mesh)
+        patches, total = _own_patches(x, kernel, forwards.mesh)
         forwards.note(name, total, planned.name)
-        return own
+        return patches
 
     planned.module.register_forward_pre_hook(embed_own)
 
@@ -236,7 +236,7 @@ def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor
     """Return the rank's own patches of ``(B, C, T, H, W)``, as ``(B, C, S_local pt, ph, pw)``, and the total number."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
-        raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")
+        raise ValueError(f"the patch size {kernel} must divide the input size {tuple(sizes)}")
     for dim in reversed(dims):
         x = x.unflatten(2 + dim, (-1, kernel[dim]))
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
@@ -271,7 +271,7 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
 def _tensor(x: Any, name: str, index: int) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(
-            f"value {index} of what {name!r} returns is a {type(x).__name__}, not a tensor; name the sub-module whose"
+            f"output {index} of {name!r} must be a tensor, got a {type(x).__name__}; name the sub-module whose"
             " output is the tensor, or call the model with return_dict=False"
         )
     return x

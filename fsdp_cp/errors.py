@@ -1,4 +1,4 @@
-"""Exception for mistakes that the user can fix."""
+"""Exception for mistakes that the user can fix, and words for messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def paths_of_the_user() -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith("Symlink loop"):
             raise
-        raise UserError(f"{error}: the links lead to each other; give another path") from error
+        raise UserError(f"{error}: links form a circle; give another path") from error
 
 
 def shown(value: Any) -> str:
@@ -45,3 +45,21 @@ def shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``1 clip`` or ``2 clips``; ``plural`` is for nouns whose plural is irregular."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``4.2 s``, ``42 s``, ``4.2 min``, ``42 min``, ``4.2 h`` or ``4.2 days``."""
+    units = ((100, 1, "s"), (100 * 60, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
+    size, unit = next((size, unit) for limit, size, unit in units if seconds < limit)
+    amount = seconds / size
+    return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"

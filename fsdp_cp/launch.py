@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from fsdp_cp.errors import NO_ROOM, UserError
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.runtime import timeouts
-from fsdp_cp.runtime.agent_store import own_part
-from fsdp_cp.runtime.error_file import write_error
 from fsdp_cp.runtime.signals import STOPPED, Stopped
+from fsdp_cp.runtime.torchrun import own_part, write_error
 
 log = logging.getLogger(__name__)
 
+GRACE = 30.0
+"""Seconds in which a failed process must have ended by itself; torchrun gives the processes that it ends as many."""
 _OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
 # Number of tasks that a launcher started. Do not use SLURM_NTASKS: sbatch sets it for its script, which is one process.
@@ -184,7 +186,7 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
     assert not torch.cuda.is_initialized(), "too late: CUDA's allocator has read its settings"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in os.environ:
-            log.warning("%s=%s is set; cuda_allocator=%s is not used", name, os.environ[name], settings)
+            log.warning("ignored cuda_allocator=%s: %s=%s is set", settings, name, os.environ[name])
             return
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
 
@@ -205,7 +207,7 @@ def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
     threads = share_of_cores()
     torch.set_num_threads(threads)
     if rank() == 0:
-        log.info("offload=cpu: the optimizer steps with %d threads a rank", threads)
+        log.info("offload=cpu: the optimizer uses %d threads per rank", threads)
 
 
 def share_of_cores() -> int:
@@ -240,11 +242,6 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
     try:
         yield
         failed = False
-    except BaseException as error:
-        from fsdp_cp.runtime.hangs import report_hang  # imports FSDP, which takes half a second
-
-        report_hang(error)
-        raise
     finally:
         timeouts.forget()
         # After an exception on one rank the others may wait in a collective. Destroying the group would wait for them
@@ -252,6 +249,14 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:
-            from fsdp_cp.runtime.hangs import end_soon
+            _end_soon()
 
-            end_soon()
+
+def _end_soon() -> None:
+    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
+
+    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
+    gloo's threads are joined. faulthandler's thread needs no interpreter.
+    """
+    with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
+        faulthandler.dump_traceback_later(GRACE, exit=True)

@@ -235,21 +235,21 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
         check_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
-        found = ", ".join(names) or "without names"
+        axes = ", ".join(names) or "without names"
         raise UserError(
-            f"the mesh has the axes ({found}); use axes out of (ring, ulysses), in this order, or the mesh that"
+            f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order, or the mesh that"
             " fsdp_cp.build_mesh returns"
         )
     groups = {name: mesh.get_group(name) for name in names}
     if mesh.device_type == "cuda":
         connect_once(mesh)  # a plain DeviceMesh is not connected yet
-    axes: list[Any] = []
+    fields: list[Any] = []
     for name in ("ring", "ulysses"):
         # An axis of size 1 never communicates, so the name of any existing group works.
         group = groups.get(name)
         known = group if group is not None else next(iter(groups.values()))
-        axes += [known.group_name, group.rank() if group is not None else 0, group.size() if group is not None else 1]
-    return ContextGroups(*axes)
+        fields += [known.group_name, group.rank() if group is not None else 0, group.size() if group is not None else 1]
+    return ContextGroups(*fields)
 
 
 def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

@@ -36,7 +36,7 @@ def local_token_count(total: int, cp: int) -> int:
         UserError: ``total`` is not an integer of at least 1.
     """
     if not is_count(total):
-        raise UserError(f"total={total!r} tokens cannot be split; use an integer of at least 1")
+        raise UserError(f"total must be an int >= 1, got {total!r}")
     return -(-total // cp)
 
 
@@ -68,11 +68,11 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
         return x
     start, stop = local_token_range(x.shape[dim], cp, mesh.context.cp_rank)
     pads = local_token_count(x.shape[dim], cp) - (stop - start)
-    own = x.narrow(dim, start, stop - start)
+    share = x.narrow(dim, start, stop - start)
     if pads:
-        return torch.cat((own, own.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
+        return torch.cat((share, share.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
     # Copy: a view would keep the full sequence alive as long as autograd keeps this slice.
-    return own.clone(memory_format=torch.contiguous_format)
+    return share.clone(memory_format=torch.contiguous_format)
 
 
 def gather_tokens(
@@ -103,7 +103,7 @@ def gather_tokens(
     total = x.shape[dim] * cp if total is None else total
     if local_token_count(total, cp) != x.shape[dim]:
         raise ValueError(
-            f"total={total} tokens on cp={cp} ranks are {local_token_count(total, cp)} on each, but here are"
+            f"total={total} tokens on cp={cp} ranks need {local_token_count(total, cp)} tokens on each, got"
             f" {x.shape[dim]}"
         )
     if cp == 1:
@@ -113,7 +113,7 @@ def gather_tokens(
         (x,), tangents = unpack_duals((x,), "gather_tokens")
         if tangents is not None:
             (tangent,) = tangents
-            assert tangent is not None, "of one tensor, it is the one that there is"
+            assert tangent is not None, "a single tensor has the only tangent"
             full = _gather(torch.stack((x, tangent)), group, total, dim + 1)
             # Clone both: make_dual would copy a tangent that shares the primal's storage into a storage as large.
             return forward_ad.make_dual(full[0].clone(), full[1].clone())
@@ -163,15 +163,15 @@ class _Gather(torch.autograd.Function):
             for rank in range(size):
                 start, stop = local_token_range(ctx.total, size, rank)
                 chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
-            own = grad.new_empty(ctx.shape)
+            share = grad.new_empty(ctx.shape)
             # torch 2.13 renamed the call and warns about the old name.
             reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            reduce_scatter(own.view(-1), chunks.view(-1), group=ctx.group)
-            return own, None, None, None, None
+            reduce_scatter(share.view(-1), chunks.view(-1), group=ctx.group)
+            return share, None, None, None, None
         start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
-        own = grad.narrow(dim, start, stop - start)
+        share = grad.narrow(dim, start, stop - start)
         if stop - start == local:
-            return own.contiguous(), None, None, None, None
+            return share.contiguous(), None, None, None, None
         padded = grad.new_zeros(ctx.shape)
-        padded.narrow(dim, 0, stop - start).copy_(own)
+        padded.narrow(dim, 0, stop - start).copy_(share)
         return padded, None, None, None, None

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
-from fsdp_cp.paths import user_path
 from models.families.base import config_of
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint

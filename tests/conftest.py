@@ -7,9 +7,9 @@ import pytest
 
 from fsdp_cp.runtime import local_ranks
 
-# A failed assertion of what tests share says as much as one of a test.
+# Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
-# The server of forks imports it once for all ranks of a pytest process: what the first one to start asks for counts.
+# The fork server imports these once for all ranks of a pytest process; the first start decides.
 local_ranks.PRELOAD = ("torch", "distill.train.trainer")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def _logging_begins_anew():
-    """Reset the root logger before each test, since commands in the tests' process set it up."""
+    """Reset the root logger before each test, since commands that run in the tests' process configure it."""
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for handler in [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]:

@@ -1,7 +1,7 @@
 """Relapses in our prose: ``python -m tests.prose [PATH ...]`` prints them and exits with 1 if there are any.
 
-Without a path, check all pages and all code. It finds docstrings that begin with a fragment, words with a plainer
-synonym, and pages above their word budget. It does not prove that prose is good.
+Without a path, check all pages and all code. The checks find docstrings that begin with a fragment, words with a
+plainer synonym, and pages above their word budget. They do not prove that prose is good.
 """
 
 import ast
@@ -13,22 +13,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EVERYTHING = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "train.py")
 EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", "tests")
+UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py", "distill/data/")  # the checker, its test, old prose
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
-    "README.md": 900,
-    "ARCHITECTURE.md": 800,
-    "CONTRIBUTING.md": 500,
-    "docs/getting_started.md": 1050,
+    "README.md": 830,
+    "ARCHITECTURE.md": 680,
+    "CONTRIBUTING.md": 450,
+    "docs/getting_started.md": 850,
     "docs/data.md": 1100,
-    "docs/running.md": 2300,
-    "docs/configuration.md": 1500,
-    "docs/planning.md": 1000,
-    "docs/models.md": 1500,
-    "docs/extending.md": 700,
-    "docs/library.md": 1200,
-    "docs/gradients.md": 650,
-    "docs/comparison.md": 550,
-    "docs/methods/README.md": 750,
-    "docs/methods": 650,
+    "docs/running.md": 1950,
+    "docs/configuration.md": 1250,
+    "docs/planning.md": 880,
+    "docs/models.md": 1220,
+    "docs/extending.md": 640,
+    "docs/library.md": 1040,
+    "docs/gradients.md": 460,
+    "docs/comparison.md": 460,
+    "docs/causal.md": 500,
+    "docs/methods/README.md": 640,
+    "docs/methods": 550,
 }
 FRAGMENT = re.compile(r"\s*(Of|What|How|As|Those|Whose|Nor|Which|With|Is|Where|Inside|Does)\b")
 WORDS = re.compile(r"\b(anew|afresh|gone on|goes? on with|lets? go of|behind|beside)\b|\bis no [\w ]+;", re.IGNORECASE)
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> int:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             name = str(file.relative_to(ROOT))
             if file.suffix in (".py", ".md", ".yaml", ".j2") or name == "Makefile":
-                lines += findings(name, file.read_text()) if name != "tests/prose.py" else []
+                lines += findings(name, file.read_text()) if not name.startswith(UNCHECKED) else []
     print("\n".join([*lines, f"{len(lines)} findings"]))
     return int(bool(lines))
 

@@ -43,7 +43,7 @@ def build_tiny_hunyuan_pipeline(folder: str | Path, seed: int = 0, *, image: boo
     )
     from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 
-    with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         settings = {
             "latent_channels": CHANNELS,

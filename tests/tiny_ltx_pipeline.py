@@ -35,7 +35,7 @@ def build_tiny_ltx_pipeline(
     from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel
     from transformers import T5Config, T5EncoderModel
 
-    with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLLTXVideo(
             latent_channels=CHANNELS,

@@ -1,4 +1,4 @@
-"""A test-sized Wan pipeline folder with random weights, and small clips of our own.
+"""A test-sized Wan pipeline folder with random weights, and small clips.
 
     python -m tests.tiny_pipeline FOLDER [--seed 0] [--image | --frame] [--boundary 0.875]
 
@@ -69,7 +69,7 @@ def build_tiny_pipeline(
     if frame:
         vae_settings |= dict(z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels)
         vae_settings |= dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
-    with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLWan(**vae_settings).eval()
         noise = torch.randn(1, 3, 3, 4, 4)
@@ -119,7 +119,7 @@ def _image_parts() -> dict[str, object]:
     """Return a CLIP of 2 x 2 patches and its processor."""
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    from distill.data.image_encoder import CLIP, _processor_class
+    from distill.data.encoders.image import CLIP, _processor_class
 
     sizes = {"hidden_size": 20, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
     encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8)).eval()
@@ -150,7 +150,7 @@ def render_clips(
     short: bool = False,
     missing: bool = False,
 ) -> Path:
-    """Write ``n`` good clips of a bright square that drifts over a grey ramp, and metadata.csv. Return the folder.
+    """Write ``n`` clips of a bright square that drifts over a gray ramp, and metadata.csv. Return the folder.
 
     ``broken`` adds a row for broken.mp4 (a truncated mp4), ``short`` for short.mp4 (3 frames), ``missing`` for a file
     that does not exist. These rows come first, in this order, so that skipping them shifts every good clip.

@@ -10,7 +10,7 @@ import torch
 
 from distill.config import compose_config
 from distill.planning.command import planned_shapes
-from distill.planning.roles import Shapes
+from distill.run.setup import Shapes
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed

@@ -20,7 +20,7 @@ from benchmarks.gpu.child import ROOT, Context, ended
 from benchmarks.gpu.networks import Peak, gib
 from benchmarks.gpu.wan import NOT_COMPILED
 from benchmarks.steps import open_trainer
-from distill.trajectories import run as write_trajectories
+from distill.teacher_clips import main as teacher_clips
 from fsdp_cp.launch import process_group
 
 STEPS, COMPARED = 20, 10
@@ -80,11 +80,11 @@ def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None
             continue
         run = partial(_run, context, folder, words, context.device, _steps(context))
         context.attempt(what, lambda run=run: _cells(run()), needs=60 if what.endswith("compiled") else 15)
-    words = ["experiment=quickstart_ode_regression", f"method.trajectories={folder / 'trajectories'}"]
-    words += ["method.num_trajectories=16", "method.teacher_steps=6", "batch_size=8"]
-    target = f"{OWN}:trajectories"
-    made, where = "ode_regression: its trajectories", f"run_dir={folder / 'made'}"
-    if context.isolated(made, target, made, *words, where, seconds=120):
+    words = ["experiment=quickstart_ode_regression", "batch_size=8"]
+    target, out = f"{OWN}:states", str(folder / "clips")
+    made, where = "ode_regression: the teacher's clips", f"run_dir={folder / 'made'}"
+    if context.isolated(made, target, made, out, *words, where, seconds=120):
+        words += ["data=encoded", f"data.path={out}"]
         run = partial(_run, context, folder, words, context.device, _steps(context))
         context.attempt("ode_regression", lambda: _cells(run()))
     command = "train.py itself, to its report"
@@ -94,9 +94,11 @@ def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None
         context.attempt(command, lambda: _command(context, folder), needs=30)
 
 
-def trajectories(context: Context, name: str, *words: str) -> None:
-    """Write the trajectories for ``ode_regression``, like ``python -m distill.trajectories``."""
-    write_trajectories([*words, "mesh.cp=1", f"device={context.device_type}"])
+def states(context: Context, name: str, out: str, *words: str) -> None:
+    """Make the set for ``ode_regression``, like ``python -m distill.teacher_clips``."""
+    options = ["--clips", "16", "--steps", "6", "--states", "1.0,0.9,0.75,0.5"]
+    if teacher_clips([*words, "mesh.cp=1", f"device={context.device_type}", out, *options]):
+        raise RuntimeError("the set was not made")
 
 
 def _steps(context: Context) -> int:

@@ -18,7 +18,7 @@ def check(config: Config) -> None:
     method = METHODS[config.method.name][0]
     name, data = config.method.name, config.data.name
     if config.world is not None and not (config.dry_run or config.plan):
-        raise UserError(f"world={config.world} is for dry_run=true and plan=true; torchrun sets the world of a run")
+        raise UserError(f"world={config.world} needs dry_run=true or plan=true; torchrun sets the world of a run")
     method.check(config)
     if not config.data.has_clips and method.needs_latents(config.method):
         raise UserError(
@@ -57,11 +57,7 @@ def check(config: Config) -> None:
 
 
 def check_images(config: Config) -> None:
-    """Check ``sample.images`` against the data set and ``sample.captions``.
-
-    Raises:
-        UserError: the model takes no images; the images do not match the captions; a file does not exist.
-    """
+    """Check that the model takes ``sample.images``, and that they exist and match ``sample.captions``."""
     images, captions = config.sample.images, config.sample.captions
     if not images:
         return
@@ -97,13 +93,13 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
             f"expert_draws={draws} does not divide batch_size / data-parallel ranks ="
             f" {config.batch_size} / {dp_size} = {local}; use {_divisors(local, draws)}"
         )
-    part = local // draws
-    micro = config.micro_batch_size if config.micro_batch_size is not None else part
-    if part % micro:
+    drawn = local // draws
+    micro = config.micro_batch_size if config.micro_batch_size is not None else drawn
+    if drawn % micro:
         by, value = (" / expert_draws", f" / {draws}") if draws > 1 else ("", "")
         raise UserError(
             f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks{by} ="
-            f" {config.batch_size} / {dp_size}{value} = {part}; use {_divisors(part, micro)}"
+            f" {config.batch_size} / {dp_size}{value} = {drawn}; use {_divisors(drawn, micro)}"
         )
     return micro
 

@@ -6,10 +6,10 @@ import re
 import unicodedata
 
 from distill.config.kinds import Setting
+from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
-from fsdp_cp.paths import user_path
 
-PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume", "trajectories")
+PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""
 _MAY_BE_EMPTY = ("negative_prompt",)
 

@@ -107,11 +107,7 @@ def compose_config(words: list[str]) -> Config:
 
 
 def _checked_choice(group: str, name: str) -> str:
-    """Check the choice of a config group's file, and return its name.
-
-    Raises:
-        UserError: users cannot choose this group; the file does not exist; the method's package is broken.
-    """
+    """Return ``name``, checked as the choice of a config group."""
     if group not in GROUPS:
         raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
     if group == "method" and name in BROKEN:
@@ -121,11 +117,7 @@ def _checked_choice(group: str, name: str) -> str:
 
 
 def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) -> None:
-    """Set one setting of the composed configuration to a value in Hydra's grammar.
-
-    Raises:
-        UserError: an unknown key; a value that cannot be read, or that stands for several values.
-    """
+    """Set one of the ``known`` settings of the composed configuration to a value in Hydra's grammar."""
     mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
     if mapping not in known or removed(key) is not None:
         raise UserError(no_such_setting(key, known, SETTINGS))
@@ -135,7 +127,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
     try:
         override = OverridesParser.create().parse_override(in_grammar(key, value, setting))
         if override.is_sweep_override():
-            raise UserError(f"{short(word)} stands for several values; use python -m distill.sweep to run each of them")
+            raise UserError(f"{short(word)} has several values; use python -m distill.sweep to run each of them")
         # An architecture replaces the recipe's instead of merging: keys of another network would be wrong.
         merge = not key.endswith(".architecture")
         OmegaConf.update(composed, key, override.value(), merge=merge, force_add=True)
@@ -144,11 +136,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 
 def _typed(values: dict[str, Any]) -> Config:
-    """Build the configuration from resolved values.
-
-    Raises:
-        UserError: see :func:`distill.config.kinds.make`.
-    """
+    """Build the configuration from resolved values; see :func:`distill.config.kinds.make`."""
     method, data = (METHODS[values["method"]["name"]][1], DATA[values["data"]["name"]])
     values["method"] = make(method, values["method"], "method.")
     values["data"] = make(data, values["data"], "data.")

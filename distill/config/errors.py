@@ -20,13 +20,15 @@ REMOVED = {
     "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
     "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
     "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
+    "method.num_trajectories": "give --clips to python -m distill.teacher_clips, which makes a set for data=encoded",
+    "method.teacher_steps": "give --steps to python -m distill.teacher_clips, which makes a set for data=encoded",
+    "method.trajectories": "use data=encoded data.path=SET, and make SET with python -m distill.teacher_clips --states",
     "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
     "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
     "planning.before_run": "run plan=true before the run",
     "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
 }
 """Successor of each removed setting, or the reason for its removal, by key pattern."""
-_REMOVED_EXPERIMENT = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 _LONGEST = 200
 
 
@@ -49,48 +51,32 @@ def recipes_of(group: str, name: str) -> list[str]:
 
 
 def check_choice(group: str, name: str) -> None:
-    """Check that ``name`` is a file of ``group``.
-
-    Raises:
-        UserError: it is not; names the nearest file.
-    """
+    """Check that ``name`` is a file of ``group``; the error names the nearest file."""
     names = [path.stem for path in group_files(group)]
     if name in names:
         return
-    old = _REMOVED_EXPERIMENT.fullmatch(name) if group == "experiment" else None
-    if old is not None:
-        words = [f"experiment={old[1]}_{old[3]}", *(["data=video_folder_720p"] if old[2] else [])]
-        words += ["cluster=h20x8x4", "batch_size=32"] if old[4] else []
-        raise UserError(
-            f"experiment={name} was removed; use {' '.join(words)}, and run_dir=runs/{name} to continue its run"
-        )
     # h20 means h20x4 or h20x8, not h200.
     longer = [other for other in names if re.match(rf"{re.escape(name)}(?!\d)", other)] if name else []
     near = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if len(names) > 10:
         names = [*names[:6], f"another of the {len(names)} in configs/{group}"]
-    raise UserError(f"there is no {group}={short(name)}; use {' or '.join(near or names)}")
+    raise UserError(f"{group}={short(name)} does not exist; use {' or '.join(near or names)}")
 
 
 def no_recipe(name: str) -> str:
     """Return the message for an unknown recipe ``MODEL_METHOD``."""
-    method = name.removeprefix(
-        next((model for model in map(_stem, group_files("model")) if name.startswith(model)), "")
-    )
-    others = [f"recipe={recipe}" for recipe in map(_stem, group_files("recipe")) if recipe.endswith(method)]
+    models = [path.stem for path in group_files("model") if name.startswith(path.stem)]
+    method = name.removeprefix(next(iter(models), ""))
+    others = [path.stem for path in group_files("recipe") if path.stem.endswith(method)]
     return (
-        f"no numbers are published for this model and method (recipe={name}); take those of another model with"
-        f" {' or '.join(word for word in others if 'quickstart' not in word)}"
+        f"recipe={name} does not exist: no numbers are published for this model and method; take another model's by"
+        f" {' or '.join(f'recipe={recipe}' for recipe in others if 'quickstart' not in recipe)}"
     )
 
 
 def removed(key: str) -> str | None:
     """Return the successor of a removed setting, or the reason for its removal; ``None`` for another key."""
     return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
-
-
-def _stem(path: Path) -> str:
-    return path.stem
 
 
 def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
@@ -112,7 +98,7 @@ def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str,
     near = _nearest(key, names)
     inside = [name for name in names if "." in key and name.rpartition(".")[0] == key.rpartition(".")[0]]
     hint = f"did you mean {near}?" if near else f"use {', '.join(inside[:6])}" if inside else "see train.py --help"
-    return f"there is no setting {short(key)}; {hint}"
+    return f"{short(key)} is not a setting; {hint}"
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:

@@ -99,8 +99,8 @@ def settings_of(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the default of every field of ``cls``, with groups as dictionaries."""
-    own = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
-    return {key: defaults(own[key].types[0]) if own[key].group else own[key].default for key in own}
+    fields = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    return {key: defaults(fields[key].types[0]) if fields[key].group else fields[key].default for key in fields}
 
 
 def make(cls: type, values: Any, prefix: str = "") -> Any:
@@ -115,22 +115,22 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
         NoSuchSetting: a name that ``cls`` does not have.
         UserError: a value of the wrong type, or one that ``cls`` refuses.
     """
-    own = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    fields = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
     hints = typing.get_type_hints(cls)
     typed = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if name not in own:
+        if name not in fields:
             raise NoSuchSetting(key)
         if value == MISSING:
             raise UserError(f"{key} is not set, and no recipe of this method sets it; give {key}=VALUE")
-        if own[name].group and isinstance(value, Mapping):
-            typed[name] = make(own[name].types[0], value, f"{key}.")
+        if fields[name].group and isinstance(value, Mapping):
+            typed[name] = make(fields[name].types[0], value, f"{key}.")
             continue
         try:
             typed[name] = _convert(value, hints[name])
         except (ValueError, TypeError, KeyError, OverflowError):
-            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {own[name].words(key)}") from None
+            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {fields[name].words(key)}") from None
     try:
         return cls(**typed)
     except UserError as error:

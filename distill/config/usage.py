@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,9 +23,7 @@ from distill.config.schema import Config
 from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.errors import shown
-from fsdp_cp.sharding.settings import ShardSettings
 
-ROLES = ("teacher", "student", "fake")
 _WIDTH = 120
 _KEY = 40
 _LONGEST = 30
@@ -73,29 +71,22 @@ def usage(config: Config) -> list[str]:
 
     Settings that roles share are listed once. Methods and data sets that are not chosen are left out.
     """
-    rows = list(_rows(Config, "", config))
-    top = [row for row in rows if "." not in row.key and row.key != "expert_draws"]
-    lines = list(_in_lines(top))
+    lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row.key))
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
         lines += _in_lines(_rows(type(settings), f"{name}.", settings))
-    sharding = {item.name for item in fields(ShardSettings)} - {"precision"} | {"architecture", "boundary"}
-    roles = list(_shared(rows, "{}.", ROLES))
-    lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/configuration.md):"]
-    lines += _in_lines([row for row in roles if row.key.removeprefix("ROLE.") not in sharding])
-    rest = [_short(row, "ROLE.") for row in roles if row.key.removeprefix("ROLE.") in sharding]
-    rest.append(f"experts={config.student.experts} (student's; of the run: expert_draws={config.expert_draws})")
-    lines += _in_paragraph("ROLE.", rest)
-    lines += ["", "Other settings; --help all describes each:"]
-    for pattern, other in (("optim.{}.", "fake"), ("{}.lora.", "fake"), ("{}.causal.", "teacher")):
-        name = pattern.format("ROLE")
-        lines += _in_paragraph(name, [_short(row, name) for row in _shared(rows, pattern, ("student", other))])
-    of_roles = [pattern.format(role) for pattern in ("{}", "optim.{}", "{}.lora", "{}.causal") for role in ROLES]
-    above = ("", "mesh", *of_roles)
-    for prefix, group in groupby(rows, lambda row: row.key.rpartition(".")[0]):
-        if prefix not in above:
-            lines += _in_paragraph(f"{prefix}.", [_short(row, f"{prefix}.") for row in group])
+    lines += [
+        "",
+        "Other settings, which --help all describes. ROLE is teacher, student or fake; values are the student's.",
+    ]
+    lines += _in_paragraph("ROLE.", _rows(type(config.student), "", config.student))
+    lines += _in_paragraph("optim.ROLE.", _rows(type(config.optim.student), "", config.optim.student))
+    above = ("mesh", "teacher", "student", "fake", "method", "data")
+    for name in [item.name for item in fields(Config) if is_dataclass(getattr(config, item.name))]:
+        if name not in above:
+            rows = _rows(type(getattr(config, name)), "", getattr(config, name))
+            lines += _in_paragraph(f"{name}.", (row for row in rows if not row.key.startswith(("student.", "fake."))))
     return lines
 
 
@@ -113,17 +104,14 @@ def _every_setting(config: Config) -> list[str]:
         title = "" if chosen is not None else ", which is not chosen: defaults"
         lines += ["", f"{settings.__name__}{title}:"]
         for row in _rows(settings, prefix, chosen):
-            lines.append(f"  {_with_value(row, shown(row.value)):<46} {row.meaning}")
+            lines.append(f"  {_with_value(row, whole=True):<46} {row.meaning}")
     return lines
 
 
 def _groups() -> Iterator[str]:
-    """Yield the choices of each group; two short groups share a line."""
-    texts = [f"{group + '=':<12} {' | '.join(path.stem for path in group_files(group))}" for group in GROUPS]
-    while texts:
-        text = texts.pop(0)
-        if texts and len(text) < 30 and len(texts[0]) < 30:
-            text = f"{text:<30} {texts.pop(0)}"
+    """Yield the choices of each group."""
+    for group in GROUPS:
+        text = f"{group + '=':<12} {' | '.join(path.stem for path in group_files(group))}"
         yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
@@ -133,61 +121,39 @@ def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
             value = setting.default if chosen is None else attrgetter(key.removeprefix(prefix))(chosen)
-            yield _Row(key, value, _field_docs(setting.owner).get(name, ""))
+            yield _Row(key, value, field_docs(setting.owner).get(name, ""))
 
 
-def _shared(rows: Sequence[_Row], pattern: str, owners: Sequence[str]) -> Iterator[_Row]:
-    """Yield each setting that all ``owners`` have, once, with the student's value and any other roles' values."""
-    by_key = {row.key: row for row in rows}
-    first = pattern.format(owners[0])
-    for name in [row.key.removeprefix(first) for row in rows if row.key.startswith(first)]:
-        if any(f"{pattern.format(owner)}{name}" not in by_key for owner in owners):
-            continue
-        mine = {owner: _cut(by_key[f"{pattern.format(owner)}{name}"].value) for owner in owners}
-        others = [f"{owner}: {value}" for owner, value in mine.items() if value != mine["student"]]
-        value = mine["student"] + (f" ({', '.join(others)})" if others else "")
-        yield _Row(f"{pattern.format('ROLE')}{name}", value, by_key[f"{pattern.format(owners[-1])}{name}"].meaning)
-
-
-def _with_value(row: _Row, value: str) -> str:
+def _with_value(row: _Row, *, whole: bool = False) -> str:
+    """Return ``key=value``, or the key alone if a value is required. Long values are cut."""
+    value = shown(row.value)
+    if not whole and len(value) > _LONGEST:
+        value = f"{value[:12]}..."  # Chinese letters are two columns wide
     return row.key if row.value == MISSING else f"{row.key}={value}"
-
-
-def _short(row: _Row, prefix: str) -> str:
-    value = row.value if row.key.startswith(("ROLE.", "optim.ROLE.")) else _cut(row.value)
-    return f"{row.key.removeprefix(prefix)}={value}"
-
-
-def _cut(value: Any) -> str:
-    text = shown(value)
-    return text if len(text) <= _LONGEST else f"{text[:12]}..."  # Chinese letters are two columns wide
 
 
 def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
     """Yield lines with key and value on the left and the wrapped meaning on the right."""
     for row in rows:
-        value = row.value if row.key.startswith("ROLE.") else _cut(row.value)
-        left = f"  {_with_value(row, value):<{_KEY}} "
+        left = f"  {_with_value(row):<{_KEY}} "
         if len(left) > _KEY + 3:
             yield left.rstrip()
             left = ""
-        lines = textwrap.wrap(row.meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
-        yield from (
-            f"{head:<{_KEY + 3}}{line}".rstrip() for head, line in zip([left, *[""] * len(lines)], lines, strict=False)
-        )
+        meaning = textwrap.wrap(row.meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
+        for head, line in zip([left, *[""] * len(meaning)], meaning, strict=False):
+            yield f"{head:<{_KEY + 3}}{line}".rstrip()
 
 
-def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:
-    """Wrap keys into lines without breaking a key."""
-    unbroken = " ".join(key.replace(" ", "\0") for key in keys)
-    lines = textwrap.wrap(
-        unbroken, _WIDTH, initial_indent=f"  {prefix:<12} ", subsequent_indent=" " * 15, break_on_hyphens=False
-    )
-    return (line.replace("\0", " ") for line in lines)
+def _in_paragraph(prefix: str, rows: Iterable[_Row]) -> Iterator[str]:
+    """Wrap ``key=value`` of ``rows`` into lines without breaking one."""
+    unbroken = " ".join(_with_value(row).replace(" ", "\0") for row in rows)
+    head, rest = f"  {prefix:<12} ", " " * 15
+    for line in textwrap.wrap(unbroken, _WIDTH, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False):
+        yield line.replace("\0", " ")
 
 
 @cache
-def _field_docs(settings: type) -> dict[str, str]:
+def field_docs(settings: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass and its bases, by field name."""
     docs: dict[str, str] = {}
     for cls in reversed(settings.__mro__[:-1]):

@@ -35,7 +35,21 @@ class ClipDataset(Protocol):
         """
         ...
 
-    def captions(self) -> list[str]:
+    def caption(self, index: int) -> str:
+        """Return the caption of an item, without its tensors. Only ``distill.teacher_clips`` asks for it."""
+        ...
+
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return the embeddings of a caption, fp32 ``(tokens, D)`` by name, as encoded sets store them.
+
+        Only ``distill.teacher_clips`` asks for them.
+
+        Raises:
+            UserError: an unknown caption.
+        """
+        ...
+
+    def captions(self) -> Sequence[str]:
         """Return the distinct captions, in a fixed order."""
         ...
 

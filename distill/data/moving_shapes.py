@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.data.clips import MAX_SIZE, ClipFormat
-from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
+from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES, PixelCodec, WordTable
+from distill.data.videos.decode import MAX_SIZE, ClipFormat
 from fsdp_cp.errors import UserError
 from models.roles.condition import Condition
 
@@ -44,7 +44,7 @@ CAPTIONS = tuple(
     for colour, motion, shape in product(COLOURS, MOTIONS, SHAPES)
 )
 UNCOLOURED_CAPTIONS = tuple(f"a {shape} {motion}" for motion, shape in product(MOTIONS, SHAPES))
-"""Of clips whose colour is drawn."""
+"""Captions of clips whose color is drawn."""
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
 _MAX_CLIPS = 2**24
@@ -54,7 +54,7 @@ _MAX_OFFSET = 3.0  # pixels of a frame of that side
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Scene:
-    """What one clip shows, frame by frame. Lengths in pixels."""
+    """Content of one clip, frame by frame. Lengths in pixels."""
 
     colour: str
     shape: str
@@ -91,7 +91,7 @@ def draw_scene(
     width: int,
     colour: str | None = None,
 ) -> Scene:
-    """What a clip of ``caption`` shows; all that the caption leaves open, but the ``colour``, is drawn from ``rng``."""
+    """Return the content of a clip of ``caption``. ``rng`` draws all that it leaves open, except the ``colour``."""
     named, shape, motion = caption_parts(caption)
     colour = named or colour
     unit = min(height, width) / _REFERENCE_SIDE
@@ -214,18 +214,25 @@ class MovingShapes:
             "caption": self._captions[index % len(self._captions)],
         }
 
+    def caption(self, index: int) -> str:
+        """Return the caption of an item."""
+        return self._captions[index % len(self._captions)]
+
     def captions(self) -> list[str]:
         """The 64 captions, colour varying slowest; the 8 without a colour, with ``colour_shares``."""
         return list(self._captions)
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
-        """Of captions made of the table's words, the empty one included: ``text`` (n, L, D). UserError for others."""
+        """Return ``text`` (n, L, D) of captions made of the table's words, or empty ones. UserError for others."""
         return Condition({"text": self._table.embed(captions, CAPTION_WORDS)}, self.null, self.empty)
+
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return ``text`` fp32 (L, D) of a caption made of the table's words, as encoded sets store it."""
+        return {"text": self._table.embed([caption], CAPTION_WORDS)[0]}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
-        pixels = (latents.float().clamp(-1, 1) + 1) * 127.5
-        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+        return PixelCodec().decode(latents)
 
     def release(self) -> None:
         """Nothing to free: there is no VAE."""

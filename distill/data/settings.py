@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
-from fsdp_cp.errors import UserError
-from fsdp_cp.words import counted
+from fsdp_cp.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from distill.data.sets.encode import EncodeSettings
+    from distill.data.sets.encoded_set import EncodedSet
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -69,6 +72,14 @@ class DataSettings:
 
         Raises:
             UserError: settings that do not fit, a folder without a usable clip, captions that cannot be embedded.
+        """
+        raise NotImplementedError
+
+    def encode_settings(self) -> EncodeSettings:
+        """Return the settings with which the data set encodes clips and captions.
+
+        Raises:
+            UserError: folders that are not there.
         """
         raise NotImplementedError
 
@@ -123,7 +134,7 @@ class MovingShapesSettings(DataSettings):
         return data
 
     def fingerprints(self) -> dict[str, str]:
-        from distill.data.word_table import table_file
+        from distill.data.encoders.words import table_file
         from models.files.checkpoint_files import fingerprint_of
 
         return {"data.encoders": fingerprint_of([table_file(self.encoders)])}
@@ -138,6 +149,11 @@ class MovingShapesSettings(DataSettings):
                     f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
                 )
 
+    def encode_settings(self) -> EncodeSettings:
+        from distill.data.moving_shapes import CAPTION_WORDS
+
+        return _encode_settings(self, max_text_tokens=CAPTION_WORDS)
+
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
 
@@ -148,19 +164,11 @@ class MovingShapesSettings(DataSettings):
 
 
 @dataclass(kw_only=True)
-class VideoFolderSettings(DataSettings):
-    """``data=video_folder``."""
+class EncodingFields:
+    """Settings that decide what a clip and a caption become."""
 
-    name: str = "video_folder"
-    path: str | None = None
-    """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
-    ``caption``, or a ``.txt`` file next to each video."""
-    columns: dict[str, str] | None = None
-    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
-    cache: str | None = None
-    """Folder of the encoded latents; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
     num_frames: int = 17
     """Frames of a clip; 4k + 1 for Wan's VAE."""
     height: int = 64
@@ -174,81 +182,66 @@ class VideoFolderSettings(DataSettings):
     max_text_tokens: int = 512
     """Tokens of a caption; longer ones are cut, and that is logged."""
     vae_precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
+    """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: Literal["first_frame"] | None = None
-    """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
-    and LTX-Video have it in the noisy frame's place); null for none."""
+    """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
+    noisy frame); null for none."""
+
+
+@dataclass(kw_only=True)
+class VideoFolderSettings(DataSettings, EncodingFields):
+    """``data=video_folder``."""
+
+    name: str = "video_folder"
+    path: str | None = None
+    """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
+    ``caption``, or a ``.txt`` file next to each video."""
+    columns: dict[str, str] | None = None
+    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
+    cache: str | None = None
+    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        from distill.data.choose_encoders import choose_encoders
-        from distill.data.clips import ClipFormat
-        from distill.data.encoders import check_text_tokens
-
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
         check_choices(self, "data.")
-        check_text_tokens(self.max_text_tokens)
-        clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
-        folder, image = choose_encoders(self.encoders), None
-        if self.image is not None:
-            if not self.has_clips:
-                raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-            image = folder.inspect_image(f"data.encoders={self.encoders}")
-        return folder.latent_shape(clip), folder.condition_shapes(clip, self.max_text_tokens, image)
+        if self.image is not None and not self.has_clips:
+            raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
+        return self.encode_settings().shapes()
 
-    def build(
-        self,
-        *,
-        seed: int,
-        device: torch.device,
-        run_dir: Path,
-        captions: Sequence[str] = (),
-        images: Sequence[str] = (),
-    ) -> ClipDataset:
-        return self._data_class()(
+    def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
+        from distill.data.sets.dataset import encode_source
+
+        return encode_source(
+            **asdict(self.encode_settings()),
             path=self.path,
-            encoders=self.encoders,
-            num_frames=self.num_frames,
-            height=self.height,
-            width=self.width,
-            fps=self.fps,
-            negative_prompt=self.negative_prompt,
-            cache=self.cache or str(run_dir / "cache"),
-            max_text_tokens=self.max_text_tokens,
-            device=device,
-            vae_dtype=VAE_PRECISIONS[self.vae_precision],
-            vae_tiling=self.vae_tiling,
-            captions=captions,
-            image=self.image,
-            images=images,
+            has_clips=self.has_clips,
             columns=self.columns,
+            cache=self.cache or str(run_dir / "cache"),
+            **runtime,
         )
 
-    def fingerprints(self) -> dict[str, str]:
-        from distill.data.choose_encoders import choose_encoders
-        from models.files.checkpoint_files import fingerprint_of
+    def encode_settings(self) -> EncodeSettings:
+        return _encode_settings(self)
 
-        folder = choose_encoders(self.encoders)
-        parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]
-        if self.image is not None:
-            encoder = folder.inspect_image(f"data.encoders={self.encoders}").encoder
-            parts += encoder.parts if encoder is not None else []
+    def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
-        return {"data.path": table, "data.encoders": fingerprint_of(folder.files(*parts))}
+        encoders = self.encode_settings().fingerprint(has_clips=self.has_clips)
+        return {"data.path": table, "data.encoders": encoders}
 
     def _table(self) -> list[Any]:
         """Return the table's rows, with the size of each clip in bytes (None for a missing one)."""
-        from distill.data.video_folder import read_metadata
+        from distill.data.videos.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
         files = [(path / row.file, row.caption) for row in read_metadata(path, self.columns)]
         return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
 
     def table_in_words(self) -> str:
-        from distill.data.video_folder import read_metadata
+        from distill.data.videos.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
         rows = read_metadata(path, self.columns)
@@ -257,11 +250,6 @@ class VideoFolderSettings(DataSettings):
             raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
         return f"{counted(len(rows), 'clip')} in {path}{note}"
-
-    def _data_class(self) -> Any:
-        from distill.data.video_folder import VideoFolder
-
-        return VideoFolder
 
 
 @dataclass(kw_only=True)
@@ -273,30 +261,95 @@ class CaptionsSettings(VideoFolderSettings):
     name: str = "captions"
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
-    cache: str | None = None
-    """Folder of the embeddings; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
-    fps: float = 8.0
-    """Frames per second of the sample videos."""
 
     def _table(self) -> list[Any]:
-        from distill.data.captions import read_captions
+        from distill.data.videos.captions import read_captions
 
         return read_captions(Path(self.path).expanduser(), self.columns)
 
     def table_in_words(self) -> str:
-        from distill.data.captions import read_captions
+        from distill.data.videos.captions import read_captions
 
         path = Path(self.path).expanduser()
         return f"{counted(len(read_captions(path, self.columns)), 'caption')} in {path}"
 
-    def _data_class(self) -> Any:
-        from distill.data.captions import Captions
 
-        return Captions
+@dataclass(kw_only=True)
+class EncodedSettings(DataSettings):
+    """``data=encoded``."""
+
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "encoders", "vae_precision", "vae_tiling")
+    name: str = "encoded"
+    path: str | None = None
+    """Set of ``python -m distill.encode`` or ``python -m distill.teacher_clips``. It decides frames, sizes and rate."""
+    encoders: str | None = None
+    """Diffusers pipeline folder of the set, which decodes samples; null: the folder that the set names."""
+    cache: str | None = None
+    """Folder for embeddings of sample captions that the set lacks; ``RUN_DIR/cache`` when not set."""
+    damaged: Literal["refuse", "skip"] = "refuse"
+    """``refuse`` a set with damaged shards, or ``skip`` their items."""
+    vae_precision: Literal["fp32", "bf16"] | None = None
+    """Precision of the VAE that decodes samples; null: as the set was encoded."""
+    vae_tiling: bool | None = None
+    """Whether the VAE decodes frames in tiles; null: as the set was encoded."""
+
+    @property
+    def has_clips(self) -> bool:  # type: ignore[override]
+        """Whether the set has clips; sets of captions have none."""
+        return self.path is None or "latents" in self.open().parts
+
+    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        check_choices(self, "data.")
+        return self.encode_settings().shapes()
+
+    def encode_settings(self) -> EncodeSettings:
+        from distill.data.sets.dataset import settings_of
+
+        return settings_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
+
+    def open(self) -> EncodedSet:
+        """Open the set, without reading a clip.
+
+        Raises:
+            UserError: a path that is not set or not a set.
+        """
+        from distill.data.sets.encoded_set import EncodedSet
+
+        if self.path is None:
+            raise UserError("data.path is not set; give a set of python -m distill.encode or distill.teacher_clips")
+        return EncodedSet(Path(self.path).expanduser(), f"data.path={self.path}")
+
+    def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
+        from distill.data.sets.dataset import open_set
+
+        return open_set(
+            self.path,
+            cache=self.cache or str(run_dir / "cache"),
+            encoders=self.encoders,
+            damaged=self.damaged,
+            vae_precision=self.vae_precision,
+            vae_tiling=self.vae_tiling,
+            **runtime,
+        )
+
+    def fingerprints(self) -> dict[str, str]:
+        return {"data.path": self.open().fingerprint()}
+
+    def table_in_words(self) -> str:
+        encoded = self.open()
+        return f"{counted(len(encoded), 'clip')} of the encoded set {self.path}"
+
+
+def _encode_settings(settings: DataSettings, **others: Any) -> EncodeSettings:
+    from distill.data.sets.encode import EncodeSettings
+
+    names = {field.name for field in fields(EncodeSettings)} & {field.name for field in fields(settings)}
+    return EncodeSettings(**{name: getattr(settings, name) for name in names}, **others)
 
 
 DATA: dict[str, type[DataSettings]] = {
     "moving_shapes": MovingShapesSettings,
     "video_folder": VideoFolderSettings,
     "captions": CaptionsSettings,
+    "encoded": EncodedSettings,
 }

@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fsdp_cp.launch import rank, share_of_cores
-from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.runtime.progress import progress
+from fsdp_cp.launch import rank, share_of_cores, world_size
+from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 
 T = TypeVar("T")
 
@@ -26,26 +25,35 @@ class Shares:
 
     ranks: tuple[int, ...]
 
-    def own(self, count: int) -> range:
+    def assigned(self, count: int) -> range:
         """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
 
-    def run(self, count: int, work: Callable[[int], T], what: str, unit: str) -> list[T]:
+    @classmethod
+    def all(cls) -> Shares:
+        """Return shares for every rank."""
+        return cls(ranks=tuple(range(world_size())))
+
+    @classmethod
+    def one_per_node(cls) -> Shares:
+        """Return shares for one rank of each node; a collective."""
+        return cls(ranks=first_of_each(all_gather_objects(node())))
+
+    def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
         """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank.
 
         The ranks meet after every few items. So a failure reaches all ranks soon, and no rank waits in a collective for
-        another's whole share, which would exceed the group's timeout. Rank 0 shows the progress in ``unit``.
+        another's whole share, which would exceed the group's timeout. ``advance`` counts the finished items.
         """
         results: list[T] = []
-        own, size = self.own(count), len(self.ranks) * _ROUND
-        with progress(count, what, unit) as advance:
-            for first in range(0, count, size):
-                mine = [i for i in own if first <= i < first + size]
-                parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
-                merged = {i: result for part in parts for i, result in part.items()}
-                results += [merged[i] for i in sorted(merged)]
-                advance(len(merged))
+        assigned, size = self.assigned(count), len(self.ranks) * _ROUND
+        for first in range(0, count, size):
+            mine = [i for i in assigned if first <= i < first + size]
+            parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
+            merged = {i: result for part in parts for i, result in part.items()}
+            results += [merged[i] for i in sorted(merged)]
+            advance(len(merged))
         assert len(results) == count
         return results
 

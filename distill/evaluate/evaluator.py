@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,15 @@ from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
-from distill.report.facts import default_settings
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.train.metrics import MetricsLog
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.runtime.progress import progress
-from fsdp_cp.words import counted, duration
 from models.files.export_folder import export_scheduler
 from models.roles.condition import has_image
 
@@ -139,7 +137,7 @@ class Evaluator:
                 with _written(folder):
                     for file, clip in zip(files, clips, strict=True):
                         write_mp4(file, clip, self.data.fps)
-                videos[f"{role}_{n}steps"] = clips, files
+                videos[f"{role}_{n}steps"] = files
         if rank() == 0:
             path = folder / f"step_{step:08d}.png"
             shown = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
@@ -151,7 +149,7 @@ class Evaluator:
                 for key, measure in (self._measures(clips, captions) or {}).items()
             }
             if metrics is not None:
-                metrics.show(step, sheet, videos, measures, fps=self.data.fps)
+                metrics.show(step, sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
         self.data.release()
         barrier()
@@ -212,7 +210,7 @@ class Evaluator:
             # Show every other clip: neighbouring captions of moving shapes share their motion.
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
             with _written(self.run_dir):
-                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2], clips=4, width=1900)
+                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
                 write_report(
                     self.run_dir,
                     title=self._title(),
@@ -228,8 +226,7 @@ class Evaluator:
                         "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
                     },
                     fps=self.data.fps,
-                    settings=asdict(self.config),
-                    defaults=default_settings(self.config),
+                    clip=self.config.optim.clip,
                     updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
                 )
         self.data.release()

@@ -23,8 +23,8 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
+from fsdp_cp.choices import installed_names, load_installed
 from fsdp_cp.errors import UserError
-from fsdp_cp.installed import installed_names, load_installed
 
 if TYPE_CHECKING:
     from models.roles.role import Role

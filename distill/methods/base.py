@@ -32,8 +32,8 @@ class Batch:
     """Conditions of the B samples, with the null condition of guidance and the empty caption of caption dropout."""
     latent_shape: tuple[int, ...] | None = None
     """Value of :attr:`shape` if ``latents`` is ``None``."""
-    trajectory: Tensor | None = None
-    """States ``(B, K, C, T, H, W)`` of a teacher's trajectories to ``latents``, for methods that train on them."""
+    states: Tensor | None = None
+    """States ``(B, K, C, T, H, W)`` of the teacher on its way to ``latents``, for methods that train on them."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,33 +1,25 @@
 """Regression on a teacher's trajectories (knowledge distillation, Luhman & Luhman 2021, arXiv:2101.02388).
 
 Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2025, arXiv:2412.07772, section 4.3).
-``python -m distill.trajectories`` makes the trajectories before training, so training needs no teacher.
+``python -m distill.teacher_clips --states`` makes an encoded set with them before training, which needs no teacher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.data import ClipDataset
-from distill.data.trajectories import NOTED_LATER, TrajectoryClips, TrajectoryFolder
+from distill.data import ClipDataset, EncodedSettings
 from distill.methods.base import Batch, Loss
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_latents, per_sample_mean
-from distill.methods.common.sampling import euler_sample
-from distill.methods.common.schedules import denoise, euler_times
-from fsdp_cp.choices import check_range
+from distill.methods.common.schedules import denoise
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import Condition
-
-if TYPE_CHECKING:
-    from models.roles.role import Role
 
 
 @dataclass(kw_only=True)
@@ -35,18 +27,6 @@ class OdeRegressionSettings(StepListSettings):
     """``method=ode_regression``."""
 
     name: str = "ode_regression"
-    trajectories: str | None = None
-    """Path to the folder of trajectories that ``python -m distill.trajectories`` writes; all nodes must share it."""
-    num_trajectories: int = 4096
-    """Number of trajectories to make and to train on; at least 1."""
-    teacher_steps: int = 50
-    """Euler steps of a trajectory, spaced by ``shift``, 1 to 10000. The times of ``step_list``, at which its states are
-    kept, are inserted."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "num_trajectories", least=1, where="method.")
-        check_range(self, "teacher_steps", least=1, most=10_000, where="method.")
 
 
 class OdeRegression(FewStepMethod):
@@ -65,28 +45,18 @@ class OdeRegression(FewStepMethod):
         return False
 
     @classmethod
-    def check(cls, config: Any) -> None:
-        if config.method.trajectories is None:
-            raise UserError(
-                "method.trajectories is not set; give a folder, and fill it with python -m distill.trajectories and the"
-                " same settings"
-            )
-
-    @classmethod
-    def fingerprints(cls, settings: Any) -> dict[str, str]:
-        return {"method.trajectories": TrajectoryFolder(settings.trajectories).content()}
-
-    @classmethod
     def check_files(cls, config: Any) -> None:
-        folder = TrajectoryFolder(config.method.trajectories)
-        expected = trajectory_settings(config)
-        if config.teacher.checkpoint is None:  # then any teacher's trajectories will do
-            del expected["teacher.checkpoint"]
-        folder.check(expected)
-        folder.check_complete(config.method.num_trajectories)
+        from distill.data.sets.dataset import states_at
+
+        if not isinstance(config.data, EncodedSettings):
+            raise UserError(
+                f"data={config.data.name} has no states of a teacher, on which method=ode_regression trains; make a set"
+                " with python -m distill.teacher_clips --states, and use data=encoded"
+            )
+        states_at(config.data.open(), config.method.step_list)
 
     def training_data(self, data: ClipDataset) -> ClipDataset:
-        return TrajectoryClips(TrajectoryFolder(self.settings.trajectories), self.settings.num_trajectories, data)
+        return data.with_states(self.settings.step_list)
 
     def trained_role(self, step: int) -> str:
         return "student"
@@ -99,7 +69,7 @@ class OdeRegression(FewStepMethod):
         # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
         index = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
-        x = batch.trajectory[torch.arange(len(index), device=index.device), index]
+        x = batch.states[torch.arange(len(index), device=index.device), index]
         prediction = denoise(x, self.roles["student"].velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - batch.latents).square())
         for i, time in enumerate(times):
@@ -107,47 +77,3 @@ class OdeRegression(FewStepMethod):
         observe_latents(self.observations, "prediction", prediction)
         observe_latents(self.observations, "data", batch.latents)
         return errors.mean()
-
-
-def trajectory_settings(config: Any) -> dict[str, Any]:
-    """Return the settings that determine a trajectory and matter to a student that trains on it, by dotted key."""
-    names = {
-        "method": ("step_list", "teacher_steps", "guidance_scale", "shift"),
-        "data": ("name", "path", "encoders", "num_frames", "height", "width", "negative_prompt", *NOTED_LATER),
-        "teacher": ("checkpoint",),
-    }
-    return {
-        f"{group}.{key}": getattr(getattr(config, group), key, None) for group, keys in names.items() for key in keys
-    }
-
-
-def _times(settings: OdeRegressionSettings) -> list[float]:
-    return sorted({*euler_times(settings.teacher_steps, settings.shift), *settings.step_list}, reverse=True)
-
-
-def trajectory_evaluations(settings: OdeRegressionSettings) -> int:
-    """Return the number of network evaluations of a trajectory (guidance evaluates twice a step)."""
-    return (len(_times(settings)) - 1) * (1 if settings.guidance_scale == 1 else 2)
-
-
-def trajectory(
-    teacher: Role, noise: Tensor, condition: Condition, settings: OdeRegressionSettings
-) -> tuple[Tensor, Tensor]:
-    """Sample the teacher; return its states at the times of ``step_list`` and the clean latents.
-
-    Args:
-        teacher: the network.
-        noise: state at the first time, ``(B, C, T, H, W)``.
-        condition: conditions of the B samples.
-        settings: times, steps and guidance.
-
-    Returns:
-        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
-    """
-    times = _times(settings)
-    x, states = noise, []
-    for start, end in pairwise([*settings.step_list, 0.0]):
-        states.append(x)
-        segment = [time for time in times if end <= time <= start]
-        x = euler_sample(teacher, x, condition, times=segment, scale=settings.guidance_scale)
-    return torch.stack(states, dim=1), x

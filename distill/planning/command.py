@@ -19,9 +19,8 @@ from distill.planning.encoders import encoder_peaks
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.page import in_words, page
 from distill.planning.prediction import Prediction, load_hardware, predict
-from distill.planning.roles import Shapes
 from distill.report.media import atomic_path
-from distill.run.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, Shapes, plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
@@ -51,18 +50,16 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
             plan wrote; a directory that cannot be written.
     """
     require_plannable(config)
-    config = as_planned(config)
-    shapes = planned_shapes(config)
-    plan = plan_run(config, shapes=shapes)
+    config, plan = plan_without_gpus(config)
     prepare_folder(plan.run_dir, FILE, PAGE)
-    prediction = make_prediction(config, plan, shapes, at_once=True)
+    prediction = make_prediction(config, plan, at_once=True)
     for line in in_words(prediction):
         log.info(line)
     content = {"made_by": MADE_BY, **prediction.as_json()}
     for name, text in ((FILE, json.dumps(content, indent=1) + "\n"), (PAGE, page(prediction, shlex.join(command)))):
-        with atomic_path(plan.run_dir / name) as part:
-            part.write_text(text)
-    log.info("written to %s and %s", plan.run_dir / FILE, PAGE)
+        with atomic_path(plan.run_dir / name) as temporary:
+            temporary.write_text(text)
+    log.info("wrote %s and %s", plan.run_dir / FILE, PAGE)
 
 
 def require_plannable(config: Config) -> None:
@@ -73,7 +70,8 @@ def require_plannable(config: Config) -> None:
     """
     if world_size() > 1:
         raise UserError(
-            f"plan={str(config.plan).lower()} is one process; start it without torchrun, with world={world_size()}"
+            f"plan={str(config.plan).lower()} must run in one process; start it without torchrun, with"
+            f" world={world_size()}"
         )
     if config.planning.hardware is not None:
         load_hardware(config.planning.hardware)
@@ -86,16 +84,22 @@ def require_plannable(config: Config) -> None:
         )
 
 
-def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: bool = False) -> Prediction:
-    """Predict the run of a configuration from :func:`as_planned`. No process group may exist.
+def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> Prediction:
+    """Predict the run of a configuration and plan from :func:`plan_without_gpus`. No process group may exist.
 
     Args:
-        config, plan, shapes: configuration of the run, its plan and its sample shapes.
+        config, plan: configuration of the run and its plan.
         at_once: use a second process, which imports the main module, if that is faster.
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
-    simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
-    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, encoder_peaks(config, shapes))
+    simulation = simulate_any_depth(config, plan, stands_for="cuda", at_once=at_once)
+    return predict(config, plan, simulation, hardware, encoder_peaks(config, plan.shapes))
+
+
+def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
+    """Return the planner's version of ``config`` and its plan; see :func:`as_planned` and :func:`planned_shapes`."""
+    config = as_planned(config)
+    return config, plan_run(config, shapes=planned_shapes(config))
 
 
 def as_planned(config: Config) -> Config:
@@ -134,7 +138,11 @@ def planned_shapes(config: Config) -> Shapes:
         UserError: see ``sample_shapes`` of the data settings.
     """
     student = config.student
-    if getattr(config.data, "encoders", "") is not None or student.architecture is None:
+    if (
+        getattr(config.data, "encoders", "") is not None
+        or student.architecture is None
+        or config.data.name == "encoded"
+    ):
         return config.data.sample_shapes()
     family = family_of(student.family, "student")
     family.check_keys(student.architecture, "student.architecture")

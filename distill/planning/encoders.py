@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
-from distill.data.image_encoder import SIGLIP
-from distill.data.ltx_encoders import LTX_VAE_CLASS
-from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
-from distill.planning.roles import Shapes
+from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
+from distill.data.encoders.image import SIGLIP
+from distill.data.encoders.ltx import LTX_VAE_CLASS
+from distill.data.encoders.words import table_file
+from distill.data.settings import VAE_PRECISIONS, EncodedSettings, VideoFolderSettings
+from distill.run.setup import Shapes
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of
@@ -29,8 +30,9 @@ _QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """Return the peak memory of the phases ``encode/...`` and ``decode`` on a rank's device; empty for rendered data.
 
-    Each encoder is alone on the device, before the networks are built, and takes single captions or clips. The decoder
-    takes single samples next to the networks, whose memory is not included.
+    An encoded set has only ``decode``. Each encoder is alone on the device, before the networks
+    are built, and takes single captions or clips. The decoder takes single samples next to the networks, whose memory
+    is not included.
 
     Args:
         config: the checked configuration. Without ``data.encoders``, the student's family provides published encoders.
@@ -38,7 +40,11 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """
     latent_shape, _ = shapes
     data = config.data
-    if not isinstance(data, VideoFolderSettings):
+    if isinstance(data, EncodedSettings):
+        data = data.encode_settings()
+        if table_file(data.encoders).is_file():
+            return {}
+    elif not isinstance(data, VideoFolderSettings):
         return {}
     text, vae, image = encoder_settings(config, shapes)
 
@@ -49,11 +55,12 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             network.enable_tiling()
         return network
 
-    peaks = {"encode/captions": _captions_peak(config, text)}
-    if data.has_clips or data.image is not None:
+    encodes = isinstance(data, VideoFolderSettings)
+    peaks = {"encode/captions": _captions_peak(config, text)} if encodes else {}
+    if encodes and (data.has_clips or data.image is not None):
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
-    if image:
+    if encodes and image:
         size, hidden = image["image_size"], _SIGLIP not in (image.get("architectures") or ())
         peaks["encode/images"] = _peak(
             lambda: build_image_encoder(image),
@@ -90,14 +97,15 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     encoder's is ``{}`` if the condition has no image features.
     """
     (channels, *_), condition_shapes = shapes
-    parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
-    if config.data.encoders is None:
+    names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
+    path = config.data.encode_settings().encoders if config.data.name == "encoded" else config.data.encoders
+    if path is None:
         released = family_of(config.student.family, "student").planning.encoders(channels)
-        found = [dict(settings) for settings in released.values()]
+        configs = [dict(settings) for settings in released.values()]
     else:
-        folder = Path(find_shipped(config.data.encoders))
-        found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
-    text, vae, image = [*found[: len(parts)], {}][:3]
+        folder = Path(find_shipped(path))
+        configs = [json.loads((folder / name / "config.json").read_text()) for name in names]
+    text, vae, image = [*configs[: len(names)], {}][:3]
     return text, vae, image
 
 

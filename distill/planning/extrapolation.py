@@ -12,17 +12,14 @@ from typing import Any
 import torch
 
 from distill.config import Config
-from distill.planning.roles import Shapes
 from distill.planning.simulation import Simulation, StepCost, simulate
-from distill.run.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, Shapes, plan_run
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.runtime.signals import end_with_parent
 from models.roles.role_plan import RolePlan
 
 
-def simulate_any_depth(
-    config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu", at_once: bool = False
-) -> Simulation:
+def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu", at_once: bool = False) -> Simulation:
     """Simulate a run like :func:`simulate`; extrapolate deep networks from the two depths of :func:`shallow_depths`.
 
     Networks are simulated whole if their blocks differ (by family, or because only some blocks have GAN heads or
@@ -30,7 +27,7 @@ def simulate_any_depth(
     depths, as it does with equal blocks; tests compare the result with whole simulations.
 
     Args:
-        config, plan, shapes, stands_for: see :func:`simulate`.
+        config, plan, stands_for: see :func:`simulate`.
         at_once: run the second simulation in a separate process, which imports the main module.
     """
     depths = {role.family.layers(role.config) for role in plan.roles}
@@ -43,32 +40,32 @@ def simulate_any_depth(
         or not all(_adapted_alike(role) for role in plan.roles)
     )
     if whole:
-        return simulate(config, plan, shapes, stands_for=stands_for)
+        return simulate(config, plan, stands_for=stands_for)
     if at_once:
         # Spawn: a fork would copy torch's threads in their current state.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
-            made = pool.submit(_simulate_shallow, config, shapes, high, stands_for)
-            few, more = _simulate_shallow(config, shapes, low, stands_for), made.result()
+            made = pool.submit(_simulate_shallow, config, plan.shapes, high, stands_for)
+            few, more = _simulate_shallow(config, plan.shapes, low, stands_for), made.result()
     else:
-        few, more = (_simulate_shallow(config, shapes, layers, stands_for) for layers in (low, high))
+        few, more = (_simulate_shallow(config, plan.shapes, layers, stands_for) for layers in (low, high))
     share = (depths.pop() - low) / (high - low)
 
     def line(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
+    def at_depth(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
         return {key: max(0, round(line(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
 
     def peak(a: Peak, b: Peak) -> Peak:
-        by = each(a.by, b.by)
+        by = at_depth(a.by, b.by)
         return Peak(sum(by.values()), by)
 
     def cost(a: StepCost, b: StepCost) -> StepCost:
         numbers = {f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "sent"}
-        return StepCost(**numbers, sent=Counter(each(a.sent, b.sent)))
+        return StepCost(**numbers, sent=Counter(at_depth(a.sent, b.sent)))
 
     return Simulation(
-        resting=each(few.resting, more.resting),
+        resting=at_depth(few.resting, more.resting),
         peaks={name: peak(few.peaks[name], more.peaks[name]) for name in few.peaks},
         steps={name: cost(few.steps[name], more.steps[name]) for name in few.steps},
         host=peak(few.host, more.host),
@@ -90,7 +87,7 @@ def _adapted_alike(role: RolePlan) -> bool:
 def _simulate_shallow(config: Config, shapes: Shapes, layers: int, stands_for: str) -> Simulation:
     plan = plan_run(config, shapes=shapes)
     plan = replace(plan, roles=[shallow(role, layers) for role in plan.roles])
-    return simulate(config, plan, shapes, stands_for=stands_for)
+    return simulate(config, plan, stands_for=stands_for)
 
 
 def shallow_depths(plan: RunPlan) -> tuple[int, int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Prediction, hardware_names
 from distill.planning.roles import KINDS
+from distill.report.page import render
 
 _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#c9a227", "#7a6a8f")
 """Color of each kind of memory."""
@@ -22,7 +21,7 @@ def in_words(plan: Prediction) -> list[str]:
         f"  {'':<8}" + "".join(f"{kind:>17}" for kind in KINDS),
     ]
     lines += [f"  {role:<8}" + "".join(f"{x:>17.3f}" for x in plan.role_gib(role).values()) for role in plan.roles]
-    lines.append("GiB a rank at the peak of each phase, and its largest parts:")
+    lines.append("GiB a rank at the peak of each phase, and its largest contents:")
     for name, peak in sorted(plan.peaks.items(), key=lambda item: -item[1].bytes):
         largest = sorted(peak.by.items(), key=lambda item: -item[1])[:3]
         words = ", ".join(f"{role} {kind} {size / GIB:.3f}" for (role, kind), size in largest)
@@ -66,8 +65,9 @@ def page(plan: Prediction, command: str) -> str:
     """
     costs = plan.simulation.steps
     at_peak = sorted(plan.peaks[plan.peak_phase].by.items(), key=lambda item: -item[1])
-    environment = Environment(loader=PackageLoader("distill.planning", ""), autoescape=True)
-    return environment.get_template("plan.html").render(
+    return render(
+        "plan.html.j2",
+        title="Predicted needs of this run",
         plan=plan,
         command=command,
         verdict=verdict(plan),
@@ -75,7 +75,7 @@ def page(plan: Prediction, command: str) -> str:
         **_bars(plan),
         roles=[[role, *plan.role_gib(role).values()] for role in plan.roles],
         peak=_label(plan.peak_phase),
-        parts=[[role, kind, size / GIB] for (role, kind), size in at_peak],
+        largest=[[role, kind, size / GIB] for (role, kind), size in at_peak],
         fragmentation=FRAGMENTATION,
         context=CONTEXT_GIB,
         steps=[

@@ -89,8 +89,8 @@ class Prediction:
     @property
     def roles(self) -> list[str]:
         """Names of the roles that hold memory, data and encoders included."""
-        found = {role for peak in self.peaks.values() for role, _ in peak.by}
-        return [role for role in ("teacher", "student", "fake", "data", "encoders") if role in found]
+        holders = {role for peak in self.peaks.values() for role, _ in peak.by}
+        return [role for role in ("teacher", "student", "fake", "data", "encoders") if role in holders]
 
     @property
     def allocated_gib(self) -> float:
@@ -207,7 +207,6 @@ def predict(
     config: Config,
     plan: RunPlan,
     simulation: Simulation,
-    tokens: int,
     hardware: Hardware | None,
     encoders: Mapping[str, Peak] | None = None,
 ) -> Prediction:
@@ -217,7 +216,6 @@ def predict(
         config: the checked configuration.
         plan: plan of the same run.
         simulation: simulated steps of the same run.
-        tokens: tokens of a sample.
         hardware: GPU of each rank; ``None`` leaves out time and cost.
         encoders: result of :func:`distill.planning.encoders.encoder_peaks`; ``None`` leaves the encoders out.
     """
@@ -229,7 +227,7 @@ def predict(
         seconds = {name: _seconds(simulation, name, plan, hardware) for name in simulation.steps}
     return Prediction(
         mesh=plan.mesh,
-        tokens=tokens,
+        tokens=plan.tokens,
         simulation=simulation,
         peaks=_all_peaks(simulation, plan.mesh.cp, encoders or {}),
         staging_gib=_staging(config, plan, simulation) / GIB,
@@ -284,7 +282,7 @@ def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardwar
         "mesh_ring": mesh.cp,
         "mesh_cp": mesh.cp,
         "mesh_dp_shard_cp": mesh.dp_shard * mesh.cp,
-        **{f"mesh_shard_{n}": n for n in (each.sharding.shard_ranks for each in plan.roles) if n is not None},
+        **{f"mesh_shard_{n}": n for n in (role_plan.sharding.shard_ranks for role_plan in plan.roles) if n is not None},
     }
     overlapped = exposed = 0.0
     for (kind, group), size in cost.sent.items():

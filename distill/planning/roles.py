@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,22 +13,19 @@ from torch.distributed.tensor import DTensor
 from distill.run.setup import RunPlan
 from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.phases import phase_now
-from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.measure.sharding_allocations import watch_allocations
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.causal import Cache, CausalForward, Record
-from models.families.base import LatentShape, Shape
 from models.roles.condition import Condition
 from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 
-Shapes = tuple[LatentShape, Mapping[str, Shape]]
-"""Shapes of a sample's latents and condition."""
 KINDS = (
     "parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "cache", "workspace",
 )  # fmt: skip
@@ -86,31 +83,23 @@ class WatchedRole(Role):
         return record
 
 
-class WatchedSharding(ShardingMemory):
-    """Counter of FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+def watch_sharding(role: WatchedRole, storages: AttributedStorages) -> AbstractContextManager:
+    """Label FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+    pool = pool_at(role.network)
 
-    def __init__(self, role: WatchedRole, storages: AttributedStorages):
-        super().__init__(role.network)
-        self.role, self.storages = role, storages
-
-    def __enter__(self) -> ShardingMemory:
-        super().__enter__()
-        for output in gathered_outputs(self.networks):
-            self.storages.relabel(output, (self.role.holder, "gathered"))
-        return self
-
-    def _add(self, kind: str, tensor: Tensor | None) -> None:
-        pool = pool_at(self.role.network)
-        if tensor is None or (pool is not None and pool.owns(local_shard(tensor))):
+    def label(kind: str, tensor: Tensor) -> None:
+        if pool is not None and pool.owns(local_shard(tensor)):
             return
         # A DTensor is a shard's final gradient, which FSDP2 has moved to the host. A plain tensor is the output of the
         # reduction, still on the device.
-        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
-        kind, holder = _SHARDING_KINDS[kind], self.role.holder
-        if self.role.networks[0].adapters and kind != "gathered":
-            assert isinstance(self.storages.label, tuple)
-            holder = self.storages.label[0]
-        self.storages.relabel(tensor, (holder, HOST if moved else kind))
+        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(role)
+        kind, holder = _SHARDING_KINDS[kind], role.holder
+        if role.networks[0].adapters and kind != "gathered":
+            assert isinstance(storages.label, tuple)
+            holder = storages.label[0]
+        storages.relabel(tensor, (holder, HOST if moved else kind))
+
+    return watch_allocations(role.network, label)
 
 
 def is_offloaded(role: Role) -> bool:
@@ -119,14 +108,13 @@ def is_offloaded(role: Role) -> bool:
 
 def build_watched(
     plan: RunPlan,
-    shapes: Shapes,
     mesh: Mesh,
     storages: AttributedStorages,
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
     """Build the roles with allocated weights but without values. Their forwards fill ``queries``."""
-    latent_shape, condition_shapes = shapes
+    latent_shape, condition_shapes = plan.shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
@@ -146,17 +134,19 @@ def build_watched(
             for i in order
         )
         # A shared base counts for the role without adapters, if any.
-        holder = next((each.name for each in group if each.lora is None), group[0].name)
-        for each in group:
-            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained, causal=each.causal)
+        holder = next((role_plan.name for role_plan in group if role_plan.lora is None), group[0].name)
+        for role_plan in group:
+            role = WatchedRole(
+                name=role_plan.name, networks=(network,), trainable=role_plan.name in trained, causal=role_plan.causal
+            )
             role.trained_frames = latent_shape[1]
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
-            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
-            roles[each.name] = role
+            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if role_plan.name in trained_of[i])
+            roles[role_plan.name] = role
         with tensors, storages:
             for one in (network, *idle):
                 _allocate(one, holder, group, storages)
-    return {each.name: roles[each.name] for each in plan.roles}
+    return {role_plan.name: roles[role_plan.name] for role_plan in plan.roles}
 
 
 def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:

@@ -20,14 +20,14 @@ from torch import Tensor
 from distill.config import Config
 from distill.methods import Batch, Method, build_method
 from distill.methods.common.observations import Observations
-from distill.planning.roles import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
+from distill.planning.roles import HOST, build_watched, is_offloaded, watch_sharding
 from distill.run.setup import RunPlan
 from distill.train.gradients import accumulate_gradients
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.phases import phase, phase_now
-from fsdp_cp.measure.sharding_memory import has_run
+from fsdp_cp.measure.sharding_allocations import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
@@ -113,26 +113,24 @@ class _Draws(StepRandom):
         return low if self.lengths.shortest else high
 
 
-def simulate(config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu") -> Simulation:
+def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simulation:
     """Run some steps of ``config`` on fake tensors, without GPU, weights or clips.
 
     Args:
         config: the checked configuration.
         plan: plan of the configuration for the simulated world.
-        shapes: shapes of a sample's latents and condition.
         stands_for: device type whose tile sizes attention's forward-mode derivative uses.
 
     Raises:
         RuntimeError: a process group exists.
     """
     with fake_world(plan.mesh.world, stands_for) as fakes:
-        return run_steps(config, plan, shapes, fakes)
+        return run_steps(config, plan, fakes)
 
 
 def run_steps(
     config: Config,
     plan: RunPlan,
-    shapes: Shapes,
     tensors: AbstractContextManager,
     *,
     every_micro_batch: bool = False,
@@ -140,7 +138,7 @@ def run_steps(
     """Run the steps of :func:`simulate` in the existing process group.
 
     Args:
-        config, plan, shapes: see :func:`simulate`.
+        config, plan: see :func:`simulate`.
         tensors: a ``FakeTensorMode``, or an empty context to measure real tensors with random weights.
         every_micro_batch: run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
     """
@@ -149,9 +147,9 @@ def run_steps(
         place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
     )
     sent, queries = CollectiveCounter(), {}
-    method = build_method(config.method, build_watched(plan, shapes, mesh, storages, tensors, queries))
+    method = build_method(config.method, build_watched(plan, mesh, storages, tensors, queries))
     with tensors, sent, storages:
-        run = _Run(config, plan, shapes, method, storages, sent)
+        run = _Run(config, plan, method, storages, sent)
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
@@ -163,7 +161,7 @@ def run_steps(
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
-                        stack.enter_context(WatchedSharding(role, storages))
+                        stack.enter_context(watch_sharding(role, storages))
                 storages.reset_peaks()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
@@ -179,7 +177,9 @@ def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[boo
     which buffers are alive at the same time. A pool's memory counts for the first role that uses it.
     """
     networks = {name: role.network for name, role in method.roles.items()}
-    pools = {id(pool): (name, pool) for name, each in reversed(networks.items()) if (pool := pool_at(each)) is not None}
+    pools = {
+        id(pool): (name, pool) for name, network in reversed(networks.items()) if (pool := pool_at(network)) is not None
+    }
     for _, pool in pools.values():
         pool.put_off = True
     yield bool(pools)
@@ -196,12 +196,11 @@ class _Run:
         self,
         config: Config,
         plan: RunPlan,
-        shapes: Shapes,
         method: Method,
         storages: AttributedStorages,
         sent: CollectiveCounter,
     ):
-        self.config, self.plan, self.shapes, self.method = config, plan, shapes, method
+        self.config, self.plan, self.method = config, plan, method
         self.storages, self.sent, self.copied = storages, sent, 0
         self.lengths = _Lengths()
         self.allocate_host_buffer = activations.host_buffer
@@ -239,17 +238,17 @@ class _Run:
             return self.allocate_host_buffer(size, pinned)
 
     def _batch(self, count: int) -> Batch:
-        latent_shape, condition_shapes = self.shapes
+        latent_shape, condition_shapes = self.plan.shapes
         values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name.startswith("text")}
         tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
-        trajectory = None
+        states = None
         if self.config.method.name == "ode_regression":
-            trajectory = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
+            states = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
         return Batch(
-            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or trajectory is not None else None,
+            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or states is not None else None,
             condition=Condition(tensors, values, values),
             latent_shape=latent_shape,
-            trajectory=trajectory,
+            states=states,
         )
 
     def step(self, step: int, batches: list[Batch]) -> None:

@@ -5,19 +5,16 @@ Each candidate is planned like ``plan=true``, in worker processes. Settings on t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,19 +22,17 @@ from distill.config import Config, compose_config
 from distill.methods import METHODS
 from distill.planning.command import (
     MADE_BY,
-    as_planned,
     make_prediction,
-    planned_shapes,
+    plan_without_gpus,
     prepare_folder,
     require_plannable,
 )
 from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
-from distill.run.setup import has_adapters, plan_run, world_of
-from fsdp_cp.errors import UserError
+from distill.run.setup import has_adapters, world_of
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.runtime.progress import progress
-from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +61,7 @@ class Outcome:
     mfu: float | None = None
     peak_phase: str = ""
     largest: str = ""
-    """Largest part of the peak: role, kind and size."""
+    """Largest share of the peak: role, kind and size."""
     host_gib: float = 0.0
     """Host memory of a rank: offloaded tensors and the copy of a checkpoint."""
 
@@ -77,7 +72,7 @@ class Outcome:
 
     @property
     def why_not(self) -> str:
-        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest part."""
+        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest share."""
         if self.refused is not None:
             return self.refused
         return f"{self.device_gib:.1f} GiB in {self.peak_phase or 'between phases'}, most of it {self.largest}"
@@ -86,7 +81,7 @@ class Outcome:
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
 
-    ``suggestions.json`` is written after each candidate, and an interrupted search is resumed from it.
+    ``suggestions.json`` has the same at the end.
 
     Args:
         config: the checked configuration of ``overrides``.
@@ -97,11 +92,13 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """
     require_plannable(config)
     if config.planning.hardware is None:
-        raise UserError("plan=suggest must know the GPU; use planning.hardware=h20, or another of configs/hardware")
+        raise UserError(
+            "plan=suggest needs planning.hardware; use planning.hardware=h20, or another in configs/hardware"
+        )
     folder = Path(config.run_dir)
     prepare_folder(folder, SUGGESTIONS)
     typed = [word for word in overrides if not word.startswith("plan=")]
-    axes = Axes.of(config, typed)
+    axes = Axes.from_config(config, typed)
     cores, memory = len(os.sched_getaffinity(0)), available_host_memory()
     processes = cores if memory is None else max(1, min(cores, int(memory // _PROCESS_BYTES)))
     log.info(
@@ -111,77 +108,40 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
         ", ".join(map(str, axes.cp)),
         counted(processes, "process", "processes"),
     )
-    settings = hashlib.sha256(repr(config).encode()).hexdigest()  # equal words may compose differently: configs change
-    record = Record(folder, {"words": typed, "settings": settings})
-    if record.outcomes:
-        log.info("resuming: %s planned already", counted(len(record.outcomes), "candidate"))
     context = get_context("spawn")  # a fork would copy torch's threads in their current state
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         plan = partial(_plan_candidate, typed)
-        found = search(axes, lambda candidates: plan_all(candidates, plan, pool, record))
-    for line in in_words(found, typed):
+        outcomes = search(axes, lambda candidates: plan_all(candidates, plan, pool))
+    for line in in_words(outcomes, typed):
         log.info(line)
-    record.write(found, finished=True)
-    log.info("written to %s", folder / SUGGESTIONS)
+    candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
+    with atomic_path(folder / SUGGESTIONS) as temporary:
+        temporary.write_text(
+            json.dumps({"made_by": MADE_BY, "words": typed, "candidates": candidates}, indent=1) + "\n"
+        )
+    log.info("wrote %s", folder / SUGGESTIONS)
 
 
-class Record:
-    """``suggestions.json``, written after each candidate. An interrupted search with equal ``about`` is resumed.
-
-    Args:
-        folder: the run directory.
-        about: JSON values that define the search.
-    """
-
-    def __init__(self, folder: Path, about: Mapping[str, Any]):
-        self._folder, self._about = folder, {"made_by": MADE_BY, **about}
-        self.outcomes: dict[Words, Outcome] = {}
-        """Planned candidates, by their words."""
-        with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or another version's
-            earlier = json.loads((folder / SUGGESTIONS).read_text())
-            if not earlier["finished"] and all(earlier[key] == value for key, value in self._about.items()):
-                for candidate in earlier["candidates"]:
-                    del candidate["fits"]
-                    outcome = Outcome(**candidate | {"words": tuple(candidate["words"])})
-                    self.outcomes[outcome.words] = outcome
-
-    def add(self, outcome: Outcome) -> None:
-        """Record a candidate and write the file."""
-        self.outcomes[outcome.words] = outcome
-        self.write(list(self.outcomes.values()), finished=False)
-
-    def write(self, outcomes: Sequence[Outcome], *, finished: bool) -> None:
-        """Write the file. After a finished search, the same command plans all candidates again."""
-        candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
-        content = {**self._about, "finished": finished, "candidates": candidates}
-        with atomic_path(self._folder / SUGGESTIONS) as part:
-            part.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def plan_all(
-    candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor, record: Record
-) -> list[Outcome]:
-    """Plan the candidates that ``record`` lacks, log and record each when done, and return all outcomes in order.
+def plan_all(candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor) -> list[Outcome]:
+    """Plan the candidates, log each when it is done, and return all outcomes in order.
 
     Args:
         candidates: words of each candidate.
         plan: function that plans one candidate in a worker of ``pool``.
         pool: executor of ``plan``.
-        record: the search so far.
     """
-    waiting = [pool.submit(plan, words) for words in candidates if words not in record.outcomes]
+    futures = [pool.submit(plan, words) for words in candidates]
     try:
-        with progress(len(waiting), "planning", "candidate") as advance:
-            for future in as_completed(waiting):
+        with progress(len(futures), "planning", "candidate") as advance:
+            for future in as_completed(futures):
                 outcome = future.result()
-                record.add(outcome)
-                what = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
-                log.info("  %s: %s", shlex.join(outcome.words), what)
+                result = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
+                log.info("  %-12s  %s", result, shlex.join(outcome.words))
                 advance(1)
     finally:
-        for future in waiting:
+        for future in futures:
             future.cancel()
-    return [record.outcomes[words] for words in candidates]
+    return [future.result() for future in futures]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +164,7 @@ class Axes:
     """Words that offload the states of the trained roles, and of a role that shares their base, to host memory."""
 
     @classmethod
-    def of(cls, config: Config, typed: Sequence[str]) -> Axes:
+    def from_config(cls, config: Config, typed: Sequence[str]) -> Axes:
         """Return the axes of the configuration composed from ``typed``."""
         method, world, first = METHODS[config.method.name][0], world_of(config), config.micro_batch_size
         roles, trained = method.roles_needed(config.method), method.trained_roles
@@ -224,7 +184,7 @@ class Axes:
             cp=cp,
             mesh=mesh,
             checkpointing=tuple(
-                dict.fromkeys(words("activation_checkpointing", how) for how in ("none", "selective", "full"))
+                dict.fromkeys(words("activation_checkpointing", kind) for kind in ("none", "selective", "full"))
             ),
             micro_batches=tuple(
                 (f"micro_batch_size={n}",) for n in larger if has_free_batch and config.batch_size % n == 0
@@ -295,9 +255,7 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
     try:
-        config = as_planned(compose_config([*typed, *words, "plan=true"]))
-        shapes = planned_shapes(config)
-        prediction = make_prediction(config, plan_run(config, shapes=shapes), shapes)
+        prediction = make_prediction(*plan_without_gpus(compose_config([*typed, *words, "plan=true"])))
     except UserError as error:
         return Outcome(words=words, refused=str(error))
     assert prediction.hardware is not None
@@ -317,10 +275,10 @@ def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
 
 def in_words(outcomes: Sequence[Outcome], typed: Sequence[str]) -> list[str]:
     """Return the table that ``plan=suggest`` prints."""
-    found = ranked(outcomes)
-    fitting = [outcome for outcome in found if outcome.fits]
+    ordered = ranked(outcomes)
+    fitting = [outcome for outcome in ordered if outcome.fits]
     kept = [word for word in typed if not word.startswith("world=")]  # a run refuses world=
-    lines = [f"{len(fitting)} of {len(found)} fit with {MARGIN:.0%} of the memory to spare, the fastest first:"]
+    lines = [f"{len(fitting)} of {len(ordered)} fit with {MARGIN:.0%} of the memory to spare, the fastest first:"]
     for outcome in fitting[:_SHOWN]:
         seconds = "unknown" if outcome.seconds_per_step is None else f"{outcome.seconds_per_step:.3g} s a step"
         mfu = "" if outcome.mfu is None else f", MFU {outcome.mfu:.2f}"
@@ -329,4 +287,4 @@ def in_words(outcomes: Sequence[Outcome], typed: Sequence[str]) -> list[str]:
         lines.append(f"    {shlex.join([*kept, *outcome.words])}")
     if len(fitting) > _SHOWN:
         lines.append(f"  and {len(fitting) - _SHOWN} slower ones")
-    return lines + [f"  {shlex.join(o.words)} does not fit: {o.why_not}" for o in found if not o.fits]
+    return lines + [f"  {shlex.join(o.words)} does not fit: {o.why_not}" for o in ordered if not o.fits]

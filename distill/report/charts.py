@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,27 +35,19 @@ _STYLE = {
 }
 # Restrict characters and lengths: keys of a damaged file would otherwise appear in the page as titles.
 _CURVE = re.compile(r"[\w.]{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
-_TIME_BIN = re.compile(r"(?P<role>\w+)/\w+/t\d\.\d+", re.ASCII)
+_TIME_BIN = re.compile(r"/t\d\.\d+$", re.ASCII)
 _LARGEST = 1e100
 """Limit to which drawn values are clipped, since matplotlib's margins around 1e308 overflow."""
 _LONGEST_WINDOW = 1000
 
 
-class Metrics(NamedTuple):
-    """Content of a `metrics.jsonl`."""
-
-    records: list[dict[str, Any]]
-    """One record per step, ordered by step."""
-    unreadable: int
-    """Number of lines that are not a JSON object with a step."""
-    repeated: int
-    """Number of records that a later record of the same step replaces."""
-
-
-def read_metrics(path: str | os.PathLike[str]) -> Metrics:
-    """Read the records of a `metrics.jsonl`; count and log the lines that are left out.
+def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int, int]:
+    """Read a `metrics.jsonl`: return one record per step, ordered by step, and count and log what is left out.
 
     A killed run may leave a torn line. The later of two records of one step counts. A missing file has no records.
+
+    Returns:
+        The records, the number of lines that are not a JSON object with a step, and the number of replaced records.
     """
     lines = read_objects(path)
     with_step = [record for record in lines.records if step_of(record) is not None]
@@ -65,7 +56,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
     repeated = len(with_step) - len(records)
     if unreadable or repeated:
         log.warning("%s: left out %d unreadable line(s) and %d repeated step(s)", path, unreadable, repeated)
-    return Metrics([records[step] for step in sorted(records)], unreadable, repeated)
+    return [records[step] for step in sorted(records)], unreadable, repeated
 
 
 def values(records: Sequence[Mapping], key: str) -> list[float]:
@@ -76,25 +67,19 @@ def values(records: Sequence[Mapping], key: str) -> list[float]:
 def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return (steps, values) in fp64 of losses, gradient norms, rates and speed, by key ("student/loss"), in order.
 
-    A step without the key (another role trained) is not a point of the curve. An empty time bin (a null
-    "ROLE/loss/t0.25" at a step whose "ROLE/loss" is finite) is not one either. All other non-finite values are NaN.
+    A step without the key (another role trained) is not a point of the curve. Nor is a null of a time bin
+    ("ROLE/loss/t0.25"), into which no sample fell. All other non-finite values are NaN.
     """
     keys = sorted(filter(_CURVE.fullmatch, {key for record in records for key in record}), key=_drawing_order)
     result = {}
     for key in keys:
-        shown = [record for record in records if key in record and not _is_empty_bin(record, key)]
+        shown = [
+            record for record in records if key in record and (record[key] is not None or not _TIME_BIN.search(key))
+        ]
         if shown:
             steps = np.array([record["step"] for record in shown], dtype=float)
             result[key] = steps, np.array(values(shown, key))
     return result
-
-
-def _is_empty_bin(record: Mapping, key: str) -> bool:
-    """Return whether no sample of the step fell into the time bin: it is null although the total loss is finite."""
-    if record[key] is not None:
-        return False
-    time_bin = _TIME_BIN.fullmatch(key)
-    return time_bin is not None and math.isfinite(finite_number(record.get(f"{time_bin['role']}/loss")))
 
 
 def _drawing_order(key: str) -> tuple:

@@ -107,15 +107,15 @@ def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
     An anti-aliased outline has 1 wherever it lies between the pixels; a step over one pixel would depend on that.
     """
-    found = []
+    changes = []
     for axis in (2, 3):
         crossed = mask.any(axis=axis)
         padding = [(0, 0)] * 4
         padding[axis] = (2, 2)
         lines = np.pad(alpha, padding)
         change = np.take(lines, range(2, lines.shape[axis]), axis) - np.take(lines, range(lines.shape[axis] - 2), axis)
-        found += [np.where(crossed, change.max(axis=axis), np.nan), np.where(crossed, -change.min(axis=axis), np.nan)]
-    steps = np.concatenate(found, axis=-1)
+        changes += [np.where(crossed, change.max(axis=axis), np.nan), np.where(crossed, -change.min(axis=axis), np.nan)]
+    steps = np.concatenate(changes, axis=-1)
     steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame, which the caller sets to NaN
     return np.nanmedian(steps, axis=-1)
 
@@ -133,15 +133,15 @@ def features(clips: np.ndarray) -> dict[str, np.ndarray]:
     geometry = geometry_of(clips)
     height, width = geometry.coverage.shape[2:]
     moved = np.diff(geometry.centre, axis=1) / min(height, width)
-    found = {
+    result = {
         "area": geometry.area / (height * width),
         "compactness": geometry.compactness,
         "edge_sharpness": geometry.sharpness,
         "displacement": np.sqrt((moved**2).sum(axis=-1)),
     }
-    for values in found.values():
+    for values in result.values():
         values[np.isnan(values).all(axis=1)] = 0.0
-    return found
+    return result
 
 
 def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
@@ -150,14 +150,14 @@ def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
     Both are None for a clip that is blurred, incoherent (torn apart, scattered) or empty.
     """
     geometry = geometry_of(clips)
-    found = []
+    detected = []
     for i in range(len(clips)):
         seen = ~np.isnan(geometry.sharpness[i])
         if not is_coherent(geometry, i, seen):
-            found.append((None, None))
+            detected.append((None, None))
         else:
-            found.append((_colour(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
-    return found
+            detected.append((_colour(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
+    return detected
 
 
 def is_coherent(geometry: Geometry, i: int, seen: np.ndarray) -> bool:
@@ -242,12 +242,12 @@ def measure(
         UserError: a caption that moving_shapes does not have.
     """
     asked = [caption_parts(caption) for caption in captions]
-    found = detect(clips)
+    detected = detect(clips)
     result = {
         "colour_accuracy": _accuracy(
-            [f[0] is not None and a[0] in (None, f[0]) for a, f in zip(asked, found, strict=True)]
+            [f[0] is not None and a[0] in (None, f[0]) for a, f in zip(asked, detected, strict=True)]
         ),
-        "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, found, strict=True)]),
+        "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, detected, strict=True)]),
     }
     ours, theirs = features(clips), features(reference)
     for name in FEATURES:

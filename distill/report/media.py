@@ -18,12 +18,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# Encoders in order of preference. The av wheel includes libx264; a distribution's FFmpeg may lack it.
-_ENCODERS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("libx264", {"crf": "10", "preset": "medium"}),
-    ("libopenh264", {"b": "8000000"}),
-    ("mpeg4", {"qscale": "2"}),
-)
 _BT601, _LIMITED_RANGE = 5, 1  # AVColorSpace and AVColorRange: what swscale writes for rgb24 -> yuv420p
 
 
@@ -61,9 +55,9 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> N
     scale = max(1, -(-256 // max(frames.shape[1:3])))
     frames = frames.repeat(scale, axis=1).repeat(scale, axis=2)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    name, options = next((e for e in _ENCODERS if e[0] in av.codecs_available), (None, {}))
-    if name is None:
-        raise RuntimeError(f"this build of PyAV has none of {', '.join(e[0] for e in _ENCODERS)}; pip install av")
+    name, options = "libx264", {"crf": "10", "preset": "medium"}
+    if name not in av.codecs_available:  # a distribution's FFmpeg; the av wheel has it
+        name, options = "mpeg4", {"qscale": "2"}
     with atomic_path(path) as temporary, av.open(str(temporary), "w", options={"movflags": "+faststart"}) as container:
         stream = container.add_stream(name, rate=Fraction(fps).limit_denominator(1001), options=options)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
@@ -108,23 +102,6 @@ def picture_bytes(picture: np.ndarray, format: str = "PNG") -> bytes:
     else:
         Image.fromarray(picture).save(buffer, format, optimize=True)
     return buffer.getvalue()
-
-
-def gif_bytes(clip: np.ndarray, fps: float) -> tuple[bytes, tuple[int, int]]:
-    """Return one clip (T, H, W, 3) as a GIF that loops forever, and its size (height, width) in pixels.
-
-    The longer side has at most about 320 pixels: a GIF of 480 x 832 pixels and 81 frames would have tens of MB. Each
-    frame has its own 256 colors. GIF counts time in hundredths of a second, and players replace less than two of them
-    by ten. So a frame lasts at least two, and rounding keeps the total time right.
-    """
-    height, width = clip.shape[1:3]
-    height, width = fitted_size(height, width, target=320 * width // max(height, width))
-    frames = [Image.fromarray(frame).quantize(256) for frame in resize(clip, height, width)]
-    ends = [round(100 * (i + 1) / fps) for i in range(len(frames))]
-    durations = [10 * max(2, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-    buffer, rest = io.BytesIO(), {"append_images": frames[1:], "duration": durations}
-    frames[0].save(buffer, "GIF", save_all=True, loop=0, disposal=1, optimize=False, **rest)
-    return buffer.getvalue(), (height, width)
 
 
 def contact_sheet(

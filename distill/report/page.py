@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -19,8 +18,6 @@ from distill.report.media import fitted_size, pick_frames, picture_bytes, resize
 from distill.report.verdict import ReportRow, label
 
 _CAPTIONS_IN_GRID = 8
-_CAPTIONS_IN_STRIPS = 4
-_FRAMES_IN_STRIP = 8
 
 
 def page(
@@ -29,7 +26,6 @@ def page(
     rows: Sequence[ReportRow],
     records: Sequence[Mapping],
     fps: float,
-    files: Sequence[str] = (),
 ) -> str:
     """Return the page as text.
 
@@ -38,7 +34,6 @@ def page(
         rows: rows of `data` in the same order, with their clips.
         records: records of `metrics.jsonl`.
         fps: frame rate of the looping clips.
-        files: files next to the page that it links to.
     """
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
@@ -46,28 +41,28 @@ def page(
     result = ("lost" if not all(counting) else "" if data["troubles"] else "won") if counting else ""
     names = list(dict.fromkeys(name for row in data["rows"] for name in row["measures"] or ()))
     curves = charts.curves(records)
-    in_grid, in_strips = captions[:_CAPTIONS_IN_GRID], captions[:_CAPTIONS_IN_STRIPS]
+    in_grid = captions[:_CAPTIONS_IN_GRID]
     width = 104 if len(in_grid) > 4 else 192
-    context = dict(data) | {
-        "result": result,
-        "fps": fps,
-        "grid_captions": in_grid,
-        "films": [[_film(clip, fps, target=width) for clip in row.clips[: len(in_grid)]] for row in rows],
-        "measures": [_measure(name, data["rows"]) for name in names],
-        "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
-        "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
-        "has_losses": any("/loss" in key for key in curves),
-        "facts": _facts(data, measured_facts(records)),
-        "files": files,
-        "most_frames": _FRAMES_IN_STRIP,
-        "strips": [(text, [_still(row.clips[i]) for row in rows]) for i, text in enumerate(in_strips)],
-    }
-    return _templates().get_template("report.html.j2").render(context)
+    return render(
+        "report.html.j2",
+        **dict(data)
+        | {
+            "result": result,
+            "fps": fps,
+            "grid_captions": in_grid,
+            "films": [[_film(clip, fps, target=width) for clip in row.clips[: len(in_grid)]] for row in rows],
+            "measures": [_measure(name, data["rows"]) for name in names],
+            "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
+            "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
+            "has_losses": any("/loss" in key for key in curves),
+            "facts": _facts(data, measured_facts(records)),
+        },
+    )
 
 
-def document(title: str, parts: Sequence[str]) -> str:
-    """Return an HTML page in the style of reports. ``parts`` are HTML."""
-    return _templates().get_template("base.html.j2").render(title=title, parts=parts)
+def render(template: str, **context: Any) -> str:
+    """Render a file of ``templates/``."""
+    return _templates().get_template(template).render(context)
 
 
 @cache
@@ -79,7 +74,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"date": _date, "json": _setting, "number": number}
+    environment.filters |= {"date": _date, "number": number}
     return environment
 
 
@@ -91,19 +86,9 @@ def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:
     height, width = fitted_size(*clip.shape[1:3], target=target)
     frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG has at most 65,535 pixels per side
     # Use JPEG for large clips: as PNG, a page of photographic clips would have tens of MB.
-    source = _picture(resize(frames, height, width), format="JPEG" if clip.shape[2] > 96 else "PNG")
+    format = "JPEG" if clip.shape[2] > 96 else "PNG"
+    source = _data_uri(picture_bytes(strip(resize(frames, height, width)), format), format.lower())
     return {"source": source, "height": height, "width": width, "frames": len(frames), "seconds": len(clip) / fps}
-
-
-def _still(clip: np.ndarray) -> str:
-    """Return a picture of some frames of the clip, side by side."""
-    frames = clip[pick_frames(len(clip), _FRAMES_IN_STRIP)]
-    height, width = fitted_size(*frames.shape[1:3], target=680 // len(frames))
-    return _picture(resize(frames, height, width), gap=4)
-
-
-def _picture(frames: np.ndarray, *, gap: int = 0, format: str = "PNG") -> str:
-    return _data_uri(picture_bytes(strip(frames, gap=gap), format), format.lower())
 
 
 def _chart(title: str, svg: bytes) -> dict[str, str]:
@@ -149,12 +134,9 @@ def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[st
 
 def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, str]:
     """Return facts of the newest start and of the run, as text."""
-    starts = data["starts"]
-    shown = start_facts(starts[-1]) if starts else {}
+    shown = start_facts(data["starts"])
     if "started" in shown:
         shown["started"] = _date(shown["started"])
-    if len(starts) > 1:
-        shown["starts"] = f"{len(starts)}, from steps {', '.join(str(start['from_step']) for start in starts)}"
     shown["report written"] = _date(data["written"])
     shown |= {key: value for key, value in data["run"].items() if key != "versions" or "versions" not in shown}
     for key, value in measured.items():
@@ -170,12 +152,6 @@ def _text(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _date(text: str) -> str:
+def _date(time: Any) -> str:
     """Return an ISO time with a space instead of the T."""
-    return text.replace("T", " ", 1)[:40]
-
-
-def _setting(value: Any) -> str:
-    if value == "???":
-        return "none; must be given"
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    return str(time).replace("T", " ", 1)[:40]

@@ -9,7 +9,7 @@ import numpy as np
 
 from distill.report.charts import values
 from distill.report.verdict import ReportRow
-from fsdp_cp.words import counted
+from fsdp_cp.errors import counted
 
 HUGE = 1000.0
 """Factor by which a gradient norm or loss must end above its beginning, and above `optim.clip` or 1, to be reported."""

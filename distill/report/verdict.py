@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from distill.report.measures import Measure, worse_by
-from fsdp_cp.words import counted
+from fsdp_cp.errors import counted
 
 COUNTS_FROM = 3.0
 """Number of standard errors by which the teacher at n steps must be worse than at full steps for a measure to count."""

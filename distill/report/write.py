@@ -16,8 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from distill.report import facts
 from distill.report.charts import ROLE_COLORS, read_metrics
 from distill.report.measures import HIGHER_IS_BETTER
@@ -26,7 +24,7 @@ from distill.report.page import page
 from distill.report.troubles import troubles
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
 from distill.run.folder import STARTS
-from fsdp_cp.words import counted
+from fsdp_cp.errors import counted
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +38,7 @@ def write_report(
     captions: Sequence[str],
     config_summary: Mapping[str, Any],
     fps: float = 8.0,
-    settings: Mapping[str, Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    clip: float | None = None,
     updates: Mapping[str, int] | None = None,
 ) -> None:
     """Write `report.html` and `report.json` into `run_dir`, from the rows, `metrics.jsonl` and `starts.jsonl`.
@@ -57,16 +54,14 @@ def write_report(
         config_summary: facts of the run (mesh, steps, seconds, versions), in order. The page shows a value whose key
             ends in "command" as code.
         fps: frame rate of the looping clips.
-        settings: all settings, nested.
-        defaults: default values of the settings, nested like `settings`.
+        clip: value of `optim.clip`.
         updates: number of updates that each role attempted.
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
-    metrics = read_metrics(run_dir / "metrics.jsonl")
+    records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
     starts, unreadable_starts = facts.read_starts(run_dir / STARTS)
-    clip = (settings or {}).get("optim", {}).get("clip")
-    wrong = troubles(metrics.records, ordered, updates=updates, clip=clip)
+    wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)
     data = {
@@ -81,19 +76,17 @@ def write_report(
         "run": dict(config_summary),
         "starts": starts,
         "unreadable_starts": unreadable_starts,
-        "settings": facts.compared_settings(settings or {}, defaults or {}),
         "metrics": {
-            "records": len(metrics.records),
-            "unreadable_lines": metrics.unreadable,
-            "repeated_steps": metrics.repeated,
+            "records": len(records),
+            "unreadable_lines": unreadable,
+            "repeated_steps": repeated,
         },
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
     # Make the page from the written JSON, so that the two cannot differ.
-    files = facts.run_files(run_dir)
-    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=metrics.records, fps=fps, files=files))
-    log.info("report: %s", run_dir / "report.html")
+    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=records, fps=fps))
+    log.info("wrote the report to %s", run_dir / "report.html")
 
 
 def _write(path: Path, text: str) -> None:
@@ -130,28 +123,18 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def report_picture(
-    path: str | os.PathLike[str],
-    rows: Sequence[ReportRow],
-    captions: Sequence[str],
-    *,
-    title: str = "",
-    clips: int = 3,
-    frames: int = 6,
-    width: int = 1500,
-) -> Image.Image:
+def report_picture(path: Path, rows: Sequence[ReportRow], captions: Sequence[str]) -> None:
     """Write a PNG for a README: one labeled row per model (full teacher first, student last), one column per caption.
 
-    The picture has the first `clips` captions and at most `frames` frames per clip, and is about `width` pixels wide.
+    It has the first four clips of each row, with at most six frames each.
     """
     ordered = _in_order(rows)
-    return contact_sheet(
+    contact_sheet(
         path,
-        [(row.name, row.clips[:clips]) for row in ordered],
-        captions=captions[:clips],
+        [(row.name, row.clips[:4]) for row in ordered],
+        captions=captions[:4],
         notes=[counted(row.evaluations, "network evaluation") if row.evaluations else "" for row in ordered],
         colors=[ROLE_COLORS[row.role] for row in ordered],
-        title=title,
-        frames=frames,
-        width=width,
+        frames=6,
+        width=1900,
     )

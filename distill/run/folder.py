@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config
 from distill.report.media import atomic_path
-from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.checkpoint.folder import published_steps
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
@@ -123,7 +123,7 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
             with suppress(OSError):
                 if (run_dir / _LOCK).read_text() == holder:
                     return
-            raise UserError(f"{setting}={run_dir} is not one directory for all nodes; use a shared file system")
+            raise UserError(f"{setting}={run_dir} must be the same directory on all nodes; use a shared file system")
 
         on_all_ranks(look)
         yield
@@ -144,7 +144,7 @@ def _lock(stream: IO[str], run_dir: Path, setting: str) -> str:
     stream.seek(0)
     holder = stream.read()
     if not _HOLDER.fullmatch(holder):
-        raise UserError(f"{setting}={run_dir} has a {_LOCK} that no run wrote; choose another directory")
+        raise UserError(f"{setting}={run_dir} contains a {_LOCK} that no run wrote; choose another directory")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

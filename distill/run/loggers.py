@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,25 +16,9 @@ import numpy as np
 from PIL import Image
 
 from distill.config import LogSettings
-from distill.report.media import gif_bytes
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clips:
-    """Sample clips of one step."""
-
-    sheet: Image.Image
-    """Picture of all clips."""
-    videos: Mapping[str, tuple[np.ndarray, Sequence[Path]]]
-    """Clips, uint8 ``(n, T, H, W, 3)``, and their mp4 files, by the name of the network and its number of steps."""
-    measures: Mapping[str, float]
-    """Measures of the clips by name; may be empty."""
-    fps: float
-    """Frames per second."""
 
 
 class Logger(Protocol):
@@ -45,8 +28,17 @@ class Logger(Protocol):
         """Log the metrics of a step; ``None`` where there is no value."""
         ...
 
-    def show(self, step: int, clips: Clips) -> None:
-        """Show sample clips."""
+    def show(
+        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
+    ) -> None:
+        """Show sample clips.
+
+        Args:
+            step: the 1-based step.
+            sheet: picture of all clips.
+            videos: mp4 files, by the name of the network and its number of steps.
+            measures: measures of the clips by name; may be empty.
+        """
         ...
 
     def close(self) -> None:
@@ -66,30 +58,6 @@ def check_services(settings: LogSettings) -> None:
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
-
-
-def log_in(settings: LogSettings) -> None:
-    """Let Weights & Biases find its key on rank 0, or ask for it on a terminal, before anything expensive.
-
-    Nothing is sent. Only the start of the run shows whether the server can be reached and accepts the key.
-
-    Args:
-        settings: ``log.*``.
-
-    Raises:
-        UserError: no key, and no terminal to ask for one.
-    """
-    if not settings.wandb or rank() != 0:
-        return
-    import wandb
-
-    try:
-        wandb.login(verify=False)
-    except Exception as error:
-        raise UserError(
-            f"log.wandb=true: {_one_line(error)}; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to"
-            " upload later"
-        ) from error
 
 
 def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Logger]:
@@ -112,8 +80,8 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
 class WeightsAndBiases:
     """Logger to Weights & Biases. Its failures never end a run.
 
-    A run whose server does not answer, or refuses, is logged offline. After a later failure the run continues without
-    the service.
+    Without a key, or if the server does not answer, the run is logged offline. After a later failure the run continues
+    without the service.
 
     Args:
         run_dir: the run directory.
@@ -133,9 +101,11 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._send(lambda run: run.log({"step": step, **metrics}))
 
-    def show(self, step: int, clips: Clips) -> None:
+    def show(
+        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
+    ) -> None:
         """Send the mp4 files as they are."""
-        self._send(lambda run: run.log(_for_wandb(step, clips)))
+        self._send(lambda run: run.log({"step": step, **_for_wandb(sheet, videos), **measures}))
 
     def close(self) -> None:
         self._send(lambda run: run.finish())
@@ -166,18 +136,15 @@ class WeightsAndBiases:
         return True
 
 
-def _for_wandb(step: int, clips: Clips) -> dict[str, Any]:
+def _for_wandb(sheet: Image.Image, videos: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
     import wandb
 
-    videos = {
-        f"samples/{name}": [wandb.Video(str(file), format="mp4") for file in files]
-        for name, (_, files) in clips.videos.items()
-    }
-    return {"step": step, "samples/sheet": wandb.Image(clips.sheet), **videos, **clips.measures}
+    shown = {f"samples/{name}": [wandb.Video(str(file), format="mp4") for file in videos[name]] for name in videos}
+    return {"samples/sheet": wandb.Image(sheet), **shown}
 
 
 class TensorBoard:
-    """Logger to TensorBoard. Clips are GIFs, since TensorBoard does not play mp4.
+    """Logger to TensorBoard, which plays no mp4 files: clips are one picture of their frames.
 
     Args:
         run_dir: the run directory.
@@ -194,30 +161,14 @@ class TensorBoard:
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
-    def show(self, step: int, clips: Clips) -> None:
-        self._writer.add_image("samples/sheet", np.asarray(clips.sheet), step, dataformats="HWC")
-        for name, (videos, _) in clips.videos.items():
-            for i, clip in enumerate(videos):
-                _add_gif(self._writer, f"samples/{name}/{i}", clip, clips.fps, step)
-        for name, value in clips.measures.items():
-            self._writer.add_scalar(name, value, step)
+    def show(
+        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
+    ) -> None:
+        self._writer.add_image("samples/sheet", np.asarray(sheet), step, dataformats="HWC")
+        self.write(step, measures)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _add_gif(writer: Any, tag: str, clip: np.ndarray, fps: float, step: int) -> None:
-    """Add a looping clip, uint8 ``(T, H, W, 3)``, to TensorBoard's images.
-
-    ``SummaryWriter.add_video`` needs moviepy, and its ``add_image`` makes only PNGs, so this writes the event with
-    tensorboard's ``Summary`` and torch's private ``_get_file_writer`` (tensorboard 2.18 to 2.21, torch 2.11 to 2.13;
-    a test reads the file back).
-    """
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    encoded, (height, width) = gif_bytes(clip, fps)
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
-    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 def _one_line(error: Exception) -> str:

@@ -10,9 +10,8 @@ import torch
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.methods import build_method
 from distill.run.setup import RunPlan, plan_run
-from distill.train.trainer import Trainer
+from distill.train.trainer import build_trainer
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import mesh_of_shape
@@ -46,19 +45,10 @@ def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: C
     for settings, planned in plans:
         shape = planned.mesh
         on_mesh = mesh_of_shape(shape, device_type=device.type)
-        roles = planned.build_roles(mesh=on_mesh, device=device, data=data, seed=settings.seed)
-        trainer = Trainer(
-            config=settings,
-            mesh=on_mesh,
-            device=device,
-            data=data,
-            method=build_method(settings.method, roles),
-            micro_batch_size=planned.micro_batch_size,
-            run_dir=planned.run_dir,
-        )
+        trainer = build_trainer(settings, planned, mesh=on_mesh, device=device, data=data)
         for name, (loss, norm) in trainer.first_steps().items():
             rows[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
     if rank() == 0:
         for name, values in sorted(rows.items()):
-            log.info("%s: %s", name, values)
+            log.info("check    %-40s  %s", name, values)
     return {"first steps on two meshes": dict(sorted(rows.items()))}

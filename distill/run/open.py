@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from distill.config import Config
-from distill.run.disk_space import check_disk
-from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, same_command, start_run
-from distill.run.loggers import log_in
-from distill.run.resume_checks import check_resume, find_sources
+from distill.run.checkpoint_checks import Start, check_start
+from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
-from fsdp_cp.checkpoint.save_load import find_resume, published_steps, read_state, refuse_overtaken, step_folder
+from distill.run.summary import summary
+from fsdp_cp.checkpoint.folder import published_steps, refuse_overtaken
+from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.runtime.hangs import report_hang, watch_for_hangs
+from fsdp_cp.runtime.hangs import watch_for_hangs
+
+log = logging.getLogger(__name__)
 
 
 def open_device(config: Config) -> torch.device:
@@ -33,6 +35,8 @@ def open_device(config: Config) -> torch.device:
     """
     refuse_separate_worlds()
     device = device_of(config)
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and rank() == 0:
+        log.warning("CUDA_DEVICE_MAX_CONNECTIONS=1 prevents FSDP's communication from overlapping compute; unset it")
     choose_allocator(device, config.cuda_allocator)
     return device
 
@@ -56,43 +60,30 @@ class Run:
     mesh: Mesh
     command: list[str]
     """Words of the command that starts the run again."""
-    resume_from: Path | None
-    """Folder of the checkpoint that the run resumes, if any."""
-    sources: dict[str, Any]
-    """Result of :func:`distill.run.resume_checks.check_resume`, for the run's checkpoints."""
+    start: Start
+    """Checkpoint that the run resumes, and its data."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts for the report, in addition to those of every run."""
 
     @contextmanager
     def started(self, step: Callable[[], int]) -> Iterator[None]:
-        """Record the start, the log and the end of the run. Enter this context after all checks.
+        """Log a summary, and record the start, the log and the end of the run. Enter this context after all checks.
 
         Args:
             step: number of steps done so far.
         """
         run_dir = self.plan.run_dir
-        start_run(self.config, run_dir, resume_from=self.resume_from, step=step(), command=self.command)
-        with recorded_end(run_dir), self._reported_hangs(step):
-            yield
-
-    @contextmanager
-    def _reported_hangs(self, step: Callable[[], int]) -> Iterator[None]:
-        """Report a collective that timed out, with the step and the command that resumes."""
-        on_nccl, run_dir = self.device.type == "cuda", self.plan.run_dir
         # Keep the user's own setting, also under its older name.
-        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        if self.device.type == "cuda" and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.resolve() / "flight_recorder_"))
-        try:
-            with watch_for_hangs() if on_nccl else nullcontext():
-                yield
-        except Exception as error:
-            done, steps, saved = step(), self.config.steps, published_steps(run_dir / "checkpoints")
-            place = f"in step {done + 1} of {steps}" if done < steps else "after the last step"
-            advice = "there is no checkpoint yet: the same command starts from scratch"
-            if saved:
-                advice = f"{same_command(self.config)} resumes from {step_folder(run_dir, saved[-1]).name}"
-            report_hang(error, step=place, advice=advice)
-            raise
+        start_run(self.config, run_dir, resume_from=self.start.resume_from, step=step(), command=self.command)
+        if rank() == 0:
+            for line in summary(self.config, self.plan, self.start.data):
+                log.info("%s", line)
+        with recorded_end(run_dir), watch_for_hangs(lambda: f"after {step()} of {self.config.steps} steps"):
+            yield
+        if rank() == 0:
+            log.info("finished %s; all output is in %s", counted(step(), "step"), run_dir)
 
 
 @contextmanager
@@ -101,10 +92,10 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
 
     Each of these steps may refuse the run:
 
-    1. Log in to the logging services, start the process group and the mesh, and read the data's table.
-    2. Compare the checkpoint to resume with the settings and with the files that they name.
-    3. Check the disk space for checkpoints.
-    4. Make and lock the run directory. No other run may have added a checkpoint since step 2.
+    1. Start the process group and the mesh.
+    2. Read the data's table, compare the checkpoint to resume with the settings and with the files that they name, and
+       check the disk space for checkpoints.
+    3. Make and lock the run directory. No other run may have added a checkpoint since step 2.
 
     The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
     a refused run does not change the files of an earlier one.
@@ -118,18 +109,11 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
     Raises:
         UserError: a run that one of the steps refuses.
     """
-    log_in(config.log)
     with open_mesh(config, plan, device) as mesh:
-        # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
-        on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
         resume, existing = resume_setting(config, plan.run_dir), published_steps(checkpoints)
-        resume_from = find_resume(resume, checkpoints)
-        sources = on_all_ranks(lambda: find_sources(config, plan.roles) if rank() == 0 else None)[0]
-        if resume_from is not None:
-            sources = check_resume(config, resume_from, plan.roles, sources)
-        steps = config.steps - (read_state(resume_from)["step"] if resume_from else 0)
-        on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
+        start = on_all_ranks(lambda: check_start(config, plan, resume) if rank() == 0 else None)[0]
+        assert start is not None
         with held_run_dir(plan.run_dir):
             refuse_overtaken(existing, checkpoints)
             yield Run(
@@ -138,6 +122,5 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
                 device=device,
                 mesh=mesh,
                 command=command_line(arguments),
-                resume_from=resume_from,
-                sources=sources,
+                start=start,
             )

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
 """Sharding settings that have no effect on a frozen role."""
 
+Shapes = tuple[LatentShape, Mapping[str, Shape]]
+"""Shapes of a sample's latents ``(C, T, H, W)`` and of its condition's tensors."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -48,18 +51,14 @@ class RunPlan:
     heads: int
     """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
     mesh: MeshShape
+    shapes: Shapes
+    tokens: int
+    """Number of tokens of a sample."""
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
     def build_roles(self, *, mesh: Mesh, device: torch.device, data: ClipDataset, seed: int) -> dict[str, Role]:
-        """Build the planned roles on ``mesh``, for the shapes of ``data``. A collective.
-
-        Args:
-            mesh: mesh of the planned shape.
-            device: this rank's device.
-            data: the clips.
-            seed: seed of random weights.
-        """
+        """Build the roles on ``mesh`` for the shapes of ``data``. ``seed`` sets random weights. A collective."""
         return build_roles(
             self.roles,
             trained=self.method.trained_roles,
@@ -72,9 +71,7 @@ class RunPlan:
 
 
 @paths_of_the_user()
-def plan_run(
-    config: Config, method: type[Method] | None = None, *, shapes: tuple[LatentShape, Mapping[str, Shape]] | None = None
-) -> RunPlan:
+def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shapes | None = None) -> RunPlan:
     """Check ``config`` against the world and the files it names.
 
     Args:
@@ -113,7 +110,7 @@ def plan_run(
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
     shapes = shapes or config.data.sample_shapes()
-    assert len({role.tokens(*shapes) for role in roles}) == 1
+    (tokens,) = {role.tokens(*shapes) for role in roles}
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
@@ -127,6 +124,8 @@ def plan_run(
         roles=roles,
         heads=heads,
         mesh=shape,
+        shapes=shapes,
+        tokens=tokens,
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
 
@@ -134,15 +133,7 @@ def plan_run(
 def _plan_role(
     config: Config, name: str, method: type[Method], sharding: ShardSettings, saved: Path | None
 ) -> RolePlan:
-    """Return the plan of role ``name``, checked against its files.
-
-    Args:
-        config: the settings.
-        name: the role.
-        method: the method.
-        sharding: sharding of the role.
-        saved: the adapter file, if the role's checkpoint is one.
-    """
+    """Return the plan of role ``name``, checked against its files; ``saved`` is its adapter file, if it has one."""
     settings, trained = getattr(config, name), name in method.trained_roles
     base = settings if saved is None else _base_of_adapters(config, name, trained)
     role = plan_role(
@@ -167,11 +158,7 @@ def _plan_role(
 
 
 def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
-    """Check that the export does not replace a checkpoint of ``role``, and that its optimizer's patterns match.
-
-    Raises:
-        UserError: a checkpoint inside the run's export; a pattern of ``optim.ROLE`` that matches no parameter.
-    """
+    """Check that the export does not replace a checkpoint of ``role``, and that each optimizer pattern matches."""
     if config.export.at_end:
         folders = [folder.path for folder in role.folders] + ([saved.parent] if saved is not None else [])
         for path in folders:
@@ -229,29 +216,21 @@ def has_adapters(role: RoleSettings) -> bool:
 
 
 def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
-    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's settings.
-
-    Raises:
-        UserError: a role that does not train, or a teacher that is not a whole network.
-    """
+    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's."""
     folder, teacher = getattr(config, name).checkpoint, config.teacher
     if not trained:
         raise UserError(
-            f"{name}.checkpoint={folder} holds adapters alone, and the {name} does not train; give a whole network"
+            f"{name}.checkpoint={folder} holds only adapters, but the {name} does not train; give a whole network"
         )
     if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
         raise UserError(
-            f"{name}.checkpoint={folder} holds adapters alone; set teacher.checkpoint to the network that they are for"
+            f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to the network that they are for"
         )
     return teacher
 
 
 def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Check that roles that share one base network shard and compile it in the same way.
-
-    Raises:
-        UserError: settings that differ; modules that one role trains and another adapts.
-    """
+    """Check that roles on one base network shard and compile it alike, and that none trains what another adapts."""
     for group in sharing(roles, trained):
         for first, other in combinations(group, 2):
             # A frozen role has no training settings to compare.
@@ -273,11 +252,7 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
 
 
 def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
-    """Check that the method and ``expert_draws`` fit roles with two experts.
-
-    Raises:
-        UserError: experts that the method does not support, or ``expert_draws`` without experts.
-    """
+    """Check that the method and ``expert_draws`` fit the number of experts."""
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
     method.check_experts(config.method, boundaries, config.student.experts)
     if config.expert_draws > 1 and not boundaries:
@@ -285,13 +260,9 @@ def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePla
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
-    """Check ``attention.*`` against the number of heads per rank and every role's head size.
+    """Check ``attention.*`` against the number of ``heads`` per rank and every role's head size.
 
-    Args:
-        config: the settings.
-        roles: all roles.
-        heads: number of attention heads per rank.
-        device: the run's device, or ``None`` if this machine lacks it; its kernels are then not checked.
+    The kernels are not checked if ``device``, the run's, is ``None``, since this machine lacks it.
     """
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

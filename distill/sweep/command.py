@@ -20,11 +20,10 @@ from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words
 from distill.sweep.results import write_csv, write_picture
-from fsdp_cp.errors import UserError
+from fsdp_cp.choices import user_path
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import exit_code
-from fsdp_cp.paths import user_path
 from fsdp_cp.runtime.signals import Stopped, StopSignal
-from fsdp_cp.words import counted
 
 USAGE = """\
 python -m distill.sweep [OPTIONS] experiment=NAME [key=value ...] key=A,B ...
@@ -43,7 +42,13 @@ FILE, TABLE, PICTURE = "sweep.json", "sweep.csv", "sweep.png"
 PLANNED, INTERRUPTED = "planned", "interrupted"
 _FINISHED = (DONE, OUT_OF_MEMORY)
 """Statuses of points that do not run again."""
-_PRINTED = ("tokens_per_second", "mfu", "allocated_gib", "predicted_allocated_gib")
+_PRINTED = {
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "allocated_gib": "{:.2f} GiB",
+    "predicted_allocated_gib": "{:.2f} GiB predicted",
+}
+"""Formats of the values that are printed after each point."""
 _MADE_BY = "fsdp_cp sweep"
 
 
@@ -96,7 +101,7 @@ def sweep(arguments: Sequence[str]) -> None:
     if all(point.refusal is not None for point in points):
         raise UserError(f"{points[0].refusal} (all points are refused: {len(points)})")
     if foreign := [point.name for point in points if point.name not in known and (folder / point.name).exists()]:
-        raise UserError(f"sweep_dir={folder} has a {foreign[0]} that no sweep wrote; give a new folder")
+        raise UserError(f"sweep_dir={folder} contains {foreign[0]}, which no sweep wrote; choose a new directory")
     with held_run_dir(folder, "sweep_dir"):
         rows = read_rows(folder, about)  # read again under the lock: another sweep may have ended meanwhile
         for point in points:
@@ -106,8 +111,8 @@ def sweep(arguments: Sequence[str]) -> None:
                 row["status"] = row["status"] if point.refusal is None else REFUSED
 
         def save() -> None:
-            with atomic_path(folder / FILE) as part:
-                part.write_text(json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
+            with atomic_path(folder / FILE) as temporary:
+                temporary.write_text(json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
             write_csv(folder / TABLE, [*rows.values()])
 
         waiting = [point for point in points if point.refusal is None and not _is_done(rows[point.name], options)]
@@ -126,7 +131,7 @@ def sweep(arguments: Sequence[str]) -> None:
                 elif row["status"] not in _FINISHED:
                     row["reason"] = row["plan_reason"]
                     row["status"] = PLANNED if row["reason"] is None else REFUSED
-                values = [f"{name} {row[name]:.5g}" for name in _PRINTED if row.get(name) is not None]
+                values = [text.format(row[name]) for name, text in _PRINTED.items() if row.get(name) is not None]
                 text = ", ".join([row["status"], *values, *filter(None, [row["reason"]])])
                 print(f"[{number}/{len(waiting)}] {point.name}: {text}", flush=True)
         except Stopped as stopped:
@@ -139,7 +144,7 @@ def sweep(arguments: Sequence[str]) -> None:
                 [*rows.values()],
                 title=f"{folder.name}, {counted(options.world, 'rank')}; cross: out of memory",
             )
-    print(f"written to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
+    print(f"wrote to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
     if all(row["status"] == REFUSED for row in rows.values()):
         raise UserError(f"all points were refused; {TABLE} has the reasons")
 
@@ -161,18 +166,20 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not (folder / FILE).exists():
         for name in (STARTS, TABLE, PICTURE):
             if (folder / name).exists():
-                raise UserError(f"sweep_dir={folder} has a {name} that no sweep wrote; give a new folder")
+                raise UserError(f"sweep_dir={folder} contains {name}, which no sweep wrote; choose a new directory")
         return {}
     try:
         earlier = json.loads((folder / FILE).read_text())
         changed = [key for key in about if earlier[key] != about[key]]
         rows = {row["name"]: row for row in earlier["rows"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder / FILE} was not written by a sweep of this version; give a new folder") from error
+        raise UserError(
+            f"{folder / FILE} was not written by a sweep of this version; choose a new directory"
+        ) from error
     if changed:
         raise UserError(
-            f"sweep_dir={folder} has another sweep: its {changed[0]} is {earlier[changed[0]]}, and this one's is"
-            f" {about[changed[0]]}; give a new folder"
+            f"sweep_dir={folder} contains another sweep: its {changed[0]} is {earlier[changed[0]]}, not"
+            f" {about[changed[0]]}; choose a new directory"
         )
     return rows
 
@@ -187,7 +194,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
 
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
         raise UserError(
-            "a sweep starts torchrun for each point; run it with python -m distill.sweep --nproc-per-node N"
+            "a sweep starts torchrun itself; run it without torchrun, by python -m distill.sweep --nproc-per-node N"
         )
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("-m", "--multirun", action="store_true")
@@ -198,12 +205,12 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     theirs = get_args_parser()
     theirs.set_defaults(nnodes="1", nproc_per_node=str(max(1, torch.cuda.device_count())))
     ours.error = theirs.error = _refuse  # type: ignore[method-assign]  # instead of printing usage and exiting
-    given, rest = ours.parse_known_args(arguments)
+    parsed_ours, rest = ours.parse_known_args(arguments)
     parsed = theirs.parse_args([*rest, "-"])  # without settings, "-" takes the place of torchrun's script
     settings = [parsed.training_script, *parsed.training_script_args][:-1]
     torchrun = rest[: len(rest) - len(settings)]
     if late := [word for word in settings if word.startswith("-")]:
-        _refuse(f"{late[0]} stands after a setting; give torchrun's options first")
+        _refuse(f"{late[0]} must come before the settings")
     try:
         nodes, processes = int(parsed.nnodes), determine_local_world_size(parsed.nproc_per_node)
     except (ValueError, RuntimeError) as error:
@@ -216,12 +223,12 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     if not folder:
         _refuse("sweep_dir= is empty (an unset shell variable?); give a folder")
     return Options(
-        launcher=[*given.prefix, sys.executable, "-m", "torch.distributed.run", *torchrun],
+        launcher=[*parsed_ours.prefix, sys.executable, "-m", "torch.distributed.run", *torchrun],
         world=nodes * processes,
         settings=[word for word in settings if not word.startswith("sweep_dir=")],
         folder=user_path(folder, "sweep_dir"),
-        train=not given.plan,
-        predict=not given.no_plan,
+        train=not parsed_ours.plan,
+        predict=not parsed_ours.no_plan,
     )
 
 

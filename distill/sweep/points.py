@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from distill.config import Config, compose_config
 from distill.methods import METHODS
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import plan_without_gpus
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
@@ -92,10 +92,10 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         except (HydraException, ValueError, ArithmeticError):
             values = []
         if not values:
-            raise UserError(f"{word} lists no values; use KEY=A,B or KEY=range(START,STOP,STEP)")
+            raise UserError(f"{word} must list values; use KEY=A,B or KEY=range(START,STOP,STEP)")
         swept[word.partition("=")[0]] = values
     if not swept:
-        raise UserError("no setting is swept; give one several values, as in 'data.num_frames=21,41,81'")
+        raise UserError("a sweep needs a setting with several values, as 'data.num_frames=21,41,81'")
     if (count := math.prod(map(len, swept.values()))) > MOST:
         raise UserError(f"the sweep has at least {count} points; use {MOST} or less")
     return fixed, swept
@@ -118,11 +118,11 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
     words = [*fixed, *(f"{key}={value}" for key, value in overrides.items())]
     name = point_name(overrides)
     try:
-        given = {word.partition("=")[0].lstrip("+") for word in words}
-        words += [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in given]
+        keys = {word.partition("=")[0].lstrip("+") for word in words}
+        words += [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in keys]
         first, period = role_turns(compose_config(words))
         warm_up = first + -(-WARM_UP // period) * period
-        if "steps" not in given:
+        if "steps" not in keys:
             words.append(f"steps={warm_up + -(-MEASURED // period) * period}")
         config = compose_config(words)
         if config.steps < warm_up + period:
@@ -131,17 +131,14 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
                 f" steps={warm_up + period} or more, or leave it out"
             )
         config.world = world
-        config = as_planned(config) if planned else config
-        shapes = planned_shapes(config) if planned else None
-        plan = plan_run(config, shapes=shapes)
-        tokens = plan.roles[0].tokens(*(shapes or config.data.sample_shapes()))
+        plan = plan_without_gpus(config)[1] if planned else plan_run(config)
     except UserError as error:
         return Point(name=name, overrides=overrides, refusal=" ".join(str(error).split()))
     return Point(
         name=name,
         overrides=overrides,
         words=tuple(words),
-        tokens=tokens,
+        tokens=plan.tokens,
         batch_size=config.batch_size,
         warm_up=warm_up,
         measured=(config.steps - warm_up) // period * period,

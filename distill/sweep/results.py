@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 def write_csv(file: Path, rows: Sequence[Row]) -> None:
     """Write one row per point, with unrounded numbers."""
     keys = list(rows[0]["overrides"])
-    with atomic_path(file) as part, part.open("w", newline="") as stream:
+    with atomic_path(file) as temporary, temporary.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([*keys, *COLUMNS])
         writer.writerows([*row["overrides"].values(), *map(row.get, COLUMNS)] for row in rows)
@@ -82,5 +82,5 @@ def write_picture(file: Path, rows: Sequence[Row], *, title: str) -> None:
         axes.set_xlabel("tokens of a sample")
         axes.set_title(label, loc="left", fontweight="bold", fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4)
-    with atomic_path(file) as part:
-        figure.savefig(part, format="png", metadata={"Software": None})
+    with atomic_path(file) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})

@@ -74,5 +74,5 @@ class StepBatches:
             latents=moved("latents") if "latents" in items else None,
             condition=Condition({name: moved(name) for name in self.data.condition_shapes}, self.null, self.empty),
             latent_shape=self.data.latent_shape,
-            trajectory=moved("trajectory") if "trajectory" in items else None,
+            states=moved("states") if "states" in items else None,
         )

@@ -13,13 +13,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from distill.config import LogSettings
-from distill.run.loggers import Clips, open_services
-from fsdp_cp.errors import UserError
-from fsdp_cp.words import duration
+from distill.run.loggers import open_services
+from fsdp_cp.errors import UserError, duration
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""
@@ -50,21 +48,14 @@ class MetricsLog:
             service.write(step, metrics)
 
     def show(
-        self,
-        step: int,
-        sheet: Image.Image,
-        videos: Mapping[str, tuple[np.ndarray, Sequence[Path]]],
-        measures: Mapping[str, float],
-        *,
-        fps: float,
+        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
     ) -> None:
-        """Log the measures of sample clips, and show the clips in the services; see :class:`Clips`."""
+        """Log the measures of sample clips, and show the clips in the services; see ``Logger``."""
         if measures:
             with _append_to(self._run_dir / MEASURES) as file:
                 _write(file, _line(step, measures))
-        clips = Clips(sheet=sheet, videos=videos, measures=measures, fps=fps)
         for service in self._services:
-            service.show(step, clips)
+            service.show(step, sheet, videos, measures)
 
     def close(self) -> None:
         """Flush and close everything."""

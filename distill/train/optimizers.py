@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from distill.config import OptimizerSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.tensor_lists import in_pieces, local_shards
+from fsdp_cp.reduce import in_pieces, local_shards
 from models.additions.base import PREFIX
 from models.roles.role import Role
 
@@ -85,7 +85,7 @@ class RoleOptimizer:
     first update takes twenty seconds. The update is elementwise, so local shards suffice.
 
     Each update looks up parameters and their local shards by name, since FSDP2 replaces the shards (see
-    :func:`fsdp_cp.sharding.tensor_lists.local_shards`) and loading may replace the parameters.
+    :func:`fsdp_cp.reduce.local_shards`) and loading may replace the parameters.
 
     Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
     has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.

@@ -19,18 +19,19 @@ import torch.distributed as dist
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.methods import Batch, Method
-from distill.run.announce import announce
+from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
+from distill.run.setup import RunPlan
 from distill.train.batches import StepBatches
 from distill.train.callbacks import Export, Norms, Report, Samples
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.train.profiling import StepProfiler
 from distill.train.trained import Trained, averaged, build_trained
-from fsdp_cp.checkpoint.save_load import Checkpoints, branch_name, leave_branch, load, read_state
+from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite
@@ -38,7 +39,7 @@ from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_pea
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, local_shard, on_all_ranks
-from fsdp_cp.rng import DrawsAhead, StepRandom
+from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
@@ -85,8 +86,6 @@ class Trainer:
             training_data=self.training_data,
             micro_batch_size=micro_batch_size,
         )
-        # CUDA only: on the CPU, the thread that draws ahead would take cores from the step itself.
-        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
         # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
         self.samples = 0
@@ -96,7 +95,7 @@ class Trainer:
         """Latest metrics of every role since the last logged step, which may have trained another role."""
         self.branch_of = branch_name(config.checkpoint.resume)
         self.sources: dict[str, Any] = {}
-        """Fingerprints of the run's files, for checkpoints; see :attr:`distill.run.Run.sources`."""
+        """Fingerprints of the run's files, for checkpoints; see :func:`distill.run.checkpoint_checks.check_resume`."""
         # State of this start only.
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.first_skipped: dict[str, str] = {}
@@ -120,11 +119,10 @@ class Trainer:
             run: the opened run.
             stop: holds a received stop signal, which is checked between two steps.
         """
-        self.sources, self.facts = run.sources, run.facts
-        if run.resume_from is not None:
-            self.resume(run.resume_from)
+        self.sources, self.facts = run.start.sources, run.facts
+        if run.start.resume_from is not None:
+            self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            announce(self)
             self.train(stop)
             self.finish()
             self.close()
@@ -290,8 +288,6 @@ class Trainer:
         name = self.method.trained_role(self.step)
         for role in self.method.roles.values():
             role.flops = 0
-        if self.draws is not None:
-            self.draws.begin(self.step, name, self.method.trained_role(self.step + 1))
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
@@ -341,7 +337,6 @@ class Trainer:
                 positions=batching.positions(i),
                 part=batching.part(i),
                 device=self.device,
-                ahead=self.draws,
             )
 
         share = batching.micro_batch_size / self.config.batch_size
@@ -464,3 +459,17 @@ class Trainer:
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
             f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
         )
+
+
+def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
+    """Build the roles and the method of a planned run on ``mesh``, and their trainer. A collective."""
+    roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+    )

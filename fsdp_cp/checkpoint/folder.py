@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_cp.checkpoint.reader import reader
-from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.errors import UserError, first_line, paths_of_the_user
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_all_ranks
 
@@ -54,8 +54,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
+        raise UserError(f"{file} is damaged ({first_line(error)}); use an earlier checkpoint") from error
     match = _STEP.fullmatch(checkpoint.name)
     if isinstance(state, dict) and match:  # callers of save need not write the step
         state.setdefault("step", int(match.group(1)))
@@ -108,7 +107,7 @@ def _newest_whole(checkpoints: Path) -> Path | None:
         checkpoint = step_folder(checkpoints, step)
         if (wrong := damage(checkpoint)) is None:
             return checkpoint
-        log.warning("the checkpoint of step %d is damaged and not used: %s", step, wrong)
+        log.warning("skipped the damaged checkpoint of step %d: %s", step, wrong)
     return None
 
 
@@ -135,10 +134,10 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
 @paths_of_the_user()
 def _find_resume(setting: str, checkpoints: Path) -> Path | None:
     newest = _newest_whole(checkpoints)
-    own = published_steps(checkpoints)
-    if own and newest is None:  # starting from scratch would discard weeks of work
+    steps = published_steps(checkpoints)
+    if steps and newest is None:  # starting from scratch would discard weeks of work
         raise UserError(
-            f"no checkpoint in {checkpoints} is whole (the newest: step {own[-1]}); use checkpoint.resume=never to"
+            f"no checkpoint in {checkpoints} is whole (the newest: step {steps[-1]}); use checkpoint.resume=never to"
             " start from scratch, or another run_dir"
         )
     if setting == "auto":
@@ -151,8 +150,8 @@ def _find_resume(setting: str, checkpoints: Path) -> Path | None:
     if newest is None or named.parent.resolve() == checkpoints.resolve():
         return named
     raise UserError(
-        f"checkpoint.resume={setting} is another run's, but {checkpoints.parent} has checkpoints of its own, the newest"
-        f" of step {own[-1]}; use another run_dir, or checkpoint.resume=auto to resume from them"
+        f"checkpoint.resume={setting} belongs to another run, but {checkpoints.parent} already has checkpoints (newest:"
+        f" step {steps[-1]}); use another run_dir, or checkpoint.resume=auto to resume from them"
     )
 
 
@@ -169,7 +168,7 @@ def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
         later = [step for step in published_steps(checkpoints) if step > max(before, default=-1)]
         if rank() == 0 and later:
             newest = step_folder(checkpoints, later[-1])
-            raise UserError(f"{newest} was saved while this start looked for checkpoints: start it again")
+            raise UserError(f"{newest} was saved after this start looked for checkpoints; start it again")
 
     on_all_ranks(look)
 
@@ -200,4 +199,4 @@ def leave(folder: Path) -> None:
     while left.exists():
         left, number = folder.with_name(f"left_{folder.name}_{number}"), number + 1
     folder.rename(left)
-    log.warning("%s belongs to a branch that the run leaves; renamed to %s", folder.name, left)
+    log.warning("renamed %s to %s: the run resumes from an earlier step", folder.name, left)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.runtime.signals import Stopped
 
 _ALLOWED = {
@@ -46,7 +46,7 @@ _ALLOWED = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of tensors does")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed in a checkpoint of tensors")
         return super().find_class(module, name)
 
 
@@ -74,7 +74,7 @@ class _Reader(FileSystemReader):
             _check(metadata, folder)
         # A flipped bit in a pickle can make the unpickled classes raise any exception.
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            reason = first_line(error)
             raise UserError(f"{folder}/.metadata is damaged or unsafe ({reason}); use another checkpoint") from error
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -121,6 +121,12 @@ def readable(checkpoint: Path) -> Iterator[None]:
         for cause, _ in error.failures.values():
             if isinstance(cause, Stopped):  # torch wraps every exception, this one too
                 raise cause from None
+        raise UserError(f"{checkpoint} cannot be read ({first_failure(error)}); use another checkpoint") from error
+
+
+def first_failure(error: BaseException) -> str:
+    """Return the first line of an error; for a failed save or load, that of the first rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
         failed, (cause, _) = sorted(error.failures.items())[0]
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise UserError(f"{checkpoint} cannot be read (rank {failed}: {reason}); use another checkpoint") from error
+        return f"rank {failed}: {first_failure(cause)}"
+    return first_line(error)

@@ -1,6 +1,6 @@
 """Sharded checkpoints: written during training to a temporary folder, published by a rename, loaded on any mesh.
 
-``checkpoint_folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
+``folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
 """
 
 from __future__ import annotations
@@ -28,39 +28,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint.folder import (
     STATE,
-    branch_name,
-    find_checkpoint,
-    find_resume,
     leave,
-    leave_branch,
     published_steps,
-    read_state,
-    refuse_overtaken,
     step_folder,
     unfinished_folders,
 )
-from fsdp_cp.checkpoint.reader import readable, reader
+from fsdp_cp.checkpoint.reader import first_failure, readable, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
 from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout
-
-__all__ = [
-    "Checkpoints",
-    "branch_name",
-    "find_checkpoint",
-    "find_resume",
-    "leave_branch",
-    "load",
-    "published_steps",
-    "read_state",
-    "readable",
-    "reader",
-    "refuse_overtaken",
-    "step_folder",
-]
 
 log = logging.getLogger(__name__)
 
@@ -190,13 +169,11 @@ class Checkpoints:
             raise
         self.wait()
 
-    def is_writing(self) -> bool:
-        """Return whether this rank is still writing."""
-        return self._writing is not None and not self._writing[1].done()
-
     def has_failed(self) -> bool:
         """Return whether this rank failed to write; :meth:`wait` raises the error, on all ranks."""
-        return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
+        if self._writing is None or not self._writing[1].done():
+            return False
+        return self._writing[1].exception() is not None
 
     def _publish(self, step: int, state: str) -> None:
         """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
@@ -224,8 +201,8 @@ class Checkpoints:
         if full and rank() == 0:
             missing, room = full[0]
             log.warning(
-                "a copy of the checkpoint takes %.1f GB of a host's memory, but %.1f GB are free: training waits until"
-                " it is written",
+                "a copy of the checkpoint needs %.1f GB of host memory, but only %.1f GB are free; training waits while"
+                " the checkpoint is written",
                 missing / 1e9,
                 room / 1e9,
             )
@@ -240,9 +217,9 @@ class Checkpoints:
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
-            f"the checkpoint of step {step} cannot be written to {self.folder} ({_first_line(error)}; {free / 1e9:.1f}"
-            f" GB are free there); the newest complete checkpoint is of step {newest}: make room and start the same"
-            " command again"
+            f"the checkpoint of step {step} cannot be written to {self.folder} ({first_failure(error)};"
+            f" {free / 1e9:.1f} GB free); the newest complete checkpoint is of step {newest}; make room and repeat the"
+            " command"
         )
 
 
@@ -276,14 +253,6 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; for a failed save or load, that of the first rank that failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        failed, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {failed}: {_first_line(cause)}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
 
@@ -294,7 +263,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     assert saved is not None, "rank 0 has answered"
     wanted = _flat(tensors)
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - saved.keys())]
-    problems += [f"has {name} in addition" for name in sorted(saved.keys() - wanted.keys())]
+    problems += [f"has the unexpected {name}" for name in sorted(saved.keys() - wanted.keys())]
     problems += [
         f"has {name} as {_shape(saved[name])}, not {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() & saved.keys())

@@ -125,8 +125,8 @@ def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str
         return pool.run(_step, model, plan, inputs, prepare, cp)
     except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of these
         raise UserError(
-            f"model, plan, inputs and prepare go to other processes, and one does not pickle ({error}); use importable"
-            " functions, and a model without a mesh or a function that builds it"
+            f"model, plan, inputs and prepare must be picklable ({error}); use importable functions, and a model"
+            " without a mesh or a function that builds it"
         ) from error
 
 
@@ -149,7 +149,7 @@ def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in values)
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
-        raise ValueError("the model returns no tensor that gradients flow through; check_parallel compares a step")
+        raise ValueError("check_parallel needs a model that returns a tensor with gradients")
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"outputs": [x.detach() for x in values], "seen": seen, "gradients": gradients, "totals": totals}
@@ -198,8 +198,8 @@ def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolera
     }
     summed: dict[str, Tensor | None] = {}
     for name in plain["gradients"]:
-        own = [rank["gradients"][name] for rank in ranks if rank["gradients"][name] is not None]
-        summed[name] = torch.stack(own).sum(0) if own else None
+        shares = [rank["gradients"][name] for rank in ranks if rank["gradients"][name] is not None]
+        summed[name] = torch.stack(shares).sum(0) if shares else None
     gradients = gradient_errors(summed, plain["gradients"])
     errors |= {f"the gradient of {name!r}": gradients[name] for name in summed if name in gradients}
     worst = max(errors.values())
@@ -222,20 +222,22 @@ def _differing_modules(plain, ranks, cp: int) -> Iterator[tuple[str, float]]:
         yield name, min((relative_error(x, truth) for x in candidates), default=0.0)
 
 
-def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int) -> Iterator[Tensor]:
-    """Yield each tensor that the ranks' outputs ``own`` may form: a replica, or the tokens of up to 3 sequences."""
-    if any(x.shape != own[0].shape or x.ndim != truth.ndim for x in own):
+def _gathered(outputs: list[Tensor], truth: Tensor, totals: set[int], cp: int) -> Iterator[Tensor]:
+    """Yield each tensor that the ranks' ``outputs`` may form: a replica, or the tokens of up to 3 sequences."""
+    if any(x.shape != outputs[0].shape or x.ndim != truth.ndim for x in outputs):
         return
-    other = [dim for dim in range(truth.ndim) if own[0].shape[dim] != truth.shape[dim]]
+    other = [dim for dim in range(truth.ndim) if outputs[0].shape[dim] != truth.shape[dim]]
     if not other:
-        yield max(own, key=lambda x: relative_error(x, truth))
+        yield max(outputs, key=lambda x: relative_error(x, truth))
     if len(other) != 1:
         return
     (dim,) = other
     for n in (1, 2, 3):
         for segments in itertools.product(sorted(totals), repeat=n):
             counts = [local_token_count(segment, cp) for segment in segments]
-            if sum(segments) == truth.shape[dim] and sum(counts) == own[0].shape[dim]:
-                parts = zip(*(x.split(counts, dim) for x in own), strict=True)  # for each segment, the ranks' shares
-                whole = (torch.cat(shares, dim) for shares in parts)
+            if sum(segments) == truth.shape[dim] and sum(counts) == outputs[0].shape[dim]:
+                shares_of_segments = zip(
+                    *(x.split(counts, dim) for x in outputs), strict=True
+                )  # for each segment, the ranks' shares
+                whole = (torch.cat(shares, dim) for shares in shares_of_segments)
                 yield torch.cat([x.narrow(dim, 0, total) for x, total in zip(whole, segments, strict=True)], dim)

@@ -99,10 +99,10 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
         )
     if getattr(original, "of_fsdp_cp", False):
         return
-    found = tuple(inspect.signature(original).parameters)
-    if found != KNOWN:
+    names = tuple(inspect.signature(original).parameters)
+    if names != KNOWN:
         raise UserError(
-            f"diffusers' dispatch_attention_fn takes ({', '.join(found)}), which is not what version 0.42 has; use"
+            f"diffusers' dispatch_attention_fn takes ({', '.join(names)}), which is not what version 0.42 has; use"
             " diffusers 0.42"
         )
 
@@ -122,8 +122,8 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
 
 
 def _begin(call: Callable[[int | None, int | None], _Call], module: nn.Module, args: tuple, kwargs: dict) -> None:
-    found = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
-    counts = [x.shape[1] if isinstance(x := found.get(n), Tensor) else None for n in ("hidden_states", TEXT)]
+    passed = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
+    counts = [x.shape[1] if isinstance(x := passed.get(n), Tensor) else None for n in ("hidden_states", TEXT)]
     while any(other.module is module for other in _calls):  # an interrupt ended an earlier call without `_end`
         _calls.pop()
     _calls.append(call(*counts))
@@ -201,7 +201,7 @@ def _key_mask(
     if segments is None or call.mesh.cp_size == 1:
         return keys
     cp = call.mesh.cp_size
-    own = keys.to(torch.uint8).split([local_token_count(total, cp) for total in segments], dim=1)
+    shares = keys.to(torch.uint8).split([local_token_count(total, cp) for total in segments], dim=1)
     with torch.no_grad():
-        full = [gather_tokens(x, call.mesh, total) for x, total in zip(own, segments, strict=True)]
+        full = [gather_tokens(x, call.mesh, total) for x, total in zip(shares, segments, strict=True)]
     return torch.cat(full, dim=1).bool()

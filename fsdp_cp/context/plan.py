@@ -33,13 +33,12 @@ class SplitTokens:
 class GatherTokens:
     """Plan entry that gathers an output along ``gather_dim``: a tensor, or a value of a ModelOutput, dict or dataclass.
 
-    The split of the argument ``of`` determines the number of tokens. If no argument of this name is split, all splits
-    must have the same number of tokens.
+    The split of the argument ``source`` determines the number of tokens. If no argument of this name is split, all
+    splits must have the same number of tokens.
     """
 
     gather_dim: int
-    expected_dims: int | None = None
-    of: str = "hidden_states"
+    source: str = "hidden_states"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class EmbedOwnTokens:
     turns it into ``(B, S_local, dim)``. No rank ever holds ``(B, S, dim)``.
     """
 
-    of: str = "hidden_states"
+    name: str = "hidden_states"
     """Name of these tokens for a gather."""
 
 
@@ -127,9 +126,9 @@ def _mistake(planned: Planned, problem: str) -> ValueError:
 
 
 def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
-    for key, given in entry.items():
-        several = isinstance(given, (list, tuple))
-        splits = tuple(given) if several else (given,)
+    for key, value in entry.items():
+        several = isinstance(value, (list, tuple))
+        splits = tuple(value) if several else (value,)
         if not splits or not all(_has_dim(split, "split_dim") for split in splits):
             raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
         of_output = any(split.split_output for split in splits)
@@ -142,7 +141,7 @@ def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
         table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
         if key in table:
             raise _mistake(planned, f"splits {key!r} by two keys; use one")
-        table[key] = splits if several else given
+        table[key] = splits if several else value
 
 
 def arguments(module: nn.Module) -> list[str]:

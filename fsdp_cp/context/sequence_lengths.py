@@ -170,9 +170,9 @@ def refuse_split_keys(queries: int, keys: int) -> None:
         return
     for record in _entered[-1:]:
         shares = {total: -(-total // record.groups.cp_size) for total in record.totals.values()}
-        own = [total for total, share in shares.items() if share == queries]
+        same = [total for total, share in shares.items() if share == queries]
         for name, total in record.totals.items():
-            if shares[total] == keys and own != [total]:
+            if shares[total] == keys and same != [total]:
                 raise UserError(
                     f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which the plan"
                     f" splits; give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds these"

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_cp.reduce import all_reduce_scalars, local_shard
-from fsdp_cp.sharding.tensor_lists import local_shards, squared_norms
+from fsdp_cp.reduce import all_reduce_scalars, local_shard, local_shards, squared_norms
 
 
 @torch.no_grad()  # with gradients enabled, every shard would cost an autograd call

@@ -36,9 +36,9 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; fake a world before it is made, or after it ends")
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    with mock.patch.dict(os.environ, place), mock.patch.object(_ADAM, "_get_value", _one), dual_layer_norms():
+        raise RuntimeError("fake_world() needs a process without a process group; destroy the existing one first")
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    with mock.patch.dict(os.environ, env), mock.patch.object(_ADAM, "_get_value", return_value=1.0), dual_layer_norms():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
             mode = fake_tensors()
@@ -51,10 +51,6 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
 def fake_tensors() -> FakeTensorMode:
     """Return a mode to enter: tensors created inside have shapes, dtypes and storage sizes, but no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _one(value: object) -> float:
-    return 1.0
 
 
 def is_fake(x: Tensor) -> bool:

@@ -23,20 +23,20 @@ def available_host_memory() -> int | None:
     The limits of a container or a SLURM job count. Like the kernel's ``MemAvailable``, the number includes file cache
     that can be dropped.
     """
-    found = []
+    available = []
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        available.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, LookupError, ValueError):
         pass
     for folder, limit, usage in _groups():
         try:
             cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            found.append(room + int(cache.get("inactive_file", "0")))
+            available.append(room + int(cache.get("inactive_file", "0")))
         except (OSError, ValueError):  # no limit file, or the limit is "max"
             continue
-    return max(0, min(found)) if found else None
+    return max(0, min(available)) if available else None
 
 
 def host_buffer(size: int, pinned: bool) -> Tensor:
@@ -55,7 +55,7 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
         lines = []
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     for controller, (root, limit, usage) in _ROOTS.items():
-        own = root / paths.get(controller, "/").strip("/")
-        for folder in (own, *own.parents):
+        group = root / paths.get(controller, "/").strip("/")
+        for folder in (group, *group.parents):
             if folder == root or root in folder.parents:
                 yield folder, limit, usage

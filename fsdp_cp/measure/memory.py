@@ -212,11 +212,11 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         leaves.append(tree)
     elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            _collect(each, leaves)
+        for item in tree:
+            _collect(item, leaves)
     elif isinstance(tree, dict):
-        for each in tree.values():
-            _collect(each, leaves)
+        for item in tree.values():
+            _collect(item, leaves)
 
 
 def call_in_sight(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -123,14 +123,10 @@ def at_borders(call: Callable[[], None]) -> Iterator[None]:
         _at_borders.remove(call)
 
 
-def where(error: BaseException | None = None) -> str:
-    """Return words that name the innermost phase, now or when ``error`` was raised: ``in phase student/backward``.
-
-    If no phase is open, they name the previous one.
-    """
-    name = _now.open[-1] if error is None and _now.open else getattr(error, "innermost_phase", None)
-    if name is not None:
-        return f"in phase {name}"
+def where() -> str:
+    """Return words that name the innermost open phase, ``in phase student/backward``, or else the previous one."""
+    if _now.open:
+        return f"in phase {_now.open[-1]}"
     return f"after phase {_now.latest}" if _now.latest else "before the first phase"
 
 
@@ -156,10 +152,6 @@ def _named(name: str) -> Iterator[None]:
             mark()
         with record_function(name):
             yield
-    except BaseException as error:
-        if not hasattr(error, "innermost_phase"):  # outer phases must not overwrite it
-            vars(error)["innermost_phase"] = name
-        raise
     finally:
         _now.open.pop()
         _now.latest, _now.since = name, time.monotonic()

@@ -79,11 +79,6 @@ class CollectiveCounter(TorchDispatchMode):
         self.alone: Counter[tuple[str, str]] = Counter()
         """Calls in groups of one rank, by kind and group. With NCCL each such group costs a communicator."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes sent, of all kinds."""
-        return sum(self.bytes.values())
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # DTensor's dispatch calls this again for its collectives
@@ -96,7 +91,7 @@ class CollectiveCounter(TorchDispatchMode):
     def _count(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
         name = func._schema.name.removeprefix("c10d::")
         if name not in _OPERATORS:
-            raise RuntimeError(f"torch {torch.__version__} has a collective that is not known here: c10d::{name}")
+            raise RuntimeError(f"CollectiveCounter does not know torch {torch.__version__}'s collective c10d::{name}")
         kind, argument, share = _OPERATORS[name]
         size = sum(x.numel() * x.element_size() for x in tree_leaves(args[argument]))
         self.calls[kind] += 1

@@ -1,15 +1,13 @@
-"""Reports of a rank that waited in vain for the others: rank, phase and last collective."""
+"""Report of a rank that waits too long for the others: steps done, phase and last collective."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import math
-import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,51 +18,16 @@ from fsdp_cp.runtime.timeouts import world_timeout
 
 log = logging.getLogger(__name__)
 
-GRACE = 30.0
-"""Seconds in which a failed process must have ended by itself; torchrun gives the processes that it ends as many."""
-
-_TIMED_OUT = re.compile(
-    r"Timed out waiting|Application timeout caused pair closure|wait timeout after|operation timeout"
-)
-_LOST = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Connection refused")
-"""Words of gloo and of torch's store (torch 2.11 to 2.13); all of them come as a RuntimeError."""
-
-
-def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> None:
-    """Log one line if ``error`` is a collective that timed out or lost another rank; otherwise do nothing.
-
-    The line is a note of the error too, since torchrun's summary ends with the error. An error is reported once.
-
-    Args:
-        error: exception that ended this rank's work.
-        step: place in its work, e.g. ``"in step 7 of 100"``.
-        advice: how to continue.
-    """
-    text = str(error)
-    if not isinstance(error, RuntimeError) or hasattr(error, "reported_hang"):
-        return
-    if _TIMED_OUT.search(text):
-        after = re.search(r"(\d+) ?ms", text)
-        happened = f"waited {int(after.group(1)) / 1000:g} s in vain for another rank" if after else "timed out"
-    elif "gloo" in text and _LOST.search(text):
-        happened = "lost the connection to another rank, which exited or timed out (see that rank's log)"
-    else:
-        return
-    vars(error)["reported_hang"] = True
-    place = ", ".join(part for part in (step, where(error)) if part)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    line = f"rank {rank} {happened}: {place}; last collective: {last_collective() or 'unknown'}"
-    line += f"; {advice}" if advice else ""
-    log.error(line)
-    error.add_note(line)
-
 
 @contextmanager
-def watch_for_hangs() -> Iterator[None]:
+def watch_for_hangs(progress: Callable[[], str] = str) -> Iterator[None]:
     """Log one line when no phase was entered or left for nine tenths of the timeout; once for each such place.
 
-    For NCCL, whose watchdog ends the process from outside of Python, so that no exception can be reported. A thread
-    logs, since the main one waits for the GPU. Tested with gloo only.
+    The timeout then ends the process: NCCL's watchdog from outside of Python, gloo by an exception that does not name
+    the phase. A thread logs, since the main one waits.
+
+    Args:
+        progress: function that returns the number of steps done, in words, for the line.
     """
     ended = threading.Event()
 
@@ -81,11 +44,11 @@ def watch_for_hangs() -> Iterator[None]:
             elif not reported:
                 reported = True
                 log.error(
-                    "rank %d has been %s for %.0f s; last collective: %s; if it waits for another rank, the timeout of"
+                    "rank %d has spent %.0f s %s; last collective: %s; if it waits for another rank, the timeout of"
                     " %.0f s ends it",
                     dist.get_rank(),
-                    where(),
                     seconds,
+                    ", ".join(filter(None, (progress(), where()))),
                     last_collective() or "unknown",
                     total,
                 )
@@ -121,13 +84,3 @@ def last_collective() -> str | None:
     name, description = entry["process_group"]
     operator = entry["profiling_name"].rpartition(":")[2]
     return f"{operator} {number} of group {description if description not in ('', 'undefined') else name}"
-
-
-def end_soon() -> None:
-    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
-
-    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
-    gloo's threads are joined. faulthandler's thread needs no interpreter.
-    """
-    with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
-        faulthandler.dump_traceback_later(GRACE, exit=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fsdp_cp.errors import duration
 from fsdp_cp.launch import rank
-from fsdp_cp.words import duration
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            self._before = {each: signal.signal(each, self._handle) for each in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
             reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._descriptor = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -57,8 +57,8 @@ class StopSignal:
         signal.set_wakeup_fd(self._descriptor)
         os.close(self._writing)  # ends the watcher
         self._watcher.join()
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ def _watch(reading: int) -> None:
         now = time.monotonic()
         if number[0] in SIGNALS and now - first > _SAME:
             # Do not use sys.exit: it would wait for a checkpoint's thread, or for collectives that no other rank joins.
-            os.write(2, f"a second signal ({signal.Signals(number[0]).name}): ended at once\n".encode())
+            os.write(2, f"second signal ({signal.Signals(number[0]).name}): ending without a checkpoint\n".encode())
             os._exit(128 + number[0])
         first = min(first, now) if number[0] in SIGNALS else first
     os.close(reading)

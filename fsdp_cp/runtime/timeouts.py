@@ -1,7 +1,7 @@
 """Timeouts of collectives: one for all process groups of this process.
 
-torch gives each group a timeout of its own, and groups of a ``DeviceMesh`` the backend's default (30 minutes for gloo,
-10 for NCCL) whatever the group of all ranks was given.
+torch sets the timeout of each group separately. Groups of a ``DeviceMesh`` get the backend's default (30 minutes for
+gloo, 10 for NCCL), whatever timeout the group of all ranks has.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of ``groups`` for the collectives that begin from here on.
+    """Set the timeout of ``groups`` for collectives that begin later.
 
-    By default all groups but those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch 2.11 to
-    2.13).
+    The default is all groups except those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch
+    2.11 to 2.13).
     """
     for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
         for backend in _backends(group):
@@ -57,7 +57,7 @@ def world_timeout() -> timedelta | None:
 
 @contextmanager
 def inherited_timeout() -> Iterator[None]:
-    """Give groups that are made inside the timeout of the group of all ranks; others keep theirs."""
+    """Give groups made within this context the timeout of the group of all ranks; other groups do not change."""
     before = process_groups()
     yield
     timeout = world_timeout()
@@ -67,7 +67,7 @@ def inherited_timeout() -> Iterator[None]:
 
 @dataclass
 class _Shortened:
-    """The two timeouts between which :func:`long_timeout` changes; ``short`` is ``None`` where the long one is set."""
+    """Timeouts of :func:`shorten` and :func:`long_timeout`; ``short`` is ``None`` while the long one is set."""
 
     long: timedelta | None = None
     short: timedelta | None = None
@@ -99,7 +99,7 @@ def shorten(timeout: timedelta) -> None:
 def long_timeout() -> Iterator[None]:
     """Restore the timeout from before :func:`shorten`, for work of one rank that the others wait for.
 
-    All ranks enter it. It ends with a barrier: a rank that had left before would wait with the short timeout for one
+    All ranks enter it. It ends with a barrier: a rank that left earlier would wait with the short timeout for a rank
     that still works. After an exception the long timeout stays.
     """
     short, long = _state.short, _state.long
@@ -116,6 +116,6 @@ def long_timeout() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop all state: the process groups are gone, and with them what :func:`shorten` has changed."""
+    """Reset the state of this module, before the process groups are destroyed."""
     _state.long = _state.short = None
     _state.kept.clear()

@@ -33,32 +33,17 @@ SMALLEST_OFFLOADED = 64 * 1024
 
 
 def wrap_unit(unit: nn.Module, settings: ShardSettings) -> None:
-    """Wrap the forward of ``unit`` in place: activation checkpointing, compilation, then offload of saved tensors."""
-    apply_checkpointing(unit, settings)
-    apply_compile(unit, settings)
-    apply_activation_offload(unit, settings)
+    """Wrap the forward of ``unit`` in place: activation checkpointing, compilation, then offload of saved tensors.
 
-
-def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
-    """Apply ``activation_checkpointing`` in place, before :func:`apply_compile`.
-
-    The compiler then sees the checkpointing and applies the same policy to its backward graph.
+    The compiler sees the checkpointing and applies the same policy to its backward graph. Offload comes last, since it
+    handles the tensors that the other two still save.
     """
     if settings.activation_checkpointing == "full":
         recompute_in_backward(unit)
     elif settings.activation_checkpointing == "selective":
-        offload = settings.activation_offload and not settings.compile
-        recompute_in_backward(unit, _kept(settings), offload=offload)
-
-
-def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:
-    """Apply ``compile`` in place."""
+        recompute_in_backward(unit, _kept(settings), offload=settings.activation_offload and not settings.compile)
     if settings.compile:
         compile_forward(unit)
-
-
-def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
-    """Apply ``activation_offload`` in place, last, since it handles the tensors that the other two still save."""
     if settings.activation_offload:
         offload_saved_tensors(unit)
 
@@ -223,7 +208,7 @@ class _Saved:
             # Autograd skips this check for tensors with hooks.
             if self._tensor._version != self._version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in place"
+                    f"an in-place operation changed a tensor of shape {tuple(self._tensor.shape)} that backward needs"
                 )
             return self._tensor
         restored, (offset, shape, stride) = self._copy.restore(), self._place
@@ -276,7 +261,7 @@ class _Replaying(TorchDispatchMode):
         if func not in self._kept.operators:
             return func(*args, **(kwargs or {}))
         if self._next == len(self._kept.outputs) or self._kept.outputs[self._next][0] is not func:
-            raise RuntimeError(f"{func} was not called in forward where recomputation calls it now")
+            raise RuntimeError(f"recomputation calls {func}, which the forward did not call at this point")
         outputs = self._kept.outputs[self._next][1]
         self._next += 1
         return tree_map_only(_Saved, _Saved.restore, outputs)

@@ -2,9 +2,8 @@
 
 Weights, their names and their gradients do not change. For each product the inputs, weights and gradients are scaled by
 their largest element and rounded to fp8, so no extra state exists. If a forward can carry forward-mode tangents the
-plain layers run, since torchao's layers would drop tangents.
-
-All private names of torchao are in :func:`_torchao`.
+plain layers run, since torchao's layers would drop tangents. torchao is imported at first use: it is optional, and its
+import takes a second.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import importlib.util
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -55,7 +52,7 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _TORCHAO:
         needed = ".".join(map(str, _TORCHAO))
         raise UserError(
-            f"{where}fp8={settings.fp8} needs torchao {needed} or newer, found {version if version != '0' else 'none'};"
+            f"{where}fp8={settings.fp8} needs torchao {needed} or newer, got {version if version != '0' else 'none'};"
             f" pip install 'fsdp-cp[fp8]', or use {where}fp8=none"
         )
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
@@ -136,15 +133,41 @@ def apply_fp8(
 
 def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
     """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
-    ao = _torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+
     # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
-    config = ao.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    ao.convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
+    convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
     layers = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     for layer in layers:
-        layer.__class__ = ao.Fp8Linear
+        _keep_tangents(layer)
     return layers
+
+
+def _keep_tangents(layer: Any) -> None:
+    """Let ``layer`` run as a plain layer inside a dual level, in place: torchao's forward would drop tangents.
+
+    The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
+    """
+    from torchao.float8 import Float8TrainingTensor
+
+    in_fp8 = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return forward(x)
+        if not inside_dual_level():
+            return in_fp8(x)
+        if isinstance(layer.weight, Float8TrainingTensor):
+            raise RuntimeError(
+                "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
+            )
+        return F.linear(x, layer.weight, layer.bias)
+
+    layer.forward = forward
 
 
 def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: DeviceMesh) -> None:
@@ -162,10 +185,12 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: 
         layers: layers from :func:`apply_fp8`.
         shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
     """
+    from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
+
     weights = evenly_sharded_weights(root, layers)
     if len(weights) < len(layers) and dist.get_rank() == 0:
         log.info(
-            "fp8_gather: %d of %d weights do not divide evenly over the ranks and are gathered in the dtype of compute",
+            "fp8_gather: %d of %d weights do not divide evenly over the ranks; gathering them in the compute dtype",
             len(layers) - len(weights),
             len(layers),
         )
@@ -180,7 +205,7 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: 
             shards = [weight.sharded_param._local_tensor for weight, _ in weights]
             largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            scales = _torchao().amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
+            scales = amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
         for (weight, layer), shard, scale in zip(weights, shards, scales, strict=True):
             if not hasattr(shard, "fsdp_pre_all_gather"):  # first forward, to_empty, loading
                 gather_by(weight, *_gather_functions(shard, layer))
@@ -195,80 +220,20 @@ def _target_dtype(layer: Any) -> torch.dtype:
 
 def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
     """Return FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` for one ``shard``, based on torchao's."""
-    ao, mm_config, target = _torchao(), layer.linear_mm_config, _target_dtype(layer)
+    from torchao.float8 import Float8TrainingTensor
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # private (torchao 0.18)
+
+    mm_config, target = layer.linear_mm_config, _target_dtype(layer)
     reference = weakref.ref(shard)  # the shard holds these functions: a cycle would keep its memory
 
     def before(mesh: DeviceMesh) -> Any:
         shard: Any = reference()
-        return ao.CastWeight(shard, mm_config, target, shard._fp8_scale).fsdp_pre_all_gather(mesh)
+        return WeightWithDynamicFloat8CastTensor(shard, mm_config, target, shard._fp8_scale).fsdp_pre_all_gather(mesh)
 
     def after(outputs: Any, scale: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        if out is not None and not isinstance(out, ao.Float8TrainingTensor):
+        if out is not None and not isinstance(out, Float8TrainingTensor):
             raise RuntimeError("fp8_gather: the network was gathered before its first forward; call its forward first")
-        return ao.CastWeight(reference(), mm_config, target).fsdp_post_all_gather(outputs, scale, dtype, out=out)
+        weight = WeightWithDynamicFloat8CastTensor(reference(), mm_config, target)
+        return weight.fsdp_post_all_gather(outputs, scale, dtype, out=out)
 
     return before, after
-
-
-@cache
-def _torchao() -> SimpleNamespace:
-    """Import torchao, an optional dependency that takes a second to import, and return the names used.
-
-    ``Float8LinearConfig`` and ``convert_to_float8_training`` are public; the others are private (torchao 0.18).
-    """
-    from torchao.float8 import Float8LinearConfig, Float8TrainingTensor, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import GemmInputRole
-    from torchao.float8.float8_utils import amax_to_scale
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-
-    @torch._dynamo.allow_in_graph
-    class Multiply(matmul_with_hp_or_float8_args):
-        """torchao's product without the gradient of a frozen weight, which would cost a third of the products."""
-
-        @staticmethod
-        def backward(ctx, grad):
-            if ctx.needs_input_grad[1]:
-                return matmul_with_hp_or_float8_args.backward(ctx, grad)
-
-            def cast_to_fp8(x, cast_config, role):
-                return hp_tensor_to_float8_dynamic(
-                    x, cast_config.target_dtype, ctx.linear_mm_config, gemm_input_role=role
-                )
-
-            weight, flat = ctx.saved_tensors[1], grad.reshape(-1, grad.shape[-1])
-            if not isinstance(weight, Float8TrainingTensor):
-                weight = cast_to_fp8(weight, ctx.config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
-            flat = cast_to_fp8(flat, ctx.config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
-            out = torch.mm(flat, weight.t())
-            return out.reshape(*grad.shape[:-1], out.shape[-1]), None, None, None
-
-    class Fp8Linear(Float8Linear):
-        """torchao's layer, but the plain layer inside a dual level.
-
-        The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
-        """
-
-        def forward(self, x):
-            # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
-            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                with torch.inference_mode(False), torch.no_grad():
-                    return self.forward(x)
-            if inside_dual_level():
-                if isinstance(self.weight, Float8TrainingTensor):
-                    raise RuntimeError(
-                        "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
-                    )
-                return F.linear(x, self.weight, self.bias)
-            out = Multiply.apply(x, self.weight.t(), self.linear_mm_config, self.config)
-            return out if self.bias is None else out + self.bias.to(out.dtype)
-
-    return SimpleNamespace(
-        Float8LinearConfig=Float8LinearConfig,
-        Float8TrainingTensor=Float8TrainingTensor,
-        CastWeight=WeightWithDynamicFloat8CastTensor,
-        amax_to_scale=amax_to_scale,
-        Fp8Linear=Fp8Linear,
-        convert_to_float8_training=convert_to_float8_training,
-    )

@@ -1,26 +1,19 @@
-"""Initialization of a network that was built on the meta device and sharded: from a seed, or from rank 0.
+"""Initialization, from a seed, of a network that was built on the meta device and sharded.
 
-No rank holds more than its shards and one module (:func:`initialise`) or one tensor (:func:`broadcast_from_rank0`).
+No rank holds more than its shards and one module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_cp.launch import rank
-from fsdp_cp.reduce import all_gather_objects
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.state import reshard
-
-
-class _Resets(Protocol):
-    def reset_parameters(self) -> object: ...
 
 
 @torch.no_grad()
@@ -72,7 +65,7 @@ def _full_values(
 ) -> dict[str, Tensor]:
     """Return new values of the module's own parameters, by their names in it."""
     # Do not use copy.copy: FSDP2's classes would construct the module again.
-    copied = object.__new__(type(module))
+    copied: Any = object.__new__(type(module))
     vars(copied).update(vars(module))
     # NaN marks parameters that stay unfilled. Without children the copy cannot change other modules' parameters.
     vars(copied)["_modules"] = {}
@@ -83,7 +76,7 @@ def _full_values(
     }
     if hasattr(copied, "reset_parameters"):
         try:
-            cast(_Resets, copied).reset_parameters()
+            copied.reset_parameters()
         except AttributeError as error:
             kind = type(module).__name__
             raise ValueError(
@@ -95,15 +88,15 @@ def _full_values(
             special(module, key, full)
         if full.sum().isnan():  # of the sum: an elementwise mask would need a quarter more memory
             raise ValueError(
-                f"{prefix}{key} is initialised by nobody: {type(module).__name__} has no reset_parameters that fills"
-                " it; fill it in `special`"
+                f"no function initializes {prefix}{key}: {type(module).__name__} has no reset_parameters that fills it;"
+                " fill it in `special`"
             )
     return values
 
 
 def _unfilled(parameter: Tensor) -> Tensor:
     if not parameter.is_floating_point():
-        raise ValueError(f"parameters of {parameter.dtype} have no initialisation")
+        raise ValueError(f"only floating-point parameters can be initialized, got {parameter.dtype}")
     return torch.full(tuple(parameter.shape), torch.nan, dtype=torch.float32, device="cpu")
 
 
@@ -120,33 +113,5 @@ def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
         return
     # Find the part that this rank holds, by the method that torch.distributed.checkpoint calls.
     (chunk,) = parameter.__create_chunk_list__()
-    own = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    parameter.to_local().copy_(full[own])
-
-
-def broadcast_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load rank 0's full state dict into the shards of every rank, tensor by tensor. All ranks must call it.
-
-    Args:
-        model: sharded model with memory (after :func:`fsdp_cp.materialise`).
-        state_dict: on rank 0 full tensors by name, on any device; ignored on other ranks.
-
-    Raises:
-        ValueError: on all ranks, if a tensor is missing, unexpected or has another shape.
-    """
-    reshard(model)
-    given = all_gather_objects({n: tuple(x.shape) for n, x in state_dict.items()} if rank() == 0 else None)[0]
-    needed = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    problems = [f"lacks {name}" for name in sorted(needed.keys() - given.keys())]
-    problems += [f"has the unexpected {name}" for name in sorted(given.keys() - needed.keys())]
-    problems += [
-        f"has {name} as {given[name]}, not {needed[name]}"
-        for name in sorted(needed.keys() & given.keys())
-        if given[name] != needed[name]
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"the state dict of rank 0 {problems[0]}{more}")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # Pass a new dict: torch modifies its argument.
-    set_model_state_dict(model, dict(state_dict) if rank() == 0 else {}, options=options)
+    held = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    parameter.to_local().copy_(full[held])

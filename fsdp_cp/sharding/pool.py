@@ -80,14 +80,10 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self.requests = 0
-        """Number of buffers handed out so far."""
         self.allocations = 0
         """Number of buffers with separate memory."""
         self.plans = 0
         """Number of plans made."""
-        self.most_alive = 0
-        """Maximum bytes alive at once while one buffer was not planned; no plan can be smaller."""
         self.broken_off = 0
         """Number of steps that ended in an exception."""
         self.put_off = False
@@ -135,7 +131,6 @@ class BufferPool:
         if not size:
             return torch.empty(*shape, dtype=dtype, device=device)
         with self._lock:
-            self.requests += 1
             buffer = self._planned(kind)
             if buffer is not None:
                 assert self._memory is not None and buffer.offset is not None
@@ -181,12 +176,9 @@ class BufferPool:
         """Count ``buffer`` as alive until the storage of ``tensor`` is gone."""
         if self._patient and any(other not in buffer.conflicts for other in list(self._alive.values())):
             time.sleep(LET_GO)
-        alive = list(self._alive.values())
-        for other in alive:
+        for other in list(self._alive.values()):
             buffer.conflicts.add(other)
             other.conflicts.add(buffer)
-        if not self.owns(tensor):
-            self.most_alive = max(self.most_alive, buffer.size + sum(other.size for other in alive))
         stream = _stream_now(tensor.device)
         if stream is not None:
             for other in buffer.neighbours:
@@ -226,12 +218,11 @@ class BufferPool:
             self.plans += 1
         if not isinstance(self._memory, FakeTensor) and not (dist.is_initialized() and dist.get_rank()):
             log.info(
-                "communication_buffers=pooled: %d buffers of collectives, %.1f MiB in all, share %.1f MiB; at most"
-                " %.1f MiB of them were alive at once (plan %d, made for %s)",
+                "communication_buffers=pooled: %d buffers of collectives, %.1f MiB in all, share %.1f MiB (plan %d,"
+                " made for %s)",
                 len(buffers),
                 sum(buffer.size for buffer in buffers) / 2**20,
                 total / 2**20,
-                self.most_alive / 2**20,
                 self.plans,
                 name,
             )

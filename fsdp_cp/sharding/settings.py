@@ -262,16 +262,16 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     """
     import fsdp_cp.attention  # noqa: F401  registers its operators
 
-    namespace, operator, overload, *rest = [*name.replace("::", ".").split("."), "", "", ""]
+    namespace, operator, variant, *rest = [*name.replace("::", ".").split("."), "", "", ""]
     packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
-    found = getattr(packet, overload or "default", None)
-    if not isinstance(found, torch._ops.OpOverload) or any(rest):
+    overload = getattr(packet, variant or "default", None)
+    if not isinstance(overload, torch._ops.OpOverload) or any(rest):
         raise UserError(
             f"{setting}: torch has no operator {name!r};"
             " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
         )
     # Checkpoint policies never see decomposed operators, so nothing would be kept: linear layers run as aten.addmm or
     # aten.mm.
-    if found.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        raise UserError(f"{setting}: {name} is made of other operators; name those, for linear layers aten.addmm")
-    return found
+    if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        raise UserError(f"{setting}: autograd decomposes {name}; name its parts, for linear layers aten.addmm")
+    return overload

@@ -9,19 +9,25 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.utils import _apply_to_tensors
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gradients
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
-from fsdp_cp.sharding.guards import allow_inference_mode, refuse_double_backward
 from fsdp_cp.sharding.pool import pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
-from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_compute_stream, remember_units
+from fsdp_cp.sharding.state import (
+    ShardedModule,
+    fsdp_modules,
+    gather_in_compute_stream,
+    never_gathered_units,
+    remember_units,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +94,7 @@ def shard(
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
-    refuse_double_backward(model, settings)
+    _refuse_double_backward(model, settings)
     shard_mesh = _shard_mesh(mesh, settings)
     _fully_shard(model, units, full_precision_units, settings, shard_mesh)
     root = cast(ShardedModule, model)  # fully_shard changed its class in place
@@ -100,7 +106,7 @@ def shard(
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     remember_units(root)
-    allow_inference_mode(root)
+    _allow_inference_mode(root)
     if settings.fp8_gather:
         gather_in_fp8(root, fp8_layers, shard_mesh)  # after the line above: its hook must run first
     refuse_tangents_with_gradients(root)
@@ -117,7 +123,9 @@ def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) 
     effective = settings.effective()
     idle = [name for name in known if getattr(settings, name) != getattr(effective, name)]
     if idle and dist.get_rank() == 0:
-        log.warning("no effect with strategy=%s, fp8=%s: %s", settings.strategy, settings.fp8, ", ".join(idle))
+        log.warning(
+            "settings without effect under strategy=%s, fp8=%s: %s", settings.strategy, settings.fp8, ", ".join(idle)
+        )
     return effective
 
 
@@ -238,6 +246,58 @@ def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: Sha
             unit.set_modules_to_backward_prefetch(list(units[max(0, i - settings.backward_prefetch) : i][::-1]))
 
 
+def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
+    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs.
+
+    Call it before FSDP2 registers its hooks, so that the check raises before any gather.
+    """
+    kind, keeps = type(model).__name__, settings.keeps_gathered
+
+    def check(_grad: Tensor) -> None:
+        if not torch.is_grad_enabled():  # in a backward: only with create_graph=True
+            return
+        open_contexts = getattr(model, "_open_microbatches", ())
+        if keeps and open_contexts and open_contexts[-1] is False:
+            return
+        instead = (
+            "put it into `with microbatch(model, is_first=False, is_last=False)`"
+            if keeps
+            else "use strategy='optim', 'optim_grads' or keep_gathered=True"
+        )
+        raise UserError(
+            f"a backward with create_graph=True (a gradient penalty) through {kind}: under"
+            f" strategy={settings.strategy!r} its weights are freed before the second backward needs them; take a"
+            f" finite difference, or, without fsdp_cp.attention, {instead} (docs/gradients.md, 'Gradient penalties')"
+        )
+
+    def check_backward(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(check)
+        return x
+
+    # FSDP2 finds an output's tensors by the same private function (torch 2.11 to 2.13).
+    model.register_forward_hook(lambda _module, _args, output: _apply_to_tensors(check_backward, output))
+
+
+def _allow_inference_mode(model: ShardedModule) -> None:
+    """Allow a first forward under ``torch.inference_mode()`` without breaking later training.
+
+    FSDP2 creates the tensors of full parameters in the first forward and keeps them. Inference tensors would make later
+    gathers and backwards fail. This hook runs before FSDP2's hooks and creates the tensors outside inference mode: it
+    gathers and frees each unit once.
+    """
+
+    def make(_module: nn.Module, _args: tuple) -> None:
+        if not torch.is_inference_mode_enabled():
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in never_gathered_units(model):
+                unit.unshard()
+                unit.reshard()
+
+    model.register_forward_pre_hook(make, prepend=True)
+
+
 def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Allocate uninitialized memory for parameters and buffers of a model on the meta device, sharded or not.
 
@@ -269,12 +329,7 @@ def gather_first_block_early(model: nn.Module, first: nn.Module) -> None:
 
     Call it after the optimizer's step, EMA swaps and weight loading: an earlier gather has the old weights.
     If no forward follows, :func:`fsdp_cp.sharding.state.reshard` drops the gather.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, which would record the gather outside its step.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("gather_first_block_early cannot be captured in a CUDA graph; call it outside the capture")
     # Not recursive: unsharding the root alone would leave the first block's gather to the forward.
     for module in dict.fromkeys((model, first)):
         cast(ShardedModule, module).unshard(async_op=True)

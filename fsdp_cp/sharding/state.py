@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 else:
     ShardedModule = FSDPModule
 
-_FROZEN_HERE = "_frozen_by_set_trainable"
-"""Attribute of parameters frozen by :func:`set_trainable`; :func:`fsdp_cp.materialise` keeps it."""
 _UNITS = "_shard_units"
 """Attribute of a root of :func:`fsdp_cp.shard_module`, with the list of its units."""
 
@@ -168,51 +166,25 @@ def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., A
     parameter._init_extensions()
 
 
-def set_trainable(model: nn.Module, trainable: bool) -> None:
-    """Freeze or unfreeze a network of :func:`fsdp_cp.shard_module`, between two steps.
-
-    ``True`` undoes any number of ``False`` calls: parameters that were frozen before (the base under adapters) stay
-    frozen. A network without trainable parameters that was never frozen here is unfrozen as a whole. For a block of
-    code use :func:`frozen`, which nests.
-
-    ``requires_grad_`` alone does not suffice: FSDP2 chooses the dtypes of reductions at the first forward, from the
-    trainable parameters. A network frozen at that time would reduce in the compute dtype, and fail to store bf16
-    gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
-    """
-    reshard(model)
-    parameters = list(model.parameters())
-    if trainable:
-        changed = [p for p in parameters if vars(p).pop(_FROZEN_HERE, False)]
-        if not changed and not any(p.requires_grad for p in parameters):
-            changed = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-    else:
-        changed = [p for p in parameters if p.requires_grad]
-        for parameter in changed:
-            setattr(parameter, _FROZEN_HERE, True)
-    for parameter in changed:
-        parameter.requires_grad_(trainable)
-    _settle_dtypes(model)
-
-
 @contextmanager
 def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[None]:
     """Freeze ``model``, or its parameters ``names``, within this context, and restore the earlier state on exit. Nests.
 
-    Use it for whole steps, as :func:`set_trainable`: a backward must end inside.
+    Use it for whole steps: a backward must end inside. ``requires_grad_`` alone does not suffice: FSDP2 chooses the
+    dtypes of reductions at the first forward, from the trainable parameters. A network frozen at that time would reduce
+    in the compute dtype, and fail to store bf16 gradients on its fp32 masters. On gathered parameters
+    ``requires_grad_`` would be lost at the next reshard.
 
     Args:
         model: root of :func:`fsdp_cp.shard_module`.
         names: names of the parameters to freeze; ``None`` for all.
     """
     reshard(model)
-    before = {name: (p.requires_grad, _FROZEN_HERE in vars(p)) for name, p in model.named_parameters()}
-    if names is None:
-        set_trainable(model, False)
-    else:
-        for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.requires_grad_(False)
-        _settle_dtypes(model)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if names is None or name in names:
+            parameter.requires_grad_(False)
+    _settle_dtypes(model)
     try:
         yield
     except BaseException:
@@ -221,11 +193,7 @@ def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[No
     finally:
         reshard(model)
         for name, parameter in model.named_parameters():
-            was_trainable, was_frozen_here = before[name]
-            parameter.requires_grad_(was_trainable)
-            vars(parameter).pop(_FROZEN_HERE, None)
-            if was_frozen_here:
-                setattr(parameter, _FROZEN_HERE, True)
+            parameter.requires_grad_(before[name])
         _settle_dtypes(model)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_cp.choices import installed_names, load_installed
 from fsdp_cp.errors import UserError
-from fsdp_cp.installed import installed_names, load_installed
 from models.families.base import Family
 from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX

@@ -8,9 +8,9 @@ import sys
 
 import torch
 
+from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
-from fsdp_cp.paths import user_path
 from models.families.registry import family_names, family_of
 from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import inspect_transformer

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fsdp_cp.reduce import local_shard
-from fsdp_cp.sharding.tensor_lists import lerp_, local_shards
+from fsdp_cp.reduce import lerp_, local_shard, local_shards
 from models.roles.role import Role
 
 

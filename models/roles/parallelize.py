@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
+from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from fsdp_cp.sharding.shard import checked_settings, shard
@@ -56,10 +56,9 @@ def parallelize(
 
     # Convert linear layers first: the wrappers of a block capture its forward with its current layers.
     fp8_layers = apply_fp8(network, blocks, settings, mesh.device_type, _fp8_excluded(network, family, full_precision))
+    # Activation checkpointing, compilation, activation offload
     for block in blocks:
-        apply_checkpointing(block, settings)
-        apply_compile(block, settings)
-        apply_activation_offload(block, settings)
+        wrap_unit(block, settings)
 
     shard(network, mesh, blocks, settings, full_precision_units=full_precision, fp8_layers=fp8_layers)
 

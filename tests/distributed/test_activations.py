@@ -68,7 +68,7 @@ def _all_gathers(call):
 
 
 def _kept_bytes(settings):
-    """Bytes that a forward leaves alive: on the device, and in copies."""
+    """Return the bytes that a forward leaves alive: on the device, and in copies."""
     model, x, _ = _model_and_data()
     for block in model.blocks:
         block.mesh = build_mesh(dp_shard=2)
@@ -89,18 +89,18 @@ def _bytes_kept():
 
 
 def test_bytes_kept(pools):
-    """full < selective < none on the device; with offload next to nothing of the units is left on it."""
+    """A device keeps full < selective < none; offloading leaves almost nothing of the units on it."""
     kept, _ = pools[2].run(_bytes_kept)
     unit = BATCH * TOKENS * DIM * 8
     none, full, selective = (kept[choice, False][0] for choice in CHECKPOINTING)
     assert full < selective < none, kept
-    # A block keeps its input; and the attention's output, with a log-sum-exp of a 24th of it.
+    # Selective keeps attention's output in addition to the input, and the log-sum-exp, a 24th of the output.
     assert BLOCKS * unit <= full <= (BLOCKS + 1.2) * unit, full / unit
     assert selective - full == pytest.approx(BLOCKS * unit * (1 + 1 / (DIM // HEADS)), rel=0.05)
     assert none >= BLOCKS * 10 * unit
     for choice in CHECKPOINTING:
         device, host = kept[choice, True]
-        assert device <= 1.6 * unit, (choice, device / unit)  # the last output, and what is too small to be moved
+        assert device <= 1.6 * unit, (choice, device / unit)  # the last output, and tensors too small to be moved
         assert host == pytest.approx(kept[choice, False][0] - device, rel=0.1), (choice, host)
 
 
@@ -117,7 +117,7 @@ def _sharded_model(mesh, settings):
 
 
 def _train(sizes, settings, backend="aot_eager"):
-    """Two steps of two micro-batches, an evaluation between them."""
+    """Train two steps of two micro-batches, with an evaluation between them."""
     with Counted(backend) as counted:
         mesh = build_mesh(**sizes, heads=HEADS)
         model, x, target = _sharded_model(mesh, settings)
@@ -182,7 +182,7 @@ def _check(ranks, truth, settings, cp):
     ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)]
 )
 def test_gradients_calls_and_gathers(pools, truth, world, sizes):
-    """The attention runs once in all where its output is kept, once more under full checkpointing."""
+    """Attention runs once in all if its output is kept, and once more under full checkpointing."""
     gathers = set()
     for kept, offload in (("none", False), ("full", True), ("selective", True)):
         settings = {"activation_checkpointing": kept, "activation_offload": offload}

@@ -105,7 +105,7 @@ def test_any_shape(pools, cases):
 
 
 def test_the_comparison_sees_a_missing_hop(pools):
-    """A gradient without one rank's part does not pass, nor does a NaN."""
+    """The comparison rejects a gradient without one rank's part, and a NaN."""
     case = Case(ring=3, tokens=(12,))
     ours, truth = pools[3].run(on_ranks, case)[0], oracle(case)
     for index in range(len(ours)):
@@ -122,7 +122,7 @@ def _sums(dtype):
     k, v = torch.zeros(2, 1, 16, 1, 8, dtype=dtype)
     k[0, [0, 6, 12], 0, 0] = torch.tensor([1024, 3, -1024], dtype=dtype)
     v[0, ::2, 0, 0], v[0, 1::2, 0, 0] = 1, -1
-    q = torch.zeros(1, 16, 1, 8, dtype=dtype, requires_grad=True)  # so every probability is 1/16
+    q = torch.zeros(1, 16, 1, 8, dtype=dtype, requires_grad=True)  # every probability is 1/16
     out = context_parallel_attention(*(split_tokens(x, mesh) for x in (q, k, v)), mesh=mesh, total_tokens=16, scale=16)
     out[..., 0].sum().backward()
     torch.distributed.all_reduce(q.grad)

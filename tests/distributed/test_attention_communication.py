@@ -3,7 +3,7 @@
 The profiler counts them, since it sees inside the operators and in backward. With n = batch * padded tokens * heads *
 head_dim / cp elements, m the same for the K/V heads, P the Ulysses degree and R the ring degree:
 
-    Ulysses  forward 2 (n + m) (P-1)/P in 2 all-to-alls (4n (P-1)/P for m = n), backward as much, JVP twice as much in 2
+    Ulysses  forward 2 (n + m) (P-1)/P in 2 all-to-alls (4n (P-1)/P for m = n), backward the same, JVP twice that in 2
     ring     forward 2m (R-1) in R-1 sends; backward 2m (R-1) for K/V and 2m (R-1) in fp32 for dK/dV; JVP 4m (R-1)
 """
 
@@ -25,7 +25,7 @@ FACTORS = [(1, 2), (3, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow
 PASSES = ("forward", "backward", "jvp")
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2}
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16"}
-# Those that wait for the device where there is one: sizes that depend on data, numbers taken out of tensors.
+# Events that wait for a GPU: sizes that depend on data, and numbers read from tensors.
 SYNCS = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2")
 
 
@@ -33,10 +33,11 @@ SYNCS = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select"
 
 
 def _traffic(call):
-    """What ``call()`` sends: ``{(what, dtype): (calls, bytes)}``. A rank's own share of an all-to-all is not sent.
+    """Return what ``call()`` sends, as ``{(what, dtype): (calls, bytes)}``.
 
-    ``c10d::send`` is the call and ``gloo:send`` its work, which alone knows the tensor. Events that wait for the device
-    are listed likewise. ``kineto_results`` is private (torch 2.11 to 2.13).
+    A rank's own share of an all-to-all is not sent. ``c10d::send`` is the call and ``gloo:send`` its work, which alone
+    knows the tensor. Events that wait for the device are listed likewise. ``kineto_results`` is private (torch 2.11 to
+    2.13).
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         call()
@@ -107,11 +108,14 @@ def _count(cases):
 # --- the formula ---
 
 
-def _expected(case, kind, keys=None, grads=None, behind=None):
-    """The same as :func:`_traffic`. ``keys`` and ``grads`` are the hops that this rank's ring place sends K/V and dK/dV
-    on, ``behind`` those of the place behind it; R-1 by default."""
+def _expected(case, kind, keys=None, grads=None, previous=None):
+    """Return the traffic of :func:`_traffic` by the formula.
+
+    ``keys`` and ``grads`` are the numbers of hops on which this rank's ring place sends K/V and dK/dV; ``previous`` has
+    those of the previous ring place. The default is R-1.
+    """
     r, p = case.ring, case.ulysses
-    groups = case.head_groups if p > 1 else 1  # without an exchange there is nothing to hide behind another group
+    groups = case.head_groups if p > 1 else 1  # without an exchange there is no communication to overlap
     local = sum(-(-total // case.world) for total in (*case.tokens, case.text))
     n, m = (case.batch * local * heads * case.head_dim for heads in (case.heads, case.kv_heads))
     keys, grads = (r - 1 if x is None else x for x in (keys, grads))
@@ -121,7 +125,7 @@ def _expected(case, kind, keys=None, grads=None, behind=None):
     if p > 1:
         calls["all_to_all", dtype] = 2 * groups
         sent["all_to_all", dtype] = tensors * 2 * (n + m) * (p - 1) // p * SIZES[dtype]
-    for what, (k, g) in (("send", (keys, grads)), ("recv", behind or (keys, grads))):
+    for what, (k, g) in (("send", (keys, grads)), ("recv", previous or (keys, grads))):
         hops = groups * k, groups * g if kind == "backward" else 0
         for name, count in zip((dtype, sums), hops, strict=True):
             if count:
@@ -131,14 +135,14 @@ def _expected(case, kind, keys=None, grads=None, behind=None):
 
 
 def _differences(case, ranks, **hops):
-    """(rank, pass, got, expected) wherever they differ; ``hops`` are per ring rank."""
+    """Return (rank, pass, got, expected) for each difference. ``hops`` are per ring rank."""
     wrong = []
     for rank, found in enumerate(ranks):
         place = rank // case.ulysses
         own = {name: counts[place] for name, counts in hops.items()}
-        behind = (hops["keys"][place - 1], hops["grads"][place - 1]) if hops else None
+        previous = (hops["keys"][place - 1], hops["grads"][place - 1]) if hops else None
         for kind in PASSES:
-            expected = _expected(case, kind, **own, behind=behind)
+            expected = _expected(case, kind, **own, previous=previous)
             if found[kind] != expected:
                 wrong.append((rank, kind, found[kind], expected))
     return wrong
@@ -165,7 +169,7 @@ def test_bytes_and_calls(pools, ring_size, ulysses):
 # Sends of each ring rank: K/V (forward, backward and JVP) and dK/dV (backward). A hop is made if K/V reach someone who
 # looks at them on it or later; for dK/dV, if someone has added to them. Worked out on paper.
 SPARSE = [
-    # One block a rank: chunk c goes on to the last rank, rank 3's to nobody; its gradients come home from rank c+1 on.
+    # One block a rank: chunk c travels up to the last rank, rank 3's nowhere. Its gradients return from rank c+1 on.
     (Case(ring=4, tokens=(12,), block=3), (1, 2, 3, 0), (2, 2, 2, 3)),
     # Blocks 0-5 and 6-11, ranks of 4 tokens: all see all, but rank 0 does not see rank 2's.
     (Case(ring=3, tokens=(12,), block=6), (2, 2, 2), (1, 2, 2)),
@@ -188,7 +192,7 @@ def test_hops_that_nobody_needs_are_not_made(pools):
 
 
 def _count_quiet(case):
-    """One rank alone, and attention to text that every rank holds."""
+    """Check that one rank, and attention to text that every rank holds, send nothing."""
     (q, k, v), attend = _local(case, _mesh(case))
     mask = torch.tensor([[True, False] * 3]).expand(case.batch, -1)
     text = [x[:, :6] for x in (k, v)]
@@ -205,7 +209,7 @@ def test_one_rank_and_cross_attention_send_nothing(pools):
 
 
 def test_joint_text_adds_one_gather(pools):
-    """The text's output is gathered, its gradient reduce-scattered; the text's share of tokens counts in n."""
+    """The text's output is gathered and its gradient reduce-scattered. The text's share of tokens counts in n."""
     case = Case(ring=2, ulysses=2, tokens=(17,), text=5, dtype=torch.float32)
     ranks = [rank[0] for rank in pools[4].run(_count, [case])]
     for found in ranks:
@@ -218,7 +222,7 @@ def test_joint_text_adds_one_gather(pools):
 
 
 def _full_turn(tensors, place, visited=ring._visited):
-    """A ring that brings the chunks home at the end: one hop more."""
+    """Run a ring that returns the chunks to their ranks at the end, which takes one more hop."""
     yield from visited(tensors, place)
     last = torch.stack(tensors)
     for work in place.start_hop(last, torch.empty_like(last), 1):

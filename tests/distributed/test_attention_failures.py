@@ -54,7 +54,7 @@ PLACES = [
 
 
 def _results(kind, case, mesh, breaking=None):
-    """What the rank gets from its forward, its backward or its derivative, the one of ``kind`` under ``breaking``."""
+    """Return the rank's forward, backward or derivative. The one of ``kind`` runs under ``breaking``."""
     breaking = breaking or nullcontext()
     inputs = make_inputs(case)
     if kind == "dual":
@@ -82,7 +82,7 @@ def _same(ours, theirs):
 
 
 def _fail(case):
-    """Every place fails, at its first, middle and last call, on all ranks; return what failed."""
+    """Break every place on all ranks, at its first, middle and last call. Return the failures."""
     mesh, failed = context_mesh(case.world, case.ulysses, case.kv_heads), []
     for kind, owner, name in PLACES:
         with _calls(owner, name) as counted:
@@ -113,7 +113,7 @@ def test_ranks_whose_attention_fails_can_attend_again(pools, case):
 
 
 def _fail_alone():
-    """Rank 0 fails while the only hop of a ring of 2 is in flight; rank 1 has its result; both attend again."""
+    """Break rank 0 while the only hop of a ring of 2 is in flight. Rank 1 has its result; both then attend again."""
     case = Case(ring=2, tokens=(9,))
     mesh = context_mesh(case.world, case.ulysses, case.kv_heads)
     truth = _results("forward", case, mesh)

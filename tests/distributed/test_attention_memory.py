@@ -38,15 +38,16 @@ def _kept(ulysses, tokens):
     q, k, v = (torch.randn(1, tokens, HEADS, DIM, requires_grad=True) for _ in range(3))
     with LiveStorages() as live:
         out = context_parallel_attention(q, k, v, mesh=mesh, total_tokens=2 * tokens)
-    time.sleep(0.5)  # gloo's threads let go of a message a little later than they report it
+    time.sleep(0.5)  # gloo's threads free a message a little after they report it done
     return live.bytes / (out.numel() * 4)
 
 
 @pytest.mark.parametrize(("ulysses", "bound"), [(1, 1), (2, 5)])
 def test_backward_keeps_no_second_copy(pools, ulysses, bound):
-    """A ring keeps the output alone. After an all-to-all, q, k, v and the output before the way back are kept too.
+    """A ring keeps only the output.
 
-    The log-sum-exp adds 1 / head_dim of the output.
+    After an all-to-all, attention also keeps q, k, v and the output before the second all-to-all. The log-sum-exp adds
+    1 / head_dim of the output.
     """
     for kept in pools[2].run(_kept, ulysses, 512):
         assert kept <= bound + 1.01 / DIM, kept

@@ -47,7 +47,7 @@ def test_tangents_are_refused_rather_than_dropped(pools):
 
 
 def _some_move(which):
-    """Tangents on one of q, k and v alone, by the interfaces ``forward_ad`` and ``torch.func``."""
+    """Compare tangents on only one of q, k and v, by the interfaces ``forward_ad`` and ``torch.func``."""
     case = Case(ring=2, ulysses=2, tokens=(9,), kv_heads=2)
     mesh = build_mesh(cp=4, ulysses=2, heads=2)
     inputs = make_inputs(case)
@@ -144,7 +144,7 @@ def test_any_device_mesh_of_ring_and_ulysses(pools):
 
 
 def _strided(ulysses):
-    """q, k, v whose last dimension is not contiguous, as some projections leave them."""
+    """Return q, k, v whose last dimension is not contiguous, as some projections produce them."""
     mesh = build_mesh(cp=2, ulysses=ulysses, heads=2)
     case = Case(ring=2 // ulysses, ulysses=ulysses, tokens=(8,), heads=2, kv_heads=2)
     inputs, truth = make_inputs(case), oracle(case)
@@ -183,7 +183,7 @@ def test_anomaly_mode_sees_no_gradient_that_is_still_on_its_way(pools):
 
 
 def _early_stop():
-    """Checkpointing ends a recomputation as soon as it has what backward needs, here inside the last exchange."""
+    """Stop a recomputation inside its last exchange, as checkpointing does once it has what backward needs."""
     mesh = build_mesh(cp=2, heads=4)
     x = torch.randn(1, 64, 4, 16, requires_grad=True)
 

@@ -17,7 +17,7 @@ NAMES = {"ring_attention", "ring_attention_backward"}
 
 
 class _Seen(TorchDispatchMode):
-    """Notes which of ``NAMES`` come by."""
+    """Mode that records which of ``NAMES`` are called."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def _leaves():
 
 
 def _by_operator(work):
-    """Was the operator called in ``work()``?"""
+    """Return whether ``work()`` calls the operator."""
     with mock.patch.object(operators, "ring_attention", wraps=operators.ring_attention) as called:
         work()
     return called.called
@@ -87,7 +87,7 @@ def test_who_looks_is_noticed():
 
 
 def test_who_comes_between_forward_and_recomputation_changes_nothing():
-    """A profiler that begins in between meets the operator in backward, where the forward had none."""
+    """A profiler that starts in between sees the operator in backward, where the forward used none."""
     found = []
     for between in (False, True):
         leaves = _leaves()
@@ -111,6 +111,6 @@ def test_a_second_derivative_is_refused():
 def test_without_gradients_nothing_is_kept():
     q, k, v = (x.detach() for x in _leaves())
     assert cross_attention(q, k, v).grad_fn is None
-    v.requires_grad_()  # of one argument alone
+    v.requires_grad_()  # only one argument needs a gradient
     cross_attention(q, k, v).square().sum().backward()
     assert v.grad is not None and q.grad is None

@@ -1,4 +1,4 @@
-"""The check of plans: it names a difference, and passes a right plan."""
+"""The check of plans: it names a difference, and accepts a correct plan."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_difference_is_named(kind, plan, name):
 
 
 def test_a_difference_at_three_ranks_alone():
-    """Six tokens have pads on no two ranks, and eight on three: a length that is right by chance is no proof."""
+    """A plan can be right on one mesh by chance: the check must also compare three ranks."""
     with pytest.raises(ParallelMismatch, match="^cp=3: "):
         check_parallel(_wrong_on_three, PLAN, _inputs(), cp=(2, 3))
 

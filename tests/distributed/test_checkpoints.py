@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_cp.checkpoint import save_load as checkpoint
-from fsdp_cp.checkpoint.save_load import Checkpoints, find_resume, load, published_steps, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.runtime.timeouts import set_timeout, timeout_of
 
 SHAPE = (1027, 513)  # rows that neither 3 nor 4 ranks divide
@@ -50,7 +51,7 @@ def _slowly(self, path, mode):
 def _beside_the_training(folder):
     FileSystem.create_stream = _slowly
     checkpoints = Checkpoints(folder, keep=3, asynchronous=True)
-    set_timeout(timedelta(seconds=50))  # as a training does after its first steps
+    set_timeout(timedelta(seconds=50))  # training does so after its first steps
     kept = timeout_of(checkpoints._group)
     sums, during, state = [], 0, tensors(0)
     for step in (1, 2, 3):
@@ -59,20 +60,20 @@ def _beside_the_training(folder):
             state["student"][name].to_local().copy_(x.to_local())
         checkpoints.save(step, state, {"step": step})
         for x in state["student"].values():
-            x.to_local().zero_()  # the copy is of before
+            x.to_local().zero_()  # the copy has the old values
         for i in range(50):
             x = torch.full((257,), float(i * (dist.get_rank() + 1)))
             dist.all_reduce(x)
             sums.append(bool((x == i * 10).all()))
             if i == 25:
-                during += checkpoints.is_writing()
+                during += not checkpoints._writing[1].done()
                 HALFWAY.set()
         checkpoints.wait()
     return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
 
 
 def _without_room(folder):
-    """Save with a rank that has no memory for a copy; return the steps, the warnings, and the files at the renaming."""
+    """Save with a rank that lacks memory for a copy. Return the steps, the warnings, and the files at the renaming."""
     one_is_full = 0 if dist.get_rank() == 2 else 2**40
     checkpoint.available_host_memory = lambda: one_is_full
     records, renamed = [], []

@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 
 
 def _one_cycle(setup, folder):
-    """A step of the student and one of the fake score, with what is logged of them; calls by kind and group."""
+    """Run one step each of student and fake score, with logging. Return the calls by kind and group."""
     trainer = sharded_run.make_trainer(setup, folder, make_config(setup, folder))
     trainer._update = partial(Trainer._update, trainer)  # without the full gradients that the oracle is compared with
     data = trainer._steps_of_data()
@@ -35,7 +35,7 @@ def _one_cycle(setup, folder):
 
 @pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(sizes, marks=SLOW) for sizes in ((1, 1), (2, 1)))], ids=str)
 def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes):
-    """NCCL would make a communicator for each, with some hundred MiB of buffers."""
+    """NCCL would create a communicator for each such group, with some hundred MiB of buffers."""
     setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2)
     for alone, calls in pools[setup.world_size].run(_one_cycle, setup, checkpoints):
         assert alone == {}
@@ -64,18 +64,18 @@ def _connected(sizes):
         ({"cp": 4}, 2),  # and ulysses
         ({"cp": 4, "ring": 2}, 3),
         ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
-        ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and what shards inside of them
+        ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and the shards within a replica
     ],
     ids=str,
 )
 def test_every_group_has_one_collective(pools, sizes, count):
-    """None on gloo by itself; what is done on CUDA is done here over gloo: a sum in each group, in one order."""
+    """Gloo needs no first collectives. The test runs CUDA's over gloo: one sum in each group, in one order."""
     for built, calls, groups, complete, alone in pools[4].run(_connected, sizes):
         assert built == 0 and complete and alone == {}
         assert calls == {"all_reduce": groups} and count == groups, groups
 
 
-# ---------------------------------------------------------------- groups of their own
+# ---------------------------------------------------------------- separate groups
 
 
 def _shared_with_fsdp(sizes):

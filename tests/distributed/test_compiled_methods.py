@@ -59,10 +59,10 @@ def _run(pools, folder, backend="eager", **given):
 
 @slow
 def test_rcm(pools, checkpoints):
-    """Student, fake score and the frozen teacher are compiled; the derivative of the student runs uncompiled blocks.
+    """Student, fake score and the frozen teacher are compiled. The student's derivative runs uncompiled blocks.
 
     The first steps make all graphs: one to train, one without gradients, one for guidance (twice the samples). Forwards
-    with tangents make none and invalidate none; an evaluation of three samples makes its own.
+    with tangents make and invalidate none. An evaluation of three samples makes its own.
     """
     for made in _run(
         pools, checkpoints, "aot_eager", steps=STEPS, batch_size=2, micro_batch_size=1, method=METHODS["rcm"]
@@ -83,12 +83,12 @@ def test_other_methods(pools, checkpoints, name):
 @pytest.mark.parametrize("lora", [{}, LORA], ids=str)
 @pytest.mark.parametrize("changes", [FULL, SELECTIVE, {}], ids=str)
 def test_with_recomputation_and_adapters(pools, checkpoints, lora, changes):
-    """A network with adapters has a graph for each role; the derivative is of the role that asks."""
+    """A network with adapters has a graph for each role. A derivative uses the adapters of the calling role."""
     _run(pools, checkpoints, method=METHODS["rcm"], lora=lora, changes=changes)
 
 
 @long
 def test_by_inductor(pools, checkpoints):
-    """The default compiler, whose graphs lose tangents without a word."""
+    """The default compiler makes graphs that lose tangents silently."""
     for made in _run(pools, checkpoints, "inductor", steps=EVALUATED, method=METHODS["rcm"], changes=FULL):
         assert made[WARM - 1 :] == [made[-1]] * (EVALUATED - WARM + 1), made

@@ -20,7 +20,10 @@ slow = pytest.mark.slow
 
 
 class _Uneven(nn.Module):
-    """Rows that four ranks cannot share evenly; with 3 and 2 rows some ranks have none. ``idle`` gets no gradient."""
+    """Network whose rows four ranks cannot share evenly.
+
+    With 3 and 2 rows some ranks have no rows. ``idle`` gets no gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -95,7 +98,7 @@ def _fails_inside():
                 model.first.reshard = None
             raise ZeroDivisionError
         assert broken or not gathered_units(model), "the network is resharded all the same"
-    with pytest.raises(TypeError), phase("c", [model]):  # and is reported where nothing else failed
+    with pytest.raises(TypeError), phase("c", [model]):  # the broken reshard is reported if nothing else failed
         pass
     return True
 

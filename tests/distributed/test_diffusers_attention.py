@@ -94,7 +94,7 @@ def _parallel(name, tokens, text, cp, checkpointing, sequences):
     ],
 )
 def test_outputs_and_gradients(pools, name, cp, tokens, text, checkpointing):
-    """diffusers' own plan, unchanged; with 12 of text its share is the video's, 4 tokens of each."""
+    """diffusers' own plan works unchanged. With 12 text tokens, a rank's share equals the video's: 4 tokens of each."""
     sequences = SEQUENCES.get(name, ("hidden_states",) if text == 12 else None)
     out, grads = _step(*_network_and_inputs(name, tokens, text))
     whole = torch.stack([g.norm() for g in grads.values()]).norm()
@@ -160,7 +160,7 @@ def test_what_would_attend_to_own_tokens_alone_is_refused(pools):
 
 
 class Dispatching:
-    """A processor of this file, which imports diffusers' function as its model files do."""
+    """Processor of this file, which imports diffusers' function as its model files do."""
 
     def __init__(self, **settings):
         self.settings = settings
@@ -231,7 +231,7 @@ def test_the_function_is_the_one_of_diffusers_0_42():
 
 
 def test_a_network_elsewhere_is_left_alone():
-    """The namespace is shared by all networks of a class; only the given ones are on the mesh."""
+    """All networks of a class share the namespace; only the given networks are on the mesh."""
     ours, inputs = _network_and_inputs("ltx", 11, 7)
     other, _ = _network_and_inputs("ltx", 11, 7)
     before, _ = _step(other, inputs)

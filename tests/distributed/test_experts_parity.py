@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from fsdp_cp.checkpoint.save_load import step_folder
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
@@ -108,9 +108,10 @@ def test_parts_of_a_batch_that_draw_for_themselves(pools, folder, method, change
 
 @slow
 def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
-    """The student's step passes the fake score of one expert and trains the other: nothing may stay in the first.
+    """The student's step passes one expert of the fake score and trains the other. The first must keep no gradient.
 
-    ``reduce_unused`` gives what a step does not use a gradient of 0, which Adam counts: the plain networks have none.
+    ``reduce_unused`` gives parameters that a step does not use a gradient of 0, which Adam counts. The plain networks
+    have none.
     """
     boundaries = dict.fromkeys(BOUNDARIES, 0.7)
     write_checkpoints(tmp_path, SMALL, boundaries)
@@ -148,7 +149,7 @@ def test_a_finite_difference_may_step_over_a_boundary(pools):
 
 
 def _gathered(network):
-    """Return the bytes of a network's parameters that are whole on this rank."""
+    """Return the bytes of a network's parameters that are gathered on this rank."""
     return sum(
         p._unsharded_param.untyped_storage().size()
         for module in fsdp_modules(network.module)
@@ -159,9 +160,9 @@ def _gathered(network):
 
 
 def _held(folder):
-    """Return what the student's experts hold after a step, and which networks hold whole parameters within steps.
+    """Return what the student's experts hold after a step, and which networks are gathered within steps.
 
-    The latter is noted where a block of any network runs forward or gets its gradient.
+    The latter is recorded when a block of any network runs forward or gets its gradient.
     """
     setup = _setup("dmd2", 2, dp_shard=2, micro_batch_size=2)
     trainer = make_trainer(setup, folder, make_config(setup, folder))
@@ -181,7 +182,7 @@ def _held(folder):
 
             block.register_forward_hook(forward, prepend=True)  # before FSDP frees them
     data = trainer._steps_of_data()
-    for _ in range(setup.steps):  # of the fake score, and of the student
+    for _ in range(setup.steps):  # steps of the fake score, and of the student
         trainer._train_step(data)
     trained = [i for i in (0, 1) if trainer.updates[f"student.{('high', 'low')[i]}"]]
     held = [
@@ -193,7 +194,7 @@ def _held(folder):
 
 @slow
 def test_an_expert_that_does_not_run_takes_its_shard_alone(pools, folder):
-    """Between steps, and within two steps that run experts of all three roles."""
+    """The test looks between steps, and within two steps that run experts of all three roles."""
     for trained, held, seen in pools[2].run(_held, folder):
         assert len(trained) == 1 and held == [(0, False), (0, False)]
         assert {direction for direction, *_ in seen} == {"forward", "backward"}
@@ -204,7 +205,7 @@ def test_an_expert_that_does_not_run_takes_its_shard_alone(pools, folder):
 
 @slow
 def test_resume(pools, folder, tmp_path):
-    """The counts of each expert, its Adam and its average are those of the run that was never stopped."""
+    """Each expert's counts, Adam state and average equal those of an uninterrupted run."""
     first = _setup("rcm", 8, cp=2, micro_batch_size=2)
     truth, updates = pools[2].run(_part, first, folder, tmp_path / "straight", 0, 8)[0]
     for name, setup in (("same", first), ("other", replace(first, cp=1, dp_shard=2))):

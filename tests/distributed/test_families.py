@@ -1,4 +1,4 @@
-"""Every family, and every way to condition it, equals plain diffusers networks in one process; also uneven tokens."""
+"""Every family, with every condition, equals plain diffusers networks in one process; also uneven tokens."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ SETUPS = {
     "hunyuan, text": _HUNYUAN | {"condition_shapes": tiny_hunyuan.CONDITION_SHAPES},
     "hunyuan": _HUNYUAN | {"condition_shapes": tiny_hunyuan.CONDITION_SHAPES | tiny_hunyuan.IMAGE_SHAPES},
 }
-"""Networks and conditions; all but those of text alone have an image or a first frame."""
+"""Networks and conditions. All except those of text alone have an image or a first frame."""
 SPLIT = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 TWO = {"cp": 2, "micro_batch_size": 4}
 
@@ -97,7 +97,7 @@ def test_each_role(pools, folders, family, method, sizes):
 
 @slow
 def test_adapters_of_hunyuan(pools, folders):
-    """On every linear layer of the blocks, except those after the last block's text attention."""
+    """All linear layers of the blocks get adapters, except those after the last block's text attention."""
     lora = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}
     trace = _check(pools, folders, "hunyuan, text", "dmd2", TWO | {"lora": lora})
     assert trace.gradients[0] and not any(".2.ff_context." in name for name in trace.gradients[0])
@@ -113,7 +113,7 @@ def test_adapters_of_hunyuan(pools, folders):
     ],
 )
 def test_the_comparison_sees_the_condition(folders, monkeypatch, family, names):
-    """Another image, a text without its mask, coordinates of another frame rate do not pass."""
+    """The comparison rejects another image, text without its mask, and coordinates of another frame rate."""
     setup = Setup(**SETUPS[family], steps=1, method=METHODS["flow_matching"])
     truth = oracle_trace(setup, folders[family])
     for name in names:
@@ -144,7 +144,7 @@ def _way_to_the_frame(folder):
 
 @slow
 def test_the_frame_is_met_in_fp32_where_the_network_computes_in_bf16(pools, folders):
-    """Rounded to bf16, the state at t = 1e-3 would lead 4 units past it."""
+    """If the state at t = 1e-3 were rounded to bf16, ``x - t v`` would miss the frame by 4 units."""
     for error, dtype in pools[2].run(_way_to_the_frame, folders["wan-ti2v"]):
         assert dtype == torch.float32 and error < 1e-6
 
@@ -174,6 +174,6 @@ def _velocities(folder):
 
 @slow
 def test_bf16_of_ltx_with_a_second_time(pools, folders):
-    """An addition in fp32 to the embedding of the time, which the later layers take in bf16."""
+    """The second time's fp32 embedding is added to the time embedding, which later layers take in bf16."""
     (exact, trained), (rounded, too) = pools[2].run(_velocities, folders["ltx"])[0]
     assert trained == too and 0 < (exact - rounded).norm() / exact.norm() < 0.02

@@ -1,6 +1,6 @@
-"""Roles whose blocks compute in emulated fp8: near bf16 on every mesh, and different in nothing else.
+"""Roles whose blocks compute in emulated fp8: near bf16 on every mesh, and otherwise unchanged.
 
-Of the three blocks of the networks in miniature the middle one has fp8 layers, ten of them.
+The miniature networks have three blocks; the middle one has ten fp8 layers.
 """
 
 import pytest
@@ -26,8 +26,11 @@ pytestmark = pytest.mark.slow
 FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
 LORA = {"student": LoraSettings(rank=16, alpha=8.0), "fake": LoraSettings(rank=4)}
 LARGEST_LOSS, LARGEST_GRADIENT, LEAST_COSINE = 0.03, 0.15, 0.99
-"""Bounds of the difference of an fp8 run's first steps and a bf16 one's: of losses, of whole gradients by norm, and the
-least cosine of these. benchmarks/results/fp8.md has what they are."""
+"""Bounds of the differences between the first steps of an fp8 run and a bf16 run.
+
+Largest difference of losses, largest difference of whole gradients by norm, and least cosine of these gradients.
+benchmarks/results/fp8.md has the measured values.
+"""
 
 
 def _run(pools, checkpoints, changes, **sizes):
@@ -60,7 +63,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
 
 
 def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
-    """fp32, so that only the products round: as under ``optim_grads_params``, up to an element's neighbor in fp8."""
+    """In fp32 only the products round, so results equal those of ``optim_grads_params`` up to one step of fp8."""
     sizes = {"dp_shard": 2, "precision": "fp32"}
     for changes, cases in (
         (
@@ -80,7 +83,7 @@ def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
 
 
 def test_adapters_on_an_fp8_base(pools, checkpoints):
-    """One base for the three roles; its layers compute in fp8, the adapters' do not."""
+    """The three roles share one base. Its layers compute in fp8; the adapters do not."""
     sizes = {"cp": 2, "lora": LORA, "activation_checkpointing": True}
     trace = _run(pools, checkpoints, GATHER, **sizes)
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in trace.gradients[0])
@@ -92,7 +95,7 @@ def test_adapters_on_an_fp8_base(pools, checkpoints):
 def _fp8_layers_with_adapters(folder):
     setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": GATHER})
     network = make_trainer(setup, folder, make_config(setup, folder)).roles["student"].network
-    fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Fp8Linear"]
+    fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"]
     return sum("lora_" in name for name in fp8), len(fp8)
 
 
@@ -126,7 +129,7 @@ def _jvp(folder, settings):
 
 
 def test_derivatives_in_forward_mode_are_those_of_bf16(pools, checkpoints):
-    """Bit for bit, between two forwards that compute in fp8; weights that were gathered in fp8 are refused."""
+    """Derivatives are equal bit by bit, between two forwards in fp8. Weights that were gathered in fp8 are refused."""
     for ours, theirs in zip(pools[2].run(_jvp, checkpoints, FP8), pools[2].run(_jvp, checkpoints, {}), strict=True):
         assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
         assert torch.equal(ours[0], ours[3]) and not torch.equal(ours[0], theirs[0])
@@ -162,7 +165,7 @@ def _looked_at(folder, settings, trainable):
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
-    """Same names, dtypes and classes, same values: checkpoints, averages and optimizers see no fp8."""
+    """Names, dtypes, classes and values stay: checkpoints, averages and optimizers see no fp8."""
     plain = pools[2].run(_looked_at, checkpoints, {}, trainable)
     for settings in (FP8, GATHER):
         for (names, weights), (expected, values) in zip(
@@ -175,7 +178,7 @@ def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
 def _gathered_bytes(folder, settings):
     """Return all-gathered and all-reduced bytes of one forward, and elements of fp8 layers' weights."""
     role, inputs = _role(folder, **settings)
-    layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Fp8Linear"]
+    layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
     elements = sum(layer.weight.numel() for layer in layers)
     with torch.no_grad():
         role.velocity(*inputs)  # a first forward settles what is gathered ahead

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.sharding_memory import ShardingMemory
 from distill.methods.dmd2 import Dmd2Settings
-from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.additions.gan_head import gan_head_of
 from models.roles.condition import text_condition
@@ -33,7 +33,10 @@ slow = pytest.mark.slow
 
 
 def gan(**changes) -> Setup:
-    """In fp64 but for diffusers' norms: in fp32 the heads' last biases nearly cancel, and are off by up to 2.2e-5."""
+    """Return a setup in fp64, except for diffusers' norms.
+
+    In fp32 the gradients of the heads' last biases nearly cancel, and differ by up to 2.2e-5.
+    """
     return Setup(**{"method": METHOD, "steps": 4, "precision": "fp64", "latent_shape": UNEVEN} | changes)
 
 
@@ -65,18 +68,18 @@ def test_one_process_is_the_oracle(pools, checkpoints, oracle, changes):
 
 
 def test_the_gan_is_felt(checkpoints, oracle):
-    """Each term changes the gradients that it should: a comparison without it would fail."""
+    """Each term changes the gradients that it should, so a comparison without the term would fail."""
     plain = replace(METHOD, gan_weight_student=1e-9)
     no_r1 = replace(METHOD, gan_r1_weight=0.0)
     for method, step in ((plain, 0), (no_r1, 1)):
         other = oracle_trace(gan(method=method, steps=step + 1), checkpoints)
         ours, theirs = oracle.gradients[step], other.gradients[step]
         moved = {name: ((g - theirs[name]).norm() / g.norm()).item() for name, g in ours.items()}
-        # The heads read features before what follows the last block; their last biases cancel in R1's difference.
-        behind = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
-        behind = behind if step else set()
+        # The heads do not read layers after the last block; their last biases cancel in R1's difference.
+        unread = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
+        unread = unread if step else set()
         for name, share in moved.items():
-            assert share > 1e-4 or any(name.startswith(prefix) for prefix in behind), (step, name, share)
+            assert share > 1e-4 or any(name.startswith(prefix) for prefix in unread), (step, name, share)
 
 
 @slow
@@ -147,7 +150,7 @@ def _in_bf16(folder, setup):
 
 @slow
 def test_the_head_computes_in_fp32_under_bf16(pools, checkpoints, oracle):
-    """Its R1 penalty is a difference of nearly equal logits."""
+    """The head's R1 penalty is a difference of nearly equal logits."""
     for seen, masters, saved, losses, gradients in pools[2].run(
         _in_bf16, checkpoints, gan(cp=2, micro_batch_size=4, precision="bf16", steps=2)
     ):

@@ -1,4 +1,4 @@
-"""Uses that a sharded network refuses in one line, and uses near them that stay exact."""
+"""Uses that a sharded network refuses in one line, and similar uses that stay exact."""
 
 import copy
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Judgement:
 
 
 class Judge(nn.Module):
-    """A discriminator of plain layers, which autograd can differentiate twice."""
+    """Discriminator of plain layers, which autograd can differentiate twice."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,10 @@ def _own(x):
 
 
 def _penalties(settings, replicas):
-    """Refused where weights are freed, exact in a micro-batch that is not the last; the next step is a fresh one."""
+    """Check that penalties are refused where weights are freed, and exact in a micro-batch that is not the last.
+
+    The next step must equal that of a new network.
+    """
     keeps = settings.get("strategy") in ("optim", "optim_grads") or settings.get("keep_gathered", False)
     model, x = _judge_and_data()
     if replicas > 1:
@@ -174,7 +177,7 @@ def _gradients(model, x):
 
 
 def _inference_first(settings, cp):
-    """A first forward in inference mode, training, inference again: as one that has never been in that mode."""
+    """Compare inference mode, training and inference mode with a network that was never in inference mode."""
     mesh = _mesh(cp=cp)
     model, fresh = (_transformer(mesh, **settings) for _ in range(2))
     generator = torch.Generator().manual_seed(mesh.dp_rank)

@@ -1,4 +1,4 @@
-"""The library half on a transformer of the test's own, as the README shows it: fp64, against plain torch."""
+"""The library part on a transformer of this test, as the README shows it: fp64, against plain torch."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Random arguments at the library's doors: each call works, or raises one ValueError that names an argument."""
+"""Random arguments of the library's functions: each call works, or raises one ValueError that names an argument."""
 
 import re
 
@@ -131,7 +131,7 @@ def _on_ranks():
 
 
 def _plan(mesh, data):
-    """Plans for a model, and what its shard_module is given; a plan that is taken runs, or says why not."""
+    """Apply a random plan and random arguments of shard_module. An accepted plan runs, or raises with a reason."""
     names = st.sampled_from(["", "blocks.0", "blocks", "head", "nowhere", "embed", 3, None])
     arguments = st.sampled_from(["hidden_states", "x", "input", "nothing", 0, 1, -1, None])
     dims = st.one_of(st.integers(-4, 4), junk)

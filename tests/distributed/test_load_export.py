@@ -117,7 +117,7 @@ def _elements_read(path):
 
 
 def test_a_rank_reads_no_more_than_its_shards(pools, checkpoints):
-    """Rows read by each rank add up to the file, so none of them reads it whole."""
+    """The numbers of rows that the ranks read add up to the file, so no rank reads the whole file."""
     ranks = pools[3].run(_elements_read, checkpoints / "teacher")
     with safe_open(checkpoints / "teacher" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
         total = sum(file.get_tensor(name).numel() for name in file.keys())
@@ -143,9 +143,9 @@ def _outcome(path, cut=0):
 
 
 def test_damaged_weights_are_refused_on_every_rank(pools, checkpoints, tmp_path):
-    """Numbers in one rank's shard that are not finite, and a file that was cut since the plan.
+    """All ranks refuse non-finite numbers in one rank's shard, and a file that was cut since the plan.
 
-    A rank that saw nothing of it would go on into a collective that never ends.
+    A rank that did not see the damage would continue to a collective that never ends.
     """
     network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
     for cut in (4, 10**6):

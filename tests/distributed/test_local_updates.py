@@ -8,10 +8,10 @@ from torch import nn
 from distill.config import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, materialise, microbatch, shard_module
-from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
-from fsdp_cp.reduce import full_tensor
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
+from fsdp_cp.reduce import full_tensor, local_shards
 from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.tensor_lists import local_shards
 from models.families.wan import Wan
 from models.roles.ema import Ema
 from models.roles.network import Network
@@ -22,7 +22,7 @@ SETTINGS = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1, 
 
 
 class Model(nn.Module):
-    """Rows that three ranks cannot share evenly; of 2 rows and of 1 some ranks have none."""
+    """Network whose rows three ranks cannot share evenly; of 2 rows and of 1 some ranks have none."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def _role(mesh):
-    """Build a role on the meta device, as a run does: with memory FSDP2 pads the shards, and replaces them."""
+    """Build a role on the meta device, as a run does. When it gets memory, FSDP2 pads and replaces the shards."""
     with torch.device("meta"):
         model = Model()
     for name, parameter in model.named_parameters():
@@ -61,7 +61,7 @@ def _steps(role, optimizer, first, last):
 
 
 def _replaced(how, folder):
-    """Update twice, replace the shards by equal tensors, update twice; compare with four updates in a row."""
+    """Compare two updates before and two after the shards are replaced by equal tensors with four updates in a row."""
     mesh = build_mesh()
     plain, role = _role(mesh), _role(mesh)
     straight, optimizer = (RoleOptimizer(each, OptimizerSettings(**SETTINGS)) for each in (plain, role))
@@ -133,7 +133,7 @@ def _loaded_on_another(folder, sizes):
 
 
 def test_state_goes_over_to_another_mesh(pools, tmp_path):
-    """Counts of steps too: a rank whose shard of a parameter is empty has counted with the others."""
+    """A rank whose shard of a parameter is empty counts steps too, so the counts load on another mesh."""
     saved = pools[3].run(_saved_on_one_mesh, tmp_path)[0]
     assert all(value == 2 for name, value in saved.items() if name.endswith(".step"))
     for sizes in ({"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}):

@@ -11,8 +11,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from safetensors.torch import load_file
 
 from distill.config import EmaSettings
-from distill.run.resume_checks import check_resume
-from fsdp_cp.checkpoint.save_load import reader, step_folder
+from distill.run.checkpoint_checks import check_resume
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.checkpoint.reader import reader
 from fsdp_cp.errors import UserError
 from models.export import main as export
 from models.files.atomic_folder import atomic_folder
@@ -31,7 +32,7 @@ OWN = Setup(dp_shard=2, micro_batch_size=2, lora=LORA, steps=STEPS, ema=EmaSetti
 
 
 def _run(setup, folder, run_dir, first=0):
-    """Train from step ``first``; save at STOP and at the end. Return the trace and what the networks say then."""
+    """Train from step ``first``; save at STOP and at the end. Return the trace and the networks' outputs."""
     config = make_config(setup, folder)
     config.run_dir = str(run_dir)
     config.student.checkpoint = str(folder / "teacher")
@@ -70,7 +71,7 @@ def straight(pools, checkpoints, tmp_path_factory):
     "sizes", [{}, {"dp_shard": 1, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}], ids=str
 )
 def test_resume(pools, checkpoints, straight, tmp_path, sizes):
-    """On the same mesh bit by bit."""
+    """The resumed run is equal bit by bit on the same mesh."""
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     setup, truth = replace(OWN, **sizes), straight[1]
     trace, _ = pools[setup.world_size].run(_run, setup, checkpoints, tmp_path, STOP)[0]
@@ -131,7 +132,7 @@ def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path
 
 
 def test_bases(checkpoints, straight, tmp_path, capsys):
-    """One that has moved, another one, one that would be overwritten."""
+    """An export takes a base that has moved, and refuses another base and a base that it would overwrite."""
     assert _export(straight, tmp_path / "out", "--base", str(checkpoints / "teacher"), "--dtype", "bf16") == 0
     base = tmp_path / "base"
     with atomic_folder(base, {}) as folder:  # as an earlier export, which a new one may replace
@@ -150,7 +151,7 @@ def test_bases(checkpoints, straight, tmp_path, capsys):
 
 @slow
 def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):
-    """They have no place in a file of adapters; nor has a role without any."""
+    """Files of adapters cannot hold these modules, and a role without adapters has no such file."""
     whole = {"student": LoraSettings(rank=4, alpha=2.0, train=["proj_out", "*norm*"])}
     says = pools[2].run(_run, replace(OWN, lora=whole, steps=2), checkpoints, tmp_path / "run")[0][1]
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0

@@ -54,7 +54,7 @@ def _pipeline(base, adapters):
 
 @pytest.mark.parametrize(("kind", "exact"), [("diffusers-lora", True), ("wan-lora", False)])
 def test_a_difference_of_that_rank_is_found_whole(capsys, monkeypatch, checkpoints, full, tmp_path, kind, exact):
-    """Also where layers are so large that only their leading directions are computed."""
+    """The method also works where layers are so large that only their leading directions are computed."""
     if not exact:
         monkeypatch.setattr(extraction, "_EXACT", 8)
     base = checkpoints / "teacher"
@@ -71,7 +71,7 @@ def test_a_difference_of_that_rank_is_found_whole(capsys, monkeypatch, checkpoin
 
 
 def test_layers_outside_of_the_blocks(capsys, checkpoints, full, tmp_path):
-    """diffusers reads their scale in no file with the keys of Wan."""
+    """diffusers reads no scale for these layers from files with Wan's keys."""
     words = ("--rank", 2, "--format", "wan-lora", "--targets", "proj_out", "*.attn1.to_q")
     assert extract(capsys, full, checkpoints / "teacher", tmp_path / "out", *words)[0] == 0
     network = _pipeline(checkpoints / "teacher", tmp_path / "out").transformer
@@ -183,7 +183,7 @@ def test_the_scale_is_what_peft_makes_of_it(checkpoints, tmp_path, saved_by, cha
 
 
 def test_no_input_is_written_over(capsys, checkpoints, full, tmp_path):
-    """An earlier export would be replaced, and may be what is read."""
+    """The command may replace an earlier export, but not one that it reads."""
     inputs = {}
     for name, source in (("FULL", full), ("BASE", checkpoints / "teacher")):
         with atomic_folder(tmp_path / name / "transformer", {}) as folder:
@@ -224,7 +224,7 @@ def test_adapters_that_do_not_fit(capsys, checkpoints, full, tmp_path):
 
 
 def test_names_of_wan_are_those_of_diffusers_converter():
-    """Every linear layer has one, no two the same; the converter turns those that it knows back."""
+    """Every linear layer has a different name. The converter returns those that it knows."""
     from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_wan_lora_to_diffusers as convert
 
     with torch.device("meta"):

@@ -1,6 +1,6 @@
 """Memory and traffic of adapters on one base, by the formulas of docs/models.md.
 
-The formulas take nothing but the network's shapes: ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
+The formulas use only the network's shapes: ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
 """
 
 import math
@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from benchmarks.sharding_memory import storage_bytes
 from distill.train.trainer import Trainer
-from fsdp_cp.measure.sharding_memory import storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from models.lora.settings import LoraSettings
 from tests.oracles.runs import Setup, make_config
@@ -20,13 +20,13 @@ from tests.oracles.tiny_wan import ARCHITECTURE
 WORLD, MICRO_BATCHES = 2, 2
 RANKS = {"student": 8, "fake": 4}
 BLOCKS = ARCHITECTURE["num_layers"]
-UNITS = BLOCKS + 2  # the time embedder, which computes in fp32, and all that is in none of them
+UNITS = BLOCKS + 2  # the time embedder, which computes in fp32, and the root
 FP32, BF16 = 4, 2
 AVERAGED = "fake"
 
 
 def _on_ranks(folder, strategy):
-    """Return the bytes held after two updates of either role, and what each of two more steps sent for which uses."""
+    """Return the bytes held after two updates of each role, and the traffic of two more steps by use."""
     setup = Setup(
         dp_shard=WORLD,
         precision="bf16",
@@ -67,7 +67,7 @@ def _on_ranks(folder, strategy):
 
 
 def _sizes():
-    """Return the elements of a rank's padded shard of blocks, time embedder, the rest, and either role's adapters."""
+    """Return the elements of a rank's padded shards: a block, the time embedder, the rest, and each role's adapters."""
     with torch.device("meta"):
         network = WanTransformer3DModel(**ARCHITECTURE)
     padded = lambda *shape: math.ceil(shape[0] / WORLD) * math.prod(shape[1:])  # noqa: E731
@@ -95,8 +95,8 @@ def test_bytes_and_calls(pools, checkpoints, strategy):
         for name, (forwards, with_gradient, calls, sent) in steps.items():
             assert with_gradient == MICRO_BATCHES and forwards >= 2 * MICRO_BATCHES
             stays = strategy == "optim"
-            # By FSDP2's order a block's backward gathers the unit before it ahead: of the first one the time embedder,
-            # which has nothing to do there; the next micro-batch's forward finds it gathered.
+            # In backward FSDP2 gathers the previous unit ahead. Before the first block that is the time embedder, which
+            # is not used there; the next micro-batch's forward finds it gathered.
             uses, uses_of_embedder = (1, 1) if stays else (forwards + with_gradient, forwards + 1)
             assert calls["all_gather"] == uses * (UNITS - 1) + uses_of_embedder
             base = uses * BF16 * (with_adapters + rest) + uses_of_embedder * FP32 * embedder

@@ -23,7 +23,7 @@ _WITH_PARAMETERS = ("proj_out", "condition_embedder.time_proj", *(
 
 
 def _for_peft(lora):
-    """Spell patterns out: peft takes names that end so for ``modules_to_save``."""
+    """Spell patterns out, since peft matches the ends of names in ``modules_to_save``."""
     return {
         role: replace(settings, train=[n for n in _WITH_PARAMETERS if any(fnmatchcase(n, p) for p in settings.train)])
         for role, settings in lora.items()
@@ -54,7 +54,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 ({}, {}),
                 ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
                 (SPLIT, {"activation_checkpointing": "full"}),
-                # Replicas add up by position what of a unit has gradients.
+                # Replicas add the gradients of a unit by position.
                 (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
                 (REPLICAS, {"strategy": "optim"}),
@@ -63,7 +63,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 ({"dp_shard": 2}, {"offload": "cpu", "reduce_unused": True}),
             )
         ),
-        # A graph for each role; with recomputation, which must run the adapters of its forward.
+        # Each role has a graph. Recomputation must run the adapters of its forward.
         pytest.param({"cp": 2}, {"compile": True, "activation_checkpointing": "full"}, marks=long),
     ],
     ids=str,
@@ -98,9 +98,9 @@ def test_modules_that_a_role_trains_whole(pools, checkpoints, sizes):
 @slow
 @pytest.mark.parametrize("method", ["dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching"])
 def test_methods(pools, checkpoints, method):
-    """Derivatives in forward mode; a loss through the fake score, whose heads and second time are its alone.
+    """Methods with forward-mode derivatives, and a loss through the fake score with its own heads and second time.
 
-    With recomputation: in the backward of the student's loss its blocks run again after the fake score's forward.
+    With recomputation, backward of the student's loss runs the blocks again after the fake score's forward.
     """
     settings = {"method": METHODS[method], "steps": 4, "activation_checkpointing": True}
     settings["lora"] = {name: LORA[name] for name in METHODS_BY_NAME[METHODS[method].name][0].trained_roles}

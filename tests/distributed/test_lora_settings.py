@@ -44,7 +44,7 @@ def test_patterns(network):
 
 
 def test_of_a_larger_module_its_layers_are_trained(network):
-    """A copy of the whole would hold another role's copy inside of it, and a time embedder that is not kept in fp32."""
+    """A copy of the whole module would contain another role's copy, and a time embedder outside of its fp32 unit."""
     settings = LoraSettings(rank=2, train=["condition_embedder", "blocks.0.attn1.norm_q"])
     whole = trained_modules(network, Wan(), settings, [], "")
     layers = ("time_embedder.linear_1", "time_embedder.linear_2", "time_proj", "text_embedder.linear_1")
@@ -109,7 +109,7 @@ def test_settings_that_exclude_each_other(words, named):
 
 
 def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
-    """Neither a network nor adapters; without the export at its end it may begin with them."""
+    """The export replaces neither a network nor adapters that a run starts from. Without an export they are allowed."""
     own = tmp_path / "export" / "student"
     shutil.copytree(checkpoints / "teacher", own)
     words = ["experiment=quickstart", f"run_dir={tmp_path}"]
@@ -158,7 +158,7 @@ def _first_values(path, architecture):
 
 @pytest.mark.parametrize("random", [False, True])
 def test_first_values(pools, checkpoints, random):
-    """The base's are those without adapters, from files and from a seed; A's are peft's; B is zero."""
+    """The base has the values without adapters, from files and from a seed; A has peft's values; B is zero."""
     path, architecture = (None, ARCHITECTURE) if random else (str(checkpoints / "teacher"), None)
     found = pools[2].run(_first_values, path, architecture)
     weights = found[0]

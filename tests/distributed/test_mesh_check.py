@@ -1,4 +1,4 @@
-"""The first steps on two meshes are the same steps, and the run begins as if they had not been computed."""
+"""The first steps on two meshes are the same steps, and the run starts as if they had not been computed."""
 
 import re
 

@@ -1,6 +1,6 @@
 """Every method equals plain diffusers networks in one process; DMD2 as published is in test_parity.py.
 
-ode_regression is in test_trajectories.py, the GAN in fp64 in test_gan_head.py.
+ode_regression is in test_teacher_clips.py, the GAN in fp64 in test_gan_head.py.
 """
 
 from dataclasses import replace

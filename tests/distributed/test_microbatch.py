@@ -68,7 +68,7 @@ def _accumulate(model, parts, step=0):
 
 
 def _update(model):
-    """SGD by hand, so that every difference of a gradient shows in the weights."""
+    """Update by plain SGD, so that every difference of a gradient shows in the weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.3)
@@ -135,7 +135,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=slow) for k in KINDS])
 def test_gradients_and_collectives_of_micro_batches(pools, kind):
-    """ZeRO-2 reduces in every micro-batch, so that it never holds full gradients; ZeRO-1 once a step."""
+    """ZeRO-2 reduces in every micro-batch, so it never holds full gradients. ZeRO-1 reduces once a step."""
     for error, calls in pools[4].run(_accumulation, kind):
         assert error < 1e-13 and calls == CALLS[kind]
 
@@ -176,7 +176,7 @@ def _break(*_args):
 
 
 def _broken(kind, where, begun):
-    """Break a step off, then run the next two; compare with a model that never broke off."""
+    """Stop in the middle of a step, then run the next two. Compare with a model that never stopped."""
     model, fresh = _model(kind), _model(kind)
     if begun:  # with FSDP2's state as after a step
         for m in (model, fresh):
@@ -233,7 +233,7 @@ def _left(kind):
     with microbatch(model, is_first=True, is_last=False):
         _loss(model, x, y).backward()
     reshard(model)
-    model.zero_grad()  # which reaches shards alone, no gradient that waits for its reduction
+    model.zero_grad()  # clears shards only, not gradients that wait for their reduction
     left = has_gradients(model)
     if left:
         with pytest.raises(RuntimeError, match="zero_grad"), microbatch(model, is_first=True, is_last=True):
@@ -286,7 +286,7 @@ class _Skipping(Transformer):
 
 
 def _unreached(reduce_unused):
-    """The last backward misses a block, whose gradients the replicas then hold in part."""
+    """Skip a block in the last backward, so that the replicas hold only a part of its gradients."""
     model = _model("hsdp", _Skipping, reduce_unused=reduce_unused)
     x, y = _mine()
     with microbatch(model, is_first=True, is_last=False):

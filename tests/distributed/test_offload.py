@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from distill.config import EmaSettings, OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.launch import process_group
 from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
@@ -51,7 +52,7 @@ def _run(setup, folder, run_dir, first, last):
 
 @pytest.fixture(scope="module")
 def straight(pools, checkpoints, tmp_path_factory):
-    """Trace of a run that is never stopped, sharded in all states."""
+    """Return the trace of a run that is never stopped, with all states sharded."""
     return pools[WORLD].run(_run, Setup(dp_shard=2), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
@@ -107,7 +108,7 @@ def _backward(role, device="cpu"):
 
 
 def _pieces(folder, out, offload, device="cpu", mesh=None):
-    """Run all that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
+    """Run all operations on shards: norm, clipping, AdamW, average, swapping, saving, loading, export."""
     role = _student(folder, device, mesh=mesh, offload=offload)
     optimizer = RoleOptimizer(role, OptimizerSettings(lr=1e-3, betas=[0.0, 0.99]))
     ema = Ema(role, decay=0.5, gamma=1.0, start=0)

@@ -16,7 +16,7 @@ WORLD = 4
 
 
 class Model(nn.Module):
-    """Rows that four ranks cannot share evenly; of 3, 2 and 1 rows some ranks have none."""
+    """Network whose rows four ranks cannot share evenly; of 3, 2 and 1 rows some ranks have none."""
 
     def __init__(self):
         super().__init__()

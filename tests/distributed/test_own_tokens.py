@@ -1,4 +1,4 @@
-"""Each rank embeds and works on its own tokens: a whole Wan against plain diffusers, with token counts of any size."""
+"""Each rank embeds and processes its own tokens: a whole Wan against plain diffusers, with any token count."""
 
 import pytest
 import torch
@@ -71,13 +71,13 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
-    """45 tokens, which no cp but 3 divides."""
+    """Wan gets 45 tokens; only cp=3 divides them."""
     world = sizes.get("dp_shard", 1) * sizes["cp"]
     _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
 def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
-    """Two forwards of different lengths before one backward: recomputation must not see the later one's length.
+    """Two forwards of different lengths precede one backward; recomputation must use each forward's own length.
 
     In the second forward the last rank has no tokens.
     """
@@ -88,7 +88,7 @@ MANY = (4, 7, 26, 26)  # 1183 tokens: each of 4 ranks has 296, one of them a pad
 
 
 class LargestStorage(TorchDispatchMode):
-    """Elements of the largest storage that any operation returned."""
+    """Mode that records the elements of the largest storage that any operation returned."""
 
     largest = 0
 
@@ -141,7 +141,7 @@ def test_rotary_tables_are_those_of_diffusers(pools):
 
 
 class Embedded(nn.Module):
-    """A patch embedding of any number of axes, with a head per token."""
+    """Patch embedding of any number of axes, with a head per token."""
 
     def __init__(self, conv):
         super().__init__()
@@ -166,7 +166,7 @@ def _embed_own(index):
     mesh = build_mesh(cp=4)
     model, x = _conv_and_input(index)
     x.requires_grad_()
-    parallelize_context(model, mesh=mesh, plan={"embed": EmbedOwnTokens(of="x"), "head": GatherTokens(1, of="x")})
+    parallelize_context(model, mesh=mesh, plan={"embed": EmbedOwnTokens(name="x"), "head": GatherTokens(1, source="x")})
     out = model(x)
     out.sin().sum().backward()
     return out.detach(), x.grad, model.embed.weight.grad

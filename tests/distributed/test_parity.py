@@ -62,7 +62,7 @@ def test_dmd2_in_fp64(pools, checkpoints, dp_shard, cp):
 
 
 def test_the_comparison_can_fail(oracle):
-    """Gradients divided by cp (which Adam would hide in the weights), the average of other updates, NaN."""
+    """The comparison rejects gradients divided by cp (which Adam hides in the weights), a wrong average, and NaN."""
     gradients = list(oracle.gradients)
     for factor in (0.5, float("nan")):
         gradients[3] = {name: factor * g for name, g in oracle.gradients[3].items()}

@@ -28,7 +28,7 @@ class Frozen:
 
 
 Named = namedtuple("Named", ["sample", "features"])
-KINDS = {  # what makes the output of (sample, features), and what finds the sample in it
+KINDS = {  # functions that make the output from (sample, features), and that take the sample from it
     "tensor": (lambda a, b: a, lambda out: out),
     "tuple": (lambda a, b: (a, b), lambda out: out[0]),
     "list": (lambda a, b: [a, None], lambda out: out[0]),
@@ -116,7 +116,10 @@ def _refused():
         (lambda x: {"sample": x, "features": x}, 1),
     ):
         model = Odd(output)
-        plan = {"block": {"input": SplitTokens(split_dim=1)}, "": [GatherTokens(gather_dim=1, of="input")] * gathers}
+        plan = {
+            "block": {"input": SplitTokens(split_dim=1)},
+            "": [GatherTokens(gather_dim=1, source="input")] * gathers,
+        }
         parallelize_context(model, mesh=mesh, plan=plan)
         with pytest.raises(ValueError):
             model(torch.zeros(1, TOKENS, 2))

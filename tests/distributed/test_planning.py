@@ -10,11 +10,10 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill.config import compose_config
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import plan_without_gpus
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
-from distill.run.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
@@ -68,9 +67,7 @@ LONG = ("adapters, recomputed", "teacher in halves", "derivative, ring")
 
 
 def _planned(world, words, layers=2):
-    config = as_planned(compose_config([*WORDS, *_networks(layers), *words, f"world={world}"]))
-    shapes = planned_shapes(config)
-    return config, plan_run(config, shapes=shapes), shapes
+    return plan_without_gpus(compose_config([*WORDS, *_networks(layers), *words, f"world={world}"]))
 
 
 def _measured(world, words):
@@ -115,7 +112,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
 
 
 def test_one_rank_stages_all_that_trains():
-    """The copy of a checkpoint holds all that trains; the shards at rest are the same at every peak."""
+    """A checkpoint's copy holds all that trains. The shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)
     resting = {role: found.resting[role, "parameters"] for role in ROLES}
@@ -125,24 +122,25 @@ def test_one_rank_stages_all_that_trains():
     for role in ("student", "fake"):
         assert found.peaks[f"{role}/clip"].by[role, "gradients"] == found.resting["student", "ema"], "of one size"
     assert found.steps["student"].recomputed == 0
-    config, plan, _ = planned
+    config, plan = planned
     assert config.student.ema.enabled and not config.fake.ema.enabled and config.checkpoint.asynchronous
     with torch.device("meta"):
         network = WanTransformer3DModel(**plan.roles[1].config)
     # fp32: the student's weights, two moments and average; the fake score's weights and moments; both's rotary tables.
     weights, tables = (sum(x.nbytes for x in each) for each in (network.parameters(), network.buffers()))
-    staged = predict(config, plan, found, tokens=1, hardware=None).staging_gib * 2**30
+    staged = predict(config, plan, found, hardware=None).staging_gib * 2**30
     assert staged == pytest.approx((4 + 3) * weights + 2 * tables, rel=1e-3)
 
 
 @slow
 def test_what_selective_recomputation_keeps_is_not_computed_again():
-    """It keeps attention."""
+    """Selective recomputation keeps attention's outputs."""
     full, selective = (
         simulate(*_planned(1, ("mesh.cp=1", f"student.activation_checkpointing={how}"))).steps["student"].recomputed
         for how in ("full", "selective")
     )
-    _, plan, (latents, condition) = _planned(1, ("mesh.cp=1",))
+    _, plan = _planned(1, ("mesh.cp=1",))
+    latents, condition = plan.shapes
     student = plan.roles[ROLES.index("student")]
     tokens = student.tokens(latents, condition)
     forward = student.family.forward_flops(student.config, tokens, condition)
@@ -152,7 +150,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
 
 @slow
 def test_a_deep_network_is_told_from_two_shallow_ones():
-    """Simulations of four and of five blocks tell what six take."""
+    """Simulations of four and five blocks predict six blocks."""
     words = ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu")
     planned = _planned(8, ("mesh.cp=2", "precision=bf16", "sample.at_end=false", "batch_size=4", *words), layers=6)
     whole, told = simulate(*planned), simulate_any_depth(*planned, at_once=True)
@@ -191,7 +189,7 @@ def _real_pools(world, words):
 
 @long
 def test_pooled_buffers_are_in_the_plan(pools):
-    """The planned pool is as large as that of real ranks, and is held between steps."""
+    """The planned pool is as large as that of real ranks, and stays between steps."""
     world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")
     predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
     assert len(held) == 1, "planned once, of all steps"
@@ -200,7 +198,7 @@ def test_pooled_buffers_are_in_the_plan(pools):
 
 
 def test_pooled_buffers_are_planned_for_a_gpu_and_those_of_nccl_left_out():
-    config, *_ = _planned(2, ("mesh.cp=1", "teacher.communication_buffers=pooled"))
+    config, _ = _planned(2, ("mesh.cp=1", "teacher.communication_buffers=pooled"))
     assert config.teacher.communication_buffers == "pooled"
     words = ("mesh.cp=1", "device=cuda", "teacher.communication_buffers=process_group")
     assert _planned(2, words)[0].teacher.communication_buffers == "default"

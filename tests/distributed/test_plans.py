@@ -71,7 +71,7 @@ class Network(nn.Module):
 
 
 class Apart(Block):
-    """Reentrant checkpointing sees no tensors inside tuples."""
+    """Block for reentrant checkpointing, which sees no tensors inside tuples."""
 
     def forward(self, hidden_states, text, scale, shift):
         return super().forward(hidden_states, text, (scale, shift))
@@ -107,11 +107,11 @@ def _step(networks, calls):
 
 
 def _parallel_step(cp, calls, mode, named=False):
-    sequence_lengths._ended.clear()  # forwards of other tests: another one's checkpointing looks at all
+    sequence_lengths._ended.clear()  # forwards of other tests, since other checkpointing searches all of them
     mesh = build_mesh(cp=cp, heads=HEADS, ring=cp)
     kind = Apart if mode in ("reentrant", "torch") else Block
     networks = [_network(seed, kind) for seed in range(2)]
-    torch._dynamo.reset()  # of one code object there are 8 graphs, over all tests
+    torch._dynamo.reset()  # Dynamo keeps 8 graphs per code object, over all tests
     for network in networks:
         plan = copy.deepcopy(PLAN)
         if kind is Apart:
@@ -148,7 +148,7 @@ def _compare(pools, cp, calls, mode, named=False):
     [(3, "plain"), (3, "ours"), *(pytest.param(*case, marks=slow) for case in ((2, "torch"), (3, "reentrant")))],
 )
 def test_wildcards_tuples_and_split_keys_of_uneven_counts(pools, cp, mode):
-    """11 tokens with 7 of text; nobody says how many there are."""
+    """The counts are 11 tokens and 7 of text, without ``total_tokens``."""
     _compare(pools, cp, [(0, 11)], mode)
 
 
@@ -160,7 +160,7 @@ CALLS = [(0, 11), (1, 12), (0, 5), (1, 10), (0, 2)]  # 11, 12 and 10 make 4 on e
     [("ours", True), *(pytest.param(mode, False, marks=slow) for mode in ("plain", "compile"))],
 )
 def test_each_forward_has_its_own_count(pools, mode, named):
-    """Two networks and five lengths before one backward, which runs the blocks again."""
+    """Two networks and five lengths precede one backward, which runs the blocks again."""
     calls = CALLS[:2] if mode == "compile" else CALLS  # a graph for each number
     _compare(pools, 3, calls + [(1, 8)] * named, mode, named)  # 8 make 3, as do the text's 7: a name is needed
 
@@ -173,7 +173,7 @@ def _ambiguous():
 
 
 def test_a_recomputation_that_may_be_of_two_forwards_is_refused(pools):
-    """Only this project's checkpointing leads to the block's own forward."""
+    """Only this project's checkpointing finds the forward that a recomputation belongs to."""
     assert all(pools[3].run(_ambiguous))
 
 
@@ -197,7 +197,7 @@ def test_split_keys_with_a_mask_and_a_derivative(pools):
 
 
 class Pair(nn.Module):
-    """Attention over a sequence of its own choice."""
+    """Attention over the sequence that its argument names."""
 
     def __init__(self, attend):
         super().__init__()
@@ -240,7 +240,7 @@ def _refused_counts():
     refused("total_tokens", lambda x, text: joined(x, text, ("text", "y")), torch.randn(2, 7, 4))
     refused("k", cross, torch.randn(2, 7, 4))
     refused("total_keys", lambda x, text: cross(x, text, mesh=mesh, total_keys=12), torch.randn(2, 7, 4))
-    whole = torch.randn(2, 3, 4)  # as many as a share, and yet all of them
+    whole = torch.randn(2, 3, 4)  # the size of a share, but the whole text
     run(lambda x, text: cross(x, whole, total_keys=3), torch.randn(2, 7, 4))
     refused("text", own, 3)
     refused("text", own, (x, "text"))

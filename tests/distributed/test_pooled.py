@@ -1,4 +1,4 @@
-"""Pooled buffers of collectives on real ranks: the same weights to the bit, nothing allocated once they are planned."""
+"""Pooled buffers of collectives on real ranks: bitwise equal weights, and no allocation after planning."""
 
 from functools import lru_cache
 
@@ -50,7 +50,7 @@ def _sharded(name, buffers, replicas=1, seed=0, **settings):
 
 
 class Training:
-    """A network and AdamW on this rank."""
+    """Network and AdamW on this rank."""
 
     def __init__(self, model, precision="fp32", **_):
         self.model, self.dtype = model, torch.bfloat16 if precision == "bf16" else torch.float32
@@ -108,7 +108,7 @@ def test_every_way_to_shard_trains_as_without(pools):
     for found in pools[WORLD].run(_compare, tuple(CASES)):
         for name, (same, faults, allocations, share, plans) in found.items():
             assert same and faults == (0, 0), name
-            # The second step has samples behind it, the fourth another length: neither asks for anything else.
+            # Samples follow the second step, and the fourth has another length. Neither needs further memory.
             assert allocations[0] > 0 and allocations[1:] == [0] * (STEPS - 1) and plans == 1, (name, allocations)
             assert share < 0.8, (name, share)
 
@@ -167,10 +167,10 @@ ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(ran
     "sizes", [{"dp_shard": 2}, {"dp_shard": 2, "lora": ADAPTERS}], ids=["three networks", "adapters on one base"]
 )
 def test_teacher_student_and_fake_score_share_it(pools, checkpoints, sizes):
-    """DMD2 over 8 steps of two lengths of clips, with samples between."""
+    """DMD2 runs 8 steps with clips of two lengths, and samples between them."""
     for figures in pools[2].run(both, sizes, checkpoints, dict(ARCHITECTURE), 8):
         assert faults_of(*figures) == []
         own, pooled, _ = figures
-        # It is 1.0 but for alignment where gloo's threads let go in time, which they need not on a busy machine.
+        # The factor is 1.0 plus alignment if gloo's threads free buffers in time. On a busy machine they may not.
         assert pooled.plans <= 2 and pooled.held < 1.5 * own.most_alive, (pooled.held, own.most_alive)
         assert pooled.held < (0.6 if "lora" in sizes else 0.25) * pooled.in_all

@@ -13,7 +13,7 @@ import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
 from distill.train.profiling import StepProfiler
-from fsdp_cp.checkpoint.save_load import step_folder
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
@@ -97,7 +97,7 @@ def profiled(pools, checkpoints, tmp_path_factory):
 
 
 def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
-    """The remainder is a part too; a little lies around the clock's readings."""
+    """The remainder is a phase too. A little time passes between the clock's readings."""
     run_dir, _ = plain
     common = {"other", "data", "gradients", "clip", "update", "metrics"}
     wanted = {
@@ -152,7 +152,7 @@ def test_the_traces_hold_the_steps_their_phases_and_the_collectives(profiled):
 
 @pytest.mark.slow
 def test_only_the_chosen_ranks_are_profiled_and_an_earlier_start_s_files_stay(pools, checkpoints, tmp_path):
-    """Run, and start again from within and after the profiled steps."""
+    """The test starts a run again from within and from after the profiled steps."""
     run_dir = tmp_path / "run"
     settings = {"profile": ProfileSettings(steps=[2, 3], ranks=[1]), "every": 1}
     _on_ranks(pools, checkpoints, run_dir, 3, **settings)

@@ -60,7 +60,7 @@ def test_norm_and_clip(pools, world, replicas):
             weight, grad = names[name]
             assert weight == pytest.approx(p.norm().item(), rel=1e-6), name
             assert grad is None if name == "1.bias" else grad == pytest.approx(p.grad.norm().item() / 4, rel=1e-6), name
-        # Another replica's gradients are its own: in training they are equal by then.
+        # Replicas have separate gradients here; in training they are equal by then.
         assert math.isinf(bad) == (rank < world // replicas), "the same on all ranks that share the gradients"
 
 

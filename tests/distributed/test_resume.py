@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from distill.run.resume_checks import check_resume
-from fsdp_cp.checkpoint.save_load import published_steps, step_folder
+from distill.run.checkpoint_checks import check_resume
+from fsdp_cp.checkpoint.folder import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
@@ -48,14 +48,17 @@ def _run(setup, folder, run_dir, first, last):
 
 @pytest.fixture(scope="module")
 def straight(pools, checkpoints, tmp_path_factory):
-    """The run directory and the trace of a run that never stopped; it saved after the fake score's first update too."""
+    """Return the run directory and the trace of a run that never stopped.
+
+    It saved after the fake score's first update too.
+    """
     run_dir = tmp_path_factory.mktemp("straight")
     return run_dir, pools[2].run(_run, OWN, checkpoints, run_dir, 0, STEPS)[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=slow)])
 def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision):
-    """In bf16 too: masters rebuilt from the bf16 copy that computes would differ in the third digit."""
+    """The runs are equal in bf16 too: masters rebuilt from the bf16 copy would differ in the third digit."""
     setup = replace(OWN, precision=precision)
     begun, truth = straight
     if precision == "bf16":
@@ -82,7 +85,7 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
     ],
 )
 def test_another_mesh(pools, checkpoints, straight, tmp_path, meshes):
-    """One step on each of two other meshes."""
+    """The run continues for one step on each of two other meshes."""
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     ours, truth = Trace(), straight[1]
     for first, setup in enumerate(meshes, STOP):

@@ -33,7 +33,7 @@ def _inputs():
 
 
 def _experts(dp_shard, cp):
-    """Compare velocities and gradients in each range of times with those of the expert as a role of its own."""
+    """Compare velocities and gradients in each range of times with those of the expert as a separate role."""
     mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
     single = [_alone(mesh, seed) for seed in range(3)]
     networks = tuple(_alone(mesh, seed).networks[0] for seed in range(3))

@@ -1,4 +1,4 @@
-"""Sample clips are the same on every mesh, for student and teacher, whatever the batch."""
+"""Sample clips are the same on every mesh, for student and teacher, with any batch size."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
 
 
 class _Captions:
-    """Part of a data set that sampling needs: each caption embeds to other numbers."""
+    """Part of a data set that sampling needs: each caption has a different embedding."""
 
     latent_shape = LATENT_SHAPE
 

@@ -1,4 +1,4 @@
-"""The second time of a network: nothing at first and at r = t; derivatives and gradients on every mesh; its files."""
+"""The second time of a network: no effect at first and at r = t; derivatives and gradients on meshes; its files."""
 
 import shutil
 import subprocess
@@ -45,7 +45,7 @@ def _normal(*shape, seed):
 
 
 def _trained(folder, **tensors):
-    """The student's folder with a second time that does something."""
+    """Write the student's folder with a second time that has an effect."""
     folder = shutil.copytree(folder / "student", folder / "with_second_time", dirs_exist_ok=True)
     weights = {W1: _normal(WIDTH, 2 * RATES, seed=1).float(), W2: 0.3 * _normal(WIDTH, WIDTH, seed=2).float()}
     save_file(weights | tensors, folder / "additions.safetensors")
@@ -57,7 +57,7 @@ def trained(checkpoints):
     return _trained(checkpoints)
 
 
-@lru_cache  # each has process groups, with threads of their own
+@lru_cache  # every mesh has process groups with threads
 def _mesh(dp_shard, cp):
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
 
@@ -71,7 +71,7 @@ def _role(path, mesh, *, additions=("second_time",), precision="fp32"):
 
 
 def _sample(dtype=torch.float32):
-    """x, t, r and condition of the global batch; r is t in the first sample."""
+    """Return x, t, r and condition of the global batch; r is t in the first sample."""
     t = torch.tensor([0.4, 0.9])
     x, text = _normal(BATCH, *LATENT_SHAPE, seed=3), _normal(BATCH, *TEXT_SHAPE, seed=4)
     r = torch.tensor([0.4, 0.15])
@@ -84,7 +84,7 @@ def _mine(mesh):
 
 
 class Embedder(nn.Module):
-    """diffusers' time embedder and the second time's embedding, as the docstring has it; weights are the module's."""
+    """diffusers' time embedder with the second time's embedding by its formula, on the module's weights."""
 
     def __init__(self, embedder, weights):
         super().__init__()
@@ -156,7 +156,7 @@ def _plain_gradients(trained):
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_values_and_gradients(pools, checkpoints, trained, dp_shard, cp):
-    """At the start and at r = t it is the plain network."""
+    """A new network, and any network at r = t, equals the plain network."""
     truth = _plain_gradients(trained)
     ranks = pools[dp_shard * cp].run(_values, checkpoints, trained, dp_shard, cp)
     for dp_rank, same, at_t, apart, first, gradients in ranks:
@@ -190,7 +190,7 @@ def _jvp(trained, dp_shard, cp):
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_jvp_along_v_0_1(pools, trained, dp_shard, cp):
-    """In fp64 as far as diffusers computes in it: its time projection and norms are in fp32."""
+    """The test runs in fp64, except for diffusers' time projection and norms, which are in fp32."""
     _, velocity = _plain(trained, torch.float64)
     x, t, r, condition = _sample(torch.float64)
     tangents = (_normal(BATCH, *LATENT_SHAPE, seed=9), torch.ones_like(t))
@@ -238,7 +238,7 @@ def _mistakes(checkpoints, trained):
             lambda: role.velocity(x, t, condition),
             lambda: role.network(**inputs),
             lambda: plain.velocity(x, t, condition, r),
-            lambda: role.velocity(x[:, :2], t, condition, r),  # breaks off inside
+            lambda: role.velocity(x[:, :2], t, condition, r),  # raises inside
             lambda: role.velocity(x, t, condition),
         ):
             with pytest.raises(RuntimeError):

@@ -15,7 +15,7 @@ CASES = {
 
 
 def _tensors(total, dim, dtype=torch.float64):
-    """The sequence, its tangent, and a weight on the gathered sequence for each of 6 ranks."""
+    """Return the sequence, its tangent, and a weight on the gathered sequence for each of 6 ranks."""
     generator = torch.Generator().manual_seed(total + 10 * dim)
     shape = [2, 3, 5]
     shape[dim] = total
@@ -42,7 +42,7 @@ def _round_trip(x, mesh, total, dim):
 
 
 def _all_modes(world, total, dim, dtype):
-    """Return split and gathered tensors, gradients and the derivative, and whether the split tensor is no view."""
+    """Return split and gathered tensors, gradients, the derivative, and whether the split tensor owns its storage."""
     mesh = build_mesh(cp=world)
     x, tangent, weights = _tensors(total, dim, dtype)
     leaf = x.clone().requires_grad_()
@@ -50,13 +50,13 @@ def _all_modes(world, total, dim, dtype):
     own_storage = local.untyped_storage().nbytes() == local.numel() * local.element_size()
     full = gather_tokens(local.sin(), mesh, total, dim)
     (full * weights[0]).sum().backward()
-    # Each rank has a function of its own of the gathered sequence.
+    # Each rank computes a different function of the gathered sequence.
     share = split_tokens(x, mesh, dim).requires_grad_()
     (gather_tokens(share, mesh, total, dim, partial_grad=True).sin() * weights[mesh.cp_rank]).sum().backward()
     with forward_ad.dual_level():
         with torch.no_grad():
             dual = forward_ad.unpack_dual(_round_trip(forward_ad.make_dual(x, tangent), mesh, total, dim))
-        if world > 1:  # never a tangent that is silently dropped
+        if world > 1:  # a tangent is never dropped silently
             with pytest.raises(RuntimeError, match="no_grad"):
                 gather_tokens(forward_ad.make_dual(x.clone().requires_grad_(), tangent), mesh, dim=dim)
         plain = gather_tokens(split_tokens(x, mesh, dim), mesh, total, dim)
@@ -65,7 +65,7 @@ def _all_modes(world, total, dim, dtype):
 
 
 def _own(x, world, rank, dim):
-    """The rank's own slice, padded with zeros; and the same with zeros elsewhere, in the full shape."""
+    """Return the rank's slice padded with zeros, and the slice within zeros of the full shape."""
     (start, stop), total = local_token_range(x.shape[dim], world, rank), x.shape[dim]
     padded = x.narrow(dim, start, stop - start)
     shape = list(x.shape)
@@ -77,7 +77,7 @@ def _own(x, world, rank, dim):
 
 @pytest.mark.parametrize("world", CASES)
 def test_split_gather_gradients_and_tangents(pools, world):
-    """Each rank's gradient is the part that is its own; zeros elsewhere. Their sum is the gradient."""
+    """Each rank's gradient is nonzero only in its own slice, and the sum over ranks is the gradient."""
     for total, dim in CASES[world]:
         x, tangent, weights = _tensors(total, dim)
         _, derivative = torch.func.jvp(lambda x: (x.sin() * 2).cos(), (x,), (tangent,))

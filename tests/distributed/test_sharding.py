@@ -34,7 +34,7 @@ def _inputs():
 
 
 def _updates_are_seen(strategy):
-    """Forwards without gradients leave some strategies gathered, the root too; each use of the shards must see that."""
+    """Check that each use of the shards sees an update, also after forwards that leave the network gathered."""
     role = _role(build_mesh(dp_shard=2, cp=2, heads=4), strategy=strategy)
     network, (x, t, condition) = role.network, _inputs()
     names = {name for name, _ in network.named_parameters()}
@@ -155,7 +155,7 @@ def test_refusals(pools):
 
 
 def _dtypes_survive_an_idle_start():
-    """FSDP2 settles its dtypes at the first forward, here one without gradients, as an idle role's is."""
+    """Check that a first forward without gradients, when FSDP2 settles its dtypes, changes no dtype in training."""
     role = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
     x, t, condition = _inputs()
     with torch.no_grad():

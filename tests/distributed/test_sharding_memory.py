@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.measure.memory import LiveStorages
-from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.sharding.state import reshard
 
-WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is no multiple of 4: shards are padded
+WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is not a multiple of 4, so shards are padded
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -146,7 +146,7 @@ def test_each_strategy_holds_its_share(pools):
             assert state == 2 * sum(mine), case
             stays = strategy in ("optim", "optim_grads") or settings.get("keep_gathered")
             gathered = padded if stays else block + root  # ready for use
-            staged = 0 if shards == 1 else 2 * block  # on its way: FSDP2 lets go of a unit's buffer after the next's
+            staged = 0 if shards == 1 else 2 * block  # in flight: FSDP2 frees a unit's buffer after the next one's
             if "forward_prefetch" in settings:
                 staged = 3 * block
             if settings.get("gather_stream") == "compute":
@@ -195,4 +195,4 @@ def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pools
     for found in pools[WORLD].run(_all_released):
         for left, alive, busy, after in found:
             assert left == 0 and alive == 0
-            assert busy > 2 * padded // WORLD and after == 0, (busy, after)  # shards, Adam's state but for empty ones
+            assert busy > 2 * padded // WORLD and after == 0, (busy, after)  # shards, and Adam's state of nonempty ones

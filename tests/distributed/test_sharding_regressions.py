@@ -57,7 +57,7 @@ def _forward(model, x):
 
 
 def _early_gather(strategy):
-    """Train with a gather begun before each optimizer step and one after it, and without early gathers."""
+    """Train with early gathers before and after each optimizer step, and without; compare."""
     early, plain = _model(strategy=strategy), _model(strategy=strategy)
     reset_iteration(early)  # before the first forward it does nothing
     optimizers = [_adamw(m) for m in (early, plain)]
@@ -68,7 +68,7 @@ def _early_gather(strategy):
         for model in (early, plain):
             model(x).square().mean().backward()
             reshard(model)
-        gather_first_block_early(early, early.blocks[0])  # weights of before the update: to be dropped
+        gather_first_block_early(early, early.blocks[0])  # weights from before the update must be dropped
         reshard(early)
         assert not gathered_units(early)
         for optimizer in optimizers:
@@ -80,7 +80,7 @@ def _early_gather(strategy):
     optimizer = _adamw(stale)
     stale(x).square().mean().backward()
     gather_first_block_early(stale, stale.blocks[0])
-    optimizer.step()  # without the reshard above, the next forward computes with weights of before the update
+    optimizer.step()  # without the reshard above, the next forward computes with weights from before the update
     late = _model(strategy=strategy)
     optimizer = _adamw(late)
     late(x).square().mean().backward()
@@ -120,15 +120,15 @@ def _evaluations(strategy, sizes):
     ],
 )
 def test_train_evaluate_train_equals_train_train(pools, strategy, sizes):
-    """Evaluations between steps and between micro-batches change nothing, and see the newest weights."""
+    """Evaluations between steps and micro-batches change nothing, and use the newest weights."""
     world = sizes["dp_shard"] * sizes.get("dp_replicate", 1)
     assert pools[world].run(_evaluations, strategy, sizes) == [True] * world
 
 
 def _token_sum(strategy, scale, sizes):
-    """Return the gradient error for loss = local sum / global count, with other counts of tokens on each rank (fp64).
+    """Return the gradient error for loss = local sum / global count, with different token counts per rank (fp64).
 
-    Attention is left out, so that the sum over ranks is the whole.
+    The network has no attention, so that the sum over ranks is the whole loss.
     """
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     counts = [3 + 5 * r for r in range(world)]
@@ -159,7 +159,7 @@ def _token_sums(cases):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_token_sums_over_uneven_ranks(pools, world):
-    """One rank alone and replicas without shards included, where torch divides by the factor twice."""
+    """The test includes one rank alone and replicas without shards, where torch divides by the factor twice."""
     cases = [(strategy, scale, {}) for strategy in ("no_shard", "optim_grads_params") for scale in (1.0, 0.25)]
     cases += [("optim_grads_params", 0.5, {"dp_replicate": 2})] * (world == 4)
     for errors in pools[world].run(_token_sums, cases):
@@ -167,7 +167,7 @@ def test_token_sums_over_uneven_ranks(pools, world):
 
 
 def _broken_evaluation(strategy):
-    """Train after a forward without gradients that broke off."""
+    """Train after a forward without gradients that raised."""
     model, plain = _model(strategy=strategy), _model(strategy=strategy)
     optimizers = {m: _adamw(m) for m in (model, plain)}
     x = _batches()[0]
@@ -188,7 +188,7 @@ def _broken_evaluation(strategy):
 
 
 def _without_the_public_reset():
-    """Do the same as torch 2.11 and 2.12 would, which have no ``reset_iter_state``."""
+    """Run :func:`_broken_evaluation` as under torch 2.11 and 2.12, which lack ``reset_iter_state``."""
     public = FSDPModule.reset_iter_state
     del FSDPModule.reset_iter_state
     try:
@@ -205,10 +205,10 @@ def test_training_after_an_evaluation_that_broke_off(pools):
 
 
 def _unfinished(strategy):
-    """End a step with a micro-batch that has no backward."""
+    """End a step with a micro-batch that runs no backward."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     shard_module(model, mesh=build_mesh(), units=list(model), strategy=strategy)
-    for _ in range(2):  # the step that is broken off leaves nothing behind
+    for _ in range(2):  # an unfinished step leaves no state
         with microbatch(model, is_first=True, is_last=False):
             model(torch.randn(3, 6)).sum().backward()
         with (
@@ -246,7 +246,7 @@ def _partial(reduce_unused):
 
 
 def test_replicas_are_not_summed_over_different_parameters(pools):
-    """FSDP2 adds micro-batches up by position, before it knows which parameters they are of."""
+    """FSDP2 adds micro-batches by position, before it knows which parameters they belong to."""
     assert all(pools[4].run(_partial, True))
     with pytest.raises(RuntimeError, match="reduce_unused"):
         pools[4].run(_partial, False)

@@ -64,7 +64,7 @@ SWITCHES = {
 
 @pytest.fixture(scope="module")
 def oracles(checkpoints):
-    """A function from the batch size to the trace of plain networks."""
+    """Return a function from the batch size to the trace of plain networks."""
     return lru_cache(lambda size: oracle_trace(Setup(steps=STEPS, batch_size=size), checkpoints))
 
 

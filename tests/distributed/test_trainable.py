@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_cp import build_mesh, materialise, microbatch, set_trainable, shard_module
+from fsdp_cp import build_mesh, frozen, microbatch, shard_module
 from fsdp_cp.sharding.settings import STRATEGIES
-from fsdp_cp.sharding.state import frozen, gathered_units, param_groups
+from fsdp_cp.sharding.state import gathered_units, param_groups
 from tests.distributed.test_library import DIM, TOKENS, Transformer
 
 RANKS = 3
@@ -69,38 +69,28 @@ def _same(model, fresh, precision):
 
 
 def _given_back(strategy, precision):
-    """Freeze and unfreeze repeatedly, nested, and across exceptions; compare with a network that never was frozen."""
+    """Freeze and unfreeze repeatedly, nested, and across exceptions. Compare with a network that was never frozen."""
     model, fresh = _adapted(strategy, precision), _adapted(strategy, precision)
     adapters = _trained(fresh)
     assert (len(adapters), len(list(model.parameters()))) == (6, 46)
-    set_trainable(model, False)
-    set_trainable(model, False)  # a setter: said twice is said once
-    assert not _trained(model)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x = torch.randn(1, TOKENS, 5, dtype=dtype, requires_grad=True)
-    model(x).float().square().mean().backward()  # the first forward of all, while frozen
-    assert x.grad is not None and all(p.grad is None for p in model.parameters())
-    for _ in range(2):
-        set_trainable(model, True)
-        assert _trained(model) == adapters
-    _same(model, fresh, precision)
-
     with frozen(model):
-        with frozen(model):
-            assert not _trained(model)
-            model(x.detach())
-        assert not _trained(model), "the inner one must not end the outer one"
-        set_trainable(model, True)
-        assert _trained(model) == adapters
-        set_trainable(model, False)
+        assert not _trained(model)
+        model(x).float().square().mean().backward()  # the first forward of all, while frozen
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
     assert _trained(model) == adapters
     _same(model, fresh, precision)
 
-    set_trainable(model, False)
-    with frozen(model):
-        pass
-    assert not _trained(model), "it was frozen when the context began"
-    set_trainable(model, True)
+    first = sorted(adapters)[0]
+    with frozen(model, {first}):
+        assert _trained(model) == adapters - {first}
+        with frozen(model):
+            assert not _trained(model)
+            model(x.detach())
+        assert _trained(model) == adapters - {first}, "the inner one must not end the outer one"
+    assert _trained(model) == adapters
+    _same(model, fresh, precision)
 
     def refuse(*_):
         raise ZeroDivisionError
@@ -126,23 +116,3 @@ def _given_back(strategy, precision):
 )
 def test_what_was_frozen_before_stays_frozen(pools, strategy, precision):
     assert all(pools[RANKS].run(_given_back, strategy, precision))
-
-
-def _whole():
-    """Unfreeze a network that was built frozen as a whole, and again after ``materialise``."""
-    with torch.device("meta"):
-        model = Transformer().requires_grad_(False)
-    shard_module(model, mesh=_mesh(), units=model.blocks)
-    set_trainable(model, True)
-    assert len(_trained(model)) == len(list(model.parameters()))
-    model.head.requires_grad_(False)
-    before = _trained(model)
-    set_trainable(model, False)
-    materialise(model, "cpu")
-    set_trainable(model, True)
-    assert _trained(model) == before and not any(p.requires_grad for p in model.head.parameters())
-    return True
-
-
-def test_a_network_built_frozen(pools):
-    assert pools[RANKS].run(_whole) == [True] * RANKS

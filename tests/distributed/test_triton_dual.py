@@ -1,8 +1,8 @@
 """The fused Triton kernel of attention with tangents, in Triton's interpreter, against float64.
 
-The interpreter shows what the kernel computes in fp32. It says nothing of speed or of bf16 products on a GPU. Triton
-reads ``TRITON_INTERPRET`` when it is imported, and inductor does not compile under it: ``make test-triton`` starts a
-process of its own.
+The interpreter shows what the kernel computes in fp32. It shows neither speed nor bf16 products on a GPU. Triton reads
+``TRITON_INTERPRET`` when it is imported, and inductor does not compile under it, so ``make test-triton`` starts a
+separate process.
 """
 
 import os
@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fsdp-cp[triton]
 
 
 def _written_out(q, k, v, mask, scale):
-    """Output and log-sum-exp of attention, ``(B, S, H, D)`` in fp64; rows without a key give 0 and -inf."""
+    """Return output and log-sum-exp of attention, ``(B, S, H, D)`` in fp64. Rows without a key give 0 and -inf."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     if mask is not None:
@@ -34,7 +34,7 @@ def _written_out(q, k, v, mask, scale):
 
 
 def _inputs(generator, head_dim, heads, strided):
-    """q, k, v and their tangents; where strided, heads lie first and rows have gaps."""
+    """Return q, k, v and their tangents. If strided, heads come first and rows have gaps."""
     tensors = []
     for tokens, count in [(37, heads[0]), (75, heads[1]), (75, heads[1])] * 2:
         if strided:
@@ -51,7 +51,7 @@ CASES += [(32, moves, True) for moves in product((0, 1), repeat=3) if any(moves)
 
 @pytest.mark.parametrize(("head_dim", "moves", "masked"), CASES)
 def test_values_and_tangents_equal_float64(head_dim, moves, masked):
-    """Ragged ends, grouped heads, odd strides, absent tangents and masks; whole, and in two chunks that merge."""
+    """Cases: uneven ends, grouped heads, odd strides, absent tangents and masks; whole, and in two merged chunks."""
     from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     generator = torch.Generator().manual_seed(head_dim + sum(moves))
@@ -90,7 +90,7 @@ def test_values_and_tangents_equal_float64(head_dim, moves, masked):
 
 
 def test_half_precision_comes_out_in_fp32():
-    """The interpreter computes bf16 inputs in fp32, so this holds how the kernel is called, not its rounding."""
+    """The interpreter computes bf16 inputs in fp32, so this checks the kernel's call and not its rounding."""
     from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     tensors = [x.bfloat16() for x in _inputs(torch.Generator().manual_seed(1), 16, (2, 2), strided=False)]
@@ -102,7 +102,7 @@ def test_half_precision_comes_out_in_fp32():
 
 
 def _derivative_of_wan(folder, sizes):
-    """The derivative of a whole network with the fused kernel, and how often each layer launched it."""
+    """Return the derivative of a network with the fused kernel, and how often each layer launched the kernel."""
     from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     launches = 0
@@ -128,7 +128,7 @@ def _derivative_of_wan(folder, sizes):
 
 @pytest.mark.parametrize("sizes", [{"cp": 1}, {"cp": 2}, {"cp": 3, "ring": 3}, {"cp": 4, "ring": 2}])
 def test_derivatives_of_a_network_on_meshes(pools, wan64, sizes):
-    """Ulysses, ring and both; one launch for each chunk of keys in each self-attention, one for the text."""
+    """Each self-attention launches the kernel once per chunk of keys, and each text attention once."""
     network = plain_wan(wan64).requires_grad_(False)
     for block in network.blocks:
         block.attn1.set_processor(WrittenOut())

@@ -41,7 +41,7 @@ def _wan_jvp(folder, sizes):
 
 @pytest.fixture(scope="module")
 def oracle(wan64):
-    """Velocity, its derivative along tangents of x and t, and of t alone."""
+    """Return velocity, its derivative along tangents of x and t, and its derivative along t alone."""
     network = plain_wan(wan64).requires_grad_(False)
     x, t, text, _ = sample(LATENTS)
     plain = network(x, 1000 * t, text, return_dict=False)[0]
@@ -60,7 +60,7 @@ def oracle(wan64):
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_jvp_of_wan(pools, wan64, oracle, sizes):
-    """45 tokens, in fp64 as far as Wan's norms allow, which diffusers computes in fp32."""
+    """Wan has 45 tokens and runs in fp64, except for its norms, which diffusers computes in fp32."""
     ranks = pools[world(sizes)].run(_wan_jvp, wan64, sizes)
     out, tangent, of_time = oracle
     samples = len(out) // sizes.get("dp_shard", 1)

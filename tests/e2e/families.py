@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distill.config import load_config
-from distill.data.clips import ClipFormat, read_clip
+from distill.data.videos.decode import ClipFormat, read_clip
 from distill.methods import build_method
 from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh

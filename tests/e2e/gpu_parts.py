@@ -47,7 +47,7 @@ def isolating(context: Context) -> None:
     """Start processes that crash, hang, raise and write."""
     for name, seconds in (("crashing", 60.0), ("hanging", 1.0), ("raising", 60.0), ("good", 60.0)):
         context.isolated(name, f"tests.e2e.gpu_parts:{name}_with_words", name, seconds=seconds)
-    context.row("behind them", ms=4)
+    context.row("after them", ms=4)
 
 
 def telling(context: Context) -> None:

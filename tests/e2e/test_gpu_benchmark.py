@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: parts that crash and hang are rows, what is finished stays; and all of it in small."""
+"""``python -m benchmarks.gpu``: crashed and hung parts become rows, finished parts stay; and a small run of all."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def until(holds, seconds=30.0) -> bool:
 
 
 def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
-    """The others are measured, rows from before the end are kept, and nothing that a part has started is left."""
+    """The other parts are measured, earlier rows of a failed part are kept, and no process of a part survives."""
     parts = [part("crashing"), part("hanging", seconds=3), part("raising"), part("empty"), part("good")]
     assert main([*CPU, "--out", str(tmp_path)], parts) == 1
     printed = capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
 def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
-    """Else a part would hold the GPU until its time is over, and the next start would share it."""
+    """A surviving part would hold the GPU until its time is over, and the next start would share it."""
     tell, out = tmp_path / "tell", tmp_path / "out"
     tell.mkdir()
     script = (
@@ -90,14 +90,14 @@ def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
 
 
 def test_what_is_finished_is_not_measured_again(tmp_path, capsys):
-    """But for ``--again``; what failed is, and what no time was left for."""
+    """The next start measures only failed parts, parts that ran out of time, and those of ``--again``."""
     out = ["--out", str(tmp_path)]
     assert main([*CPU, *out, "--only", "good"], [part("good"), part("empty")]) == 0
     first = results(tmp_path)
     assert list(first) == ["good"]
     assert main([*CPU, *out, "--minutes", "0.01"], [part("good"), part("empty")]) == 1
     assert results(tmp_path)["empty"]["error"]
-    # Finished parts of before are kept and shown, whatever a later start measures.
+    # Earlier finished parts are kept and shown in any later start.
     assert main([*CPU, *out], [part("good"), part("empty")]) == 1
     assert "| a row | 1.25 |" in capsys.readouterr().out
     second = results(tmp_path)
@@ -111,7 +111,7 @@ def test_processes_of_a_part_may_fail_alone():
     found = run_part(part("isolating"), device_type="cpu", tiny=True, seconds=60)
     assert found.status == "finished"
     errors = {row["what"]: row.get("error") for row in found.rows}
-    assert [bool(errors[name]) for name in ("crashing", "hanging", "raising", "good", "behind them")] == [
+    assert [bool(errors[name]) for name in ("crashing", "hanging", "raising", "good", "after them")] == [
         True, True, True, False, False,
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.checkpoint.folder import published_steps
 from models import export
 from tests.e2e.launch import (
     QUICK,
@@ -48,7 +48,7 @@ def equal_runs(run_dir, other):
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path):
-    """All ranks save the same step and end with exit code 75; the same command finishes as the undisturbed run."""
+    """All ranks save the same step and exit with 75. The same command then finishes like the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     with forked(2, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=2", f"run_dir={run_dir}") as run:
         wait_for(lambda: trained(run_dir) >= 2, run.lives)

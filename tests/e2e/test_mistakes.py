@@ -14,9 +14,9 @@ from tests.e2e import mistakes
 from tests.e2e.launch import QUICK
 from train import main
 
-# What is typed, and the name that the line must have. Words alone are those of train.py, in a dry run on one process;
-# NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds somebody's files,
-# {new} is not there.
+# Command lines, and the name that the error must have. Words alone are those of train.py in a dry run on one process;
+# NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds a user's files,
+# {new} does not exist.
 MISTAKES = {
     "settings": [
         ("steps=0", "steps"),
@@ -32,7 +32,7 @@ MISTAKES = {
         ("method.mid_times=[1.5]", "method=rcm"),
         ("student.ema=0.99", "student.ema."),
         ("experiment=quikstart", "quickstart"),
-        ("experiment=wan2_1_t2v_14b_720p_dmd2", "data=video_folder_720p"),
+        ("experiment=wan2_1_t2v_14b_720p_dmd2", "wan2_1_t2v_14b_dmd2"),
         ("~steps", "steps"),
         ("--steps 5", "steps="),
         ("steps", "steps"),
@@ -86,7 +86,8 @@ MISTAKES = {
         ("experiment=quickstart_rcm method.student_every=1", "method.student_every"),
         ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
-        ("experiment=quickstart_ode_regression", "method.trajectories"),
+        ("experiment=quickstart_ode_regression", "distill.teacher_clips"),
+        ("experiment=quickstart_ode_regression method.trajectories=x", "distill.teacher_clips"),
     ],
     "runs and checkpoints": [
         ("run_dir={things}", "run_dir"),
@@ -105,7 +106,9 @@ MISTAKES = {
         ("python -m models.verify nobody", "nobody"),
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
-        ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
+        ("python -m distill.trajectories experiment=quickstart", "distill.teacher_clips"),
+        ("python -m distill.teacher_clips experiment=quickstart_teacher mesh.cp=1 {new}", "method="),
+        ("python -m distill.teacher_clips experiment=quickstart mesh.cp=1 device=cpu {things}", "OUT"),
     ],
 }
 # Settings that look like mistakes and are accepted, each with its value in the run's configuration.
@@ -225,7 +228,7 @@ def test_no_value_of_another_kind_is_taken(tmp_path, monkeypatch, mode, examples
         max_examples=examples,
         derandomize=True,
         deadline=None,
-        phases=[Phase.generate],  # an example as it is says enough, and to shrink it takes minutes
+        phases=[Phase.generate],  # a failing example is clear enough, and shrinking takes minutes
         suppress_health_check=list(HealthCheck),
     )
     @given(chosen=st.sampled_from(sorted(_typed_settings(), key=str)), value=st.one_of(NUMBERS, WORDS, NESTED))

@@ -30,7 +30,7 @@ WORDS = [
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The metadata of an installed package on the path."""
+    """Put the metadata of an installed package on the path."""
     about = tmp_path / "site" / "outside-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
@@ -69,7 +69,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
 
 @pytest.mark.slow
 def test_a_network_that_predicts_v_is_distilled_and_sampled(installed):
-    """A CogVideoX with random weights, by DMD2. No scheduler of flow matching is exported with it."""
+    """DMD2 distills a CogVideoX with random weights. The export has no flow-matching scheduler."""
     sizes = {
         "in_channels": 3, "out_channels": 3, "text_embed_dim": 32, "max_text_seq_length": CAPTION_WORDS,
         "sample_frames": 21, "sample_height": 16, "sample_width": 16,
@@ -108,7 +108,7 @@ def test_its_own_mistakes_are_one_line(installed, monkeypatch, capsys, changes, 
 
 @pytest.mark.slow
 def test_its_method_trains_by_the_words_of_the_documents(installed):
-    """The method, its settings and its three YAML files, as docs/extending.md names them."""
+    """The test uses the method, its settings and its three YAML files, as docs/extending.md names them."""
     run_dir = installed / "run"
     words = ["experiment=quickstart_halving", "steps=5", "log.every=1", "sample.report_clips=0", f"run_dir={run_dir}"]
     done = run_command(2, *words, "mesh.cp=2", "method.interval=0.4", "sample.student_steps=[2]")

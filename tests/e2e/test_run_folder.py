@@ -1,4 +1,4 @@
-"""A run's folder: a run loses nothing that lies in it, and its records are true."""
+"""The run directory: a run loses no file in it, and its records are true."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def run(run_dir, *overrides):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps. Tests that change a run's folder work on a copy."""
+    """Return a finished run of two steps. Tests that change a run directory work on a copy."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     assert run(run_dir, "steps=2") == 0
     return run_dir
@@ -73,7 +73,7 @@ def test_a_start_is_recorded_and_a_finished_run_can_be_exported_again(finished, 
 
 @pytest.mark.slow
 def test_a_branch_leaves_its_source_alone(finished, tmp_path):
-    """A run that begins at another's checkpoint continues from its own checkpoints when it is started again."""
+    """A run that starts from another run's checkpoint resumes from its own checkpoints."""
     branch, theirs = tmp_path / "branch", hashes(finished)
     again = (f"checkpoint.resume={finished}/checkpoints/step_00000002", "checkpoint.keep=0")
     for steps in (3, 4):
@@ -84,7 +84,7 @@ def test_a_branch_leaves_its_source_alone(finished, tmp_path):
     assert run(branch, "steps=6", *again) == 0
     assert [r["step"] for r in losses(branch)] == [3, 4, 5, 6]
 
-    # A step that a run left for an earlier one is kept under another name, as often as that happens.
+    # Steps later than the one that a run returns to are renamed, each time.
     own = tmp_path / "own"
     assert run(own, "steps=2", "checkpoint.keep=0") == 0
     first, state = (own / "checkpoints" / name for name in ("step_00000001", "step_00000002/state.json"))
@@ -92,7 +92,7 @@ def test_a_branch_leaves_its_source_alone(finished, tmp_path):
         assert run(own, "steps=2", f"checkpoint.resume={first}") == 0
         saved = json.loads(state.read_text())
         assert saved["branch_of"] == str(first.resolve())
-        state.write_text(json.dumps(saved | {"branch_of": None}))  # as if the user had begun elsewhere since
+        state.write_text(json.dumps(saved | {"branch_of": None}))  # as if the user had started elsewhere in between
     names = {p.name for p in (own / "checkpoints").iterdir()}
     assert names == {"step_00000001", "step_00000002", "left_step_00000002", "left_step_00000002_2"}
 
@@ -121,7 +121,7 @@ def test_an_architecture_resumes_under_another_hash_seed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_unusual_paths(tmp_path, monkeypatch):
-    """From another folder, with a home folder, and all in config.yaml as it was typed."""
+    """The command starts in another folder, with ``~`` and unusual characters in paths, and writes nowhere else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "ho me"))
     name = """it's (1) [2] {3} a=b, c "d" größe 数 #5 $x; \\ end"""

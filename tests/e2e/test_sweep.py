@@ -19,7 +19,7 @@ LARGER_THAN_ANY_MEMORY = (
     "fake.architecture={num_layers: 1, num_attention_heads: 4096, attention_head_dim: 256, in_channels: 3,"
     " out_channels: 3, text_dim: 32, freq_dim: 64, ffn_dim: 1048576, patch_size: [1, 4, 4], rope_max_seq_len: 64}"
 )
-"""A fake score of 10^13 parameters."""
+"""Fake score of 10^13 parameters."""
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_two_lengths_on_two_meshes(tmp_path):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][2:]
         seconds = sum(line["perf/seconds_per_step"] for line in lines)
         assert float(row["tokens_per_second"]) == pytest.approx(int(row["tokens"]) * 2 * 2 / seconds)
-        # Resident: above the start's there are three networks of 1.1e6 weights, at least; far below all of it.
+        # Memory since the start holds at least three networks of 1.1e6 weights, and is far below the whole process's.
         assert 0.01 < float(row["allocated_gib"]) < lines[-1]["memory/peak_gib"] - 0.1
         assert not (run / "export").exists() and not (run / "checkpoints").exists() and not (run / "samples").exists()
     assert (second / "previous" / "1" / "metrics.jsonl").exists(), "started from scratch, and nothing removed"

@@ -26,7 +26,7 @@ def test_step_lines_equal_the_metrics_and_a_bar_is_for_terminals(tmp_path, monke
         monkeypatch.setattr(sys, "stderr", stderr)
         assert main([*WORDS, f"run_dir={tmp_path}/run"]) == 0
         monkeypatch.undo()
-        print("END", file=stderr, flush=True)  # a read of nothing would block
+        print("END", file=stderr, flush=True)  # reading an empty pipe would block
         shown = b""
         while b"END" not in shown:  # a terminal hands its output over in pieces
             shown += os.read(reading, 2**16)

@@ -14,7 +14,7 @@ from diffusers import WanTransformer3DModel
 
 from distill import sample
 from distill.config import load_config
-from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.checkpoint.folder import published_steps
 from models import export
 from tests.e2e.families import same_weights, weights
 from tests.e2e.launch import QUICK, ROOT, environment, forked, losses, run_command, torchrun_command, train, wait_for
@@ -31,7 +31,7 @@ def frames(file):
 
 
 def test_from_the_command_line_to_export_samples_and_report(tmp_path):
-    """Two ranks of a real torchrun; then the commands that export and sample a run."""
+    """Two ranks run under a real torchrun; then commands export and sample the run."""
     run_dir = tmp_path / "run"
     done = run_command(2, *SMALL, "steps=2", "mesh.cp=2", "sample.report_clips=2", f"run_dir={run_dir}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 
 
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
-    """While one run holds its folder, a second is refused. Killed and started again, it is the undisturbed run."""
+    """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     words = (*QUICK, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
@@ -134,7 +134,7 @@ def test_real_clips_are_encoded_once(tmp_path):
     train(2, *words, "steps=2", "mesh.cp=2")
     assert list((run_dir / "samples").glob("*student*.mp4")) and (run_dir / "report.html").is_file()
     cached = {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")}
-    assert len([path for path in cached if path.parent.name == "latents"]) == 3
+    assert len([path for path in cached if path.name.startswith("clips-")]) == 1
     train(2, *words, "steps=3", "mesh.cp=1")
     assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached
@@ -142,7 +142,7 @@ def test_real_clips_are_encoded_once(tmp_path):
 
 @pytest.mark.slow
 def test_every_role_sharded_in_its_own_way(tmp_path):
-    """The losses are those of a run with the defaults; norms and profiles are written and survive a resume."""
+    """The losses equal those with the defaults. Norms and profiles are written and survive a resume."""
     arguments = (*SMALL, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")
     own = (
         "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
@@ -184,20 +184,26 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
 
 
 @pytest.mark.slow
-def test_trajectories_are_written_and_trained_on(tmp_path):
-    words = (
-        "experiment=quickstart_ode_regression", "device=cpu", "mesh.cp=2", "batch_size=2", "steps=2", *SAMPLES,
-        "method.num_trajectories=4", "method.teacher_steps=4", f"method.trajectories={tmp_path}/trajectories",
-    )  # fmt: skip
-    done = forked(2, "distill.trajectories", *words).wait()
-    assert done.returncode == 0, done
-    train(2, *words, f"run_dir={tmp_path}/run")
-    assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
-    WanTransformer3DModel.from_pretrained(tmp_path / "run" / "export" / "student")
+def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
+    """Regression on the states, and a GAN whose real clips these are."""
+    words = ("device=cpu", "mesh.cp=2")
+    options = ("--clips", "4", "--steps", "4", "--states", "1.0,0.9,0.75,0.5")
+    clips = str(tmp_path / "clips")
+    made = forked(2, "distill.teacher_clips", "experiment=quickstart_ode_regression", *words, clips, *options).wait()
+    assert made.returncode == 0, made
+    for name, gan in (("ode_regression", ()), ("dmd2", ("method.gan_weight_student=0.01",))):
+        run_dir = tmp_path / name
+        train(
+            2, f"experiment=quickstart_{name}", *words, *gan, "data=encoded", f"data.path={clips}", "batch_size=2",
+            "steps=2", *SAMPLES, f"run_dir={run_dir}",
+        )  # fmt: skip
+        assert [r["step"] for r in losses(run_dir)] == [1, 2]
+        WanTransformer3DModel.from_pretrained(run_dir / "export" / "student")
 
 
 COMMANDS = (
-    "train", "distill.sample", "distill.sweep", "distill.trajectories", "models.export", "models.lora", "models.verify",
+    "train", "distill.encode", "distill.sample", "distill.sweep", "distill.teacher_clips", "models.export",
+    "models.lora", "models.verify",
     "tests.tiny_pipeline", "tests.tiny_ltx_pipeline", "tests.tiny_hunyuan_pipeline", "benchmarks.gpu",
 )  # fmt: skip
 
@@ -215,7 +221,7 @@ def test_every_command_has_help():
 
 @pytest.mark.slow
 def test_the_fake_score_has_an_average(tmp_path):
-    """The fake score trains at steps 2 and 4: its first update is before ``start``, the second halves. Resumed."""
+    """The fake score trains at steps 2 and 4: first before ``start``, then with weight one half. The run resumes."""
     run_dir = tmp_path / "run"
     words = (
         *QUICK, "device=cpu", "mesh.cp=1", "checkpoint.keep=9", "fake.ema.enabled=true", "fake.ema.decay=0.5",

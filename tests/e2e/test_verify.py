@@ -15,7 +15,7 @@ from tests.tiny_pipeline import build_tiny_pipeline
 
 @pytest.mark.slow
 def test_both_experts_of_a_pipeline(tmp_path, capsys):
-    """Each gets a table; a number in the second that is not finite is refused."""
+    """The command prints a table for each expert. It refuses a non-finite number in the second expert."""
     build_tiny_pipeline(tmp_path, boundary=0.875)
     assert verify.main([str(tmp_path), "--ranks", "1"]) == 0
     assert capsys.readouterr().out.count("| 1 x 1 |") == 8
@@ -39,7 +39,7 @@ def test_a_causal_network(tmp_path, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["ltx", "hunyuan15"])
 def test_a_family_by_its_name(capsys, family):
-    """All its examples, up to two ranks, with captions of two lengths, from text and from a first frame."""
+    """The command checks all examples of the family on up to two ranks: two caption lengths, text and first frame."""
     assert verify.main([family, "--ranks", "2"]) == 0
     assert capsys.readouterr().out.count("| 1 x 2 | 45 | on |") == 4
 
@@ -52,7 +52,7 @@ def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_wrong_network_is_seen(tmp_path):
-    """Every measure can fail: against the truth of other weights, and with a gradient missing or not finite."""
+    """Every measure can fail: against other weights, and with a missing or non-finite gradient."""
     wan = Wan()
     verify.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
     plan = verification.planned(tmp_path / "network", "wan", checkpointing=False)

@@ -1,9 +1,9 @@
 """Put known faults into a copy of the project and run the tests that must fail: ``python -m tests.mutants``.
 
-    python -m tests.mutants list                 print name, part, harm and killing test of each fault
-    python -m tests.mutants check                does each fault still fit the code in exactly one place?
-    python -m tests.mutants run [NAME ...]       run each fault's killing test (all faults by default)
-    python -m tests.mutants diff NAME            print the fault as a patch, for ``git apply``
+    python -m tests.mutants list              print name, part, harm and killing test of each fault
+    python -m tests.mutants check             check that each fault fits the code in exactly one place
+    python -m tests.mutants run [NAME ...]    run each fault's killing test (all faults by default)
+    python -m tests.mutants diff NAME         print the fault as a patch, for ``git apply``
 
 ``run`` works on a temporary copy of the tracked files, as they are on disk. It exits with 1 if a fault survives.
 """

@@ -13,7 +13,7 @@ class Fault:
 
     name: str
     room: str
-    """Part of the product that it is in."""
+    """Part of the product that contains the fault."""
     harm: str
     """Consequence for a user."""
     old: str
@@ -242,7 +242,7 @@ FAULTS = (
     Fault(
         name="resume_forgets_updates",
         room="resume: update counts",
-        harm="after a resume warm-up, cosine and EMA schedule begin anew, and the next checkpoint has the wrong counts",
+        harm="after a resume warm-up, cosine and EMA schedule start over, and the next checkpoint has the wrong counts",
         old="            self.trained[name].updates = count\n",
         new="            pass\n",
         killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
@@ -297,7 +297,7 @@ FAULTS = (
     Fault(
         name="text_mask_one_more",
         room="text: mask",
-        harm="Hunyuan attends to one token of nothing behind each quotation",
+        harm="Hunyuan attends to one empty token after each quotation",
         old='            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],\n',
         new='            "glyph_mask": torch.arange(GLYPH_TOKENS) <= glyphs.shape[0],\n',
         killed_by="unit/test_hunyuan_encoders.py::test_texts_are_those_of_the_pipeline_where_they_count",
@@ -401,7 +401,7 @@ FAULTS = (
     Fault(
         name="refused_run_leaves_folder",
         room="command line: writes before refusal",
-        harm="a dry run, or a run that is refused later, leaves an empty folder behind",
+        harm="a dry run, or a run that is refused later, leaves an empty folder",
         old=("    refuse_foreign(plan.run_dir)\n    if config.dry_run:\n"),
         new=(
             "    refuse_foreign(plan.run_dir)\n"

@@ -48,7 +48,7 @@ METHODS: dict[str, Any] = {
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=_TIMES),
     "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
 }  # fmt: skip
-"""Settings with which four steps train every role and pass a warm-up. ode_regression needs files: test_trajectories."""
+"""Settings with which four steps train every role and pass a warm-up. ode_regression needs files."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,8 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
 
     Args:
         setup: the run.
-        folder: of :func:`tests.oracles.tiny_wan.write_checkpoints`.
-        pool: of ``setup.world_size`` ranks; new ones by default.
+        folder: folder written by :func:`tests.oracles.tiny_wan.write_checkpoints`.
+        pool: pool of ``setup.world_size`` ranks; new ones by default.
     """
     if pool is None:
         with RankPool(setup.world_size, preload=("torch", "distill.train.trainer")) as pool:

@@ -59,7 +59,7 @@ def _random_wan(architecture: Mapping[str, Any], seed: int) -> WanTransformer3DM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = WanTransformer3DModel(**architecture)
-        # diffusers' initialisation leaves biases at 0, which would hide errors in their gradients.
+        # diffusers' initialization leaves biases at 0, which would hide errors in their gradients.
         for parameter in network.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
     return network

@@ -19,7 +19,7 @@ TEXT = (5, 10)
 
 
 def write_checkpoint(folder):
-    """A Wan with random weights, biases included, as a diffusers folder."""
+    """Write a Wan with random weights, biases included, as a diffusers folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = WanTransformer3DModel(**ARCHITECTURE)
@@ -30,7 +30,7 @@ def write_checkpoint(folder):
 
 
 def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
-    """The role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
+    """Return the role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
     mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
     plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
     role = build_role(
@@ -41,12 +41,12 @@ def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
 
 
 def plain_wan(folder):
-    """diffusers' own network in fp64."""
+    """Load diffusers' network in fp64."""
     return nn.Module.to(WanTransformer3DModel.from_pretrained(folder), torch.float64)
 
 
 def sample(latents, seed=0):
-    """x, t, text and a target of a global batch, fp64."""
+    """Return x, t, text and a target of a global batch, in fp64."""
     generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(BATCH, *latents, generator=generator, dtype=torch.float64) for _ in range(2))
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
@@ -54,5 +54,5 @@ def sample(latents, seed=0):
 
 
 def relative(ours, truth):
-    """Norm of the difference, relative to the truth's."""
+    """Return the norm of the difference, relative to the norm of the truth."""
     return ((ours - truth).norm() / truth.norm()).item()

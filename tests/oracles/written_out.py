@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class WrittenOut(WanAttnProcessor):
-    """diffusers' processor with attention as the formula has it: torch's own on the CPU has no forward-mode AD."""
+    """diffusers' processor with written-out attention, since torch's CPU attention has no forward-mode AD."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         image = None
-        if attn.add_k_proj is not None:  # the text is the last 512 tokens, whatever the image has
+        if attn.add_k_proj is not None:  # the text is the last 512 tokens, for any number of image tokens
             image, keys = keys[:, :-512], keys[:, -512:]
         q = attn.norm_q(attn.to_q(hidden_states))
         out = self._attend(attn, q, attn.norm_k(attn.to_k(keys)), attn.to_v(keys), rotary_emb)
@@ -31,7 +31,7 @@ class WrittenOut(WanAttnProcessor):
 
     @staticmethod
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Pairs of neighbours as complex numbers, times ``cos + i sin``."""
+        """Multiply pairs of neighboring numbers, as complex numbers, by ``cos + i sin``."""
         turn = torch.complex(cos[..., 0::2], sin[..., 1::2])
         pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)

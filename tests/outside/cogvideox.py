@@ -1,7 +1,9 @@
-"""A family that the project does not know, for a class of diffusers whose networks predict v: CogVideoX, from text.
+"""Model family of another package, for CogVideoX from text: a diffusers class whose networks predict v.
 
-Named by an entry point (``fsdp_cp.families``); nothing in ``models`` names it. Not supported: networks that take an
-image (``use_learned_positional_embeddings``, ``ofs_embed_dim``). Not yet run with published weights or on a GPU.
+An entry point (``fsdp_cp.families``) registers it; nothing in ``models`` names it.
+
+Not supported: networks that take an image (``use_learned_positional_embeddings``, ``ofs_embed_dim``). Not yet run with
+published weights or on a GPU.
 
 Shape legend: B samples, C T H W latents of one sample, S video tokens of one sample, L D text.
 """
@@ -30,7 +32,7 @@ def schedule(snr_shift_scale):
 
 
 SCHEDULES = {False: schedule(3.0), True: schedule(1.0)}
-"""By ``use_rotary_positional_embeddings``: CogVideoX-2b has none and ``snr_shift_scale=3``, 5b and 1.5 have 1."""
+"""Schedules by ``use_rotary_positional_embeddings``: ``snr_shift_scale`` is 3 for 2b and 1 for 5b and 1.5."""
 
 
 class JointAttention:
@@ -95,7 +97,7 @@ class CogVideoX(DiffusersFamily):
             refuse(values, "attention_head_dim", "a multiple of 16, for positions in three dimensions", setting)
 
     def examples(self):
-        """The three kinds that are published: sums of sines, rotary tables, rotary tables with patches in time."""
+        """Return small networks of the three published kinds: sinusoidal embeddings, rotary tables, patches in time."""
         sizes = {
             "num_attention_heads": 6, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2,
             "time_embed_dim": 20, "text_embed_dim": 24, "max_text_seq_length": 5, "sample_frames": 9,
@@ -111,7 +113,7 @@ class CogVideoX(DiffusersFamily):
             embed.pos_embedding = embed._get_positional_embeddings(*sizes, device=device)
 
     def blocks(self, network):
-        """Each returns the video's tokens, then the text's."""
+        """Return the blocks. Each returns the video's tokens, then the text's."""
         return list(network.transformer_blocks)
 
     def time_embedder(self, network):
@@ -133,7 +135,7 @@ class CogVideoX(DiffusersFamily):
         return config["patch_size_t"] or 1, config["patch_size"], config["patch_size"]
 
     def condition_shapes(self, config, latent_shape, text_tokens):
-        """Sums of sines count the text's tokens too: their number is fixed."""
+        """Return shapes of the text. Sinusoidal embeddings count text tokens too, so their number is fixed."""
         fixed = not config["use_rotary_positional_embeddings"]
         return {"text": (config["max_text_seq_length"] if fixed else text_tokens, config["text_embed_dim"])}
 
@@ -157,7 +159,7 @@ class CogVideoX(DiffusersFamily):
         return layers * 2 * both * both * dim, layers * block + ends + times, text * text_dim * dim
 
     def parallelize(self, network, mesh, backend="auto", head_groups=1):
-        """Each rank embeds all tokens and works on its own in the blocks; the text stays whole on all."""
+        """Split tokens after their embedding, so blocks process the rank's own tokens. The text stays whole."""
         plan = {
             "": {"image_rotary_emb": SplitTokens(0)},
             "transformer_blocks.0": {"hidden_states": SplitTokens(1)},
@@ -166,7 +168,7 @@ class CogVideoX(DiffusersFamily):
         parallelize_context(network, mesh=mesh, plan=plan)
         for block in network.transformer_blocks:
             block.attn1.set_processor(JointAttention(mesh, backend, head_groups))
-        # An addition to the time's embedding is fp32 under bf16, which the blocks are not.
+        # Under bf16 an addition to the time's embedding is fp32, and the blocks are not.
         network.time_embedding.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
 
     def outputs(self, network, x, t, condition):

@@ -143,7 +143,7 @@ class OutsideFamily(Family):
             plan={
                 "embed": {"input": SplitTokens(1)},
                 "time": {"input": SplitTokens(1)},
-                "out": GatherTokens(1, of="input"),
+                "out": GatherTokens(1, source="input"),
             },
         )
         for block in network.blocks:

@@ -28,7 +28,7 @@ class HalvingSettings(StepListSettings):
 
 
 class Halving(FewStepMethod):
-    """``mean (v(x_t) - (v_T(x_t) + v_T(x_s)) / 2)^2``; the teacher's Euler step leads from t to s."""
+    """``mean (v(x_t) - (v_T(x_t) + v_T(x_s)) / 2)^2``, where the teacher's Euler step leads from t to s."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)

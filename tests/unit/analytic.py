@@ -120,7 +120,7 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 
 
 class ExactStudent(nn.Module):
-    """The consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
+    """Consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
 
     has_experts = False
 
@@ -138,9 +138,10 @@ class ExactStudent(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """The velocity of ``problem`` plus a network, zero at first: a student that begins as its teacher, of any mode.
+    """Velocity of ``problem`` plus a network, zero at first: a student that starts as its teacher, of any mode.
 
-    It sees each element with the time, and, for a problem whose elements depend on each other, the whole sample.
+    The network sees each element with the time, and the whole sample if the elements of ``problem`` depend on each
+    other.
     """
 
     has_experts = False

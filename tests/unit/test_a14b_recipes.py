@@ -17,7 +17,7 @@ from tests.unit.test_recipes import fake_world
 LATENTS = (16, 21, 60, 104)
 TOKENS = 32_760
 PARAMETERS = {"t2v": 14_288_491_584, "i2v": 14_288_901_184}
-"""Parameters of one expert. Image to video embeds 20 more channels."""
+"""Number of parameters of one expert. Image to video embeds 20 more channels."""
 BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
 
 

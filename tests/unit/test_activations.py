@@ -18,7 +18,7 @@ from tests.counted import Calls, Counted
 
 
 class Views(nn.Module):
-    """Saves views of one storage, transposed and expanded ones, temporaries whose memory is used again, weights."""
+    """Module that saves transposed and expanded views of one storage, weights, and temporaries in reused memory."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def views():
 
 
 def test_offloading_changes_no_bit(views):
-    """Freed memory is used again within the forward: a copy that goes by address alone would be another's."""
+    """The forward reuses freed memory, so copies identified by address alone would be confused."""
     module, x, truth = views
     for gradients in (_gradients(module, x), _gradients(module, x)):
         assert all(torch.equal(a, b) for a, b in zip(gradients, truth, strict=True))
@@ -60,15 +60,15 @@ def test_each_storage_is_copied_once_and_weights_never(views):
         leaf = x.clone().requires_grad_()
         module(leaf)
     unit = x.numel() * 4
-    # qkv in one piece. Twice as large: the softmax (5 x 128 x 128). As large: x, the factors x and the
-    # sines' arguments of four rounds, the last x, the last factor.
+    # Size 3: qkv in one piece. Size 2: the softmax (5 x 128 x 128). Size 1: x; in four rounds the factor x and the
+    # sine's argument; the last x; the last factor.
     assert Counter(counted.copies) == {3 * unit: 1, 2 * unit: 1, unit: 1 + 8 + 2}
     weights = {4 * p.numel() for p in module.parameters()}
     assert not weights & set(counted.copies)
 
 
 class _Strided(torch.autograd.Function):
-    """Saves views with odd strides, and looks at what comes back."""
+    """Module that saves views with odd strides, and records what comes back."""
 
     @staticmethod
     def forward(ctx, x):
@@ -128,7 +128,7 @@ def test_a_tensor_changed_in_place(size):
 
 
 def test_second_backwards(views):
-    """The same graph again, and a gradient of a gradient."""
+    """The test runs backward through the same graph twice, and a gradient of a gradient."""
     module, x, truth = views
     leaf = x.clone().requires_grad_()
     loss = module(leaf).square().sum()
@@ -162,7 +162,7 @@ def test_nothing_is_copied_without_gradients(views):
 
 
 def _linear_calls(keep):
-    """Calls of ``aten.addmm`` (a linear layer with a bias) in forward and in backward, and gradients."""
+    """Return the calls of ``aten.addmm`` (a linear layer with a bias) in forward and backward, and the gradients."""
     torch.manual_seed(0)
     unit, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
     if keep is not None:
@@ -185,7 +185,7 @@ def test_the_operators_asked_for_are_kept():
 
 @pytest.mark.parametrize("name", ["aten.no_such", "aten.linear"])
 def test_operators_that_cannot_be_kept(name):
-    """Autograd takes aten.linear apart before a policy sees it: naming it would keep nothing, silently."""
+    """Autograd decomposes aten.linear before a policy sees it, so naming it would silently keep nothing."""
     with pytest.raises(UserError, match=name):
         ShardSettings(activation_checkpointing="selective", keep_operators=[name]).check("cpu")
     with pytest.raises(UserError, match=name):
@@ -236,7 +236,7 @@ def test_tangents_pass_a_compiled_unit(checkpointing):
 
 
 class _Modulated(nn.Module):
-    """The part of a HunyuanVideo block after its attention: a gate, a modulated norm, a gated feed-forward."""
+    """Part of a HunyuanVideo block after its attention: a gate, a modulated norm, a gated feed-forward."""
 
     def __init__(self):
         super().__init__()
@@ -250,7 +250,7 @@ class _Modulated(nn.Module):
 
 
 class _BehindAConvolution(_Modulated):
-    """The same part, with a convolution that transposes its input."""
+    """The same part after a convolution that transposes its input."""
 
     def __init__(self):
         super().__init__()
@@ -276,9 +276,10 @@ def _errors_of_compiled_gradients(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
 def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
-    """torch 2.13's own gradients are off by 4 to 9 % where the argument is transposed or the unit transposes.
+    """torch 2.13's own gradients differ by 4 to 9 % where the argument is transposed or the unit transposes.
 
-    In a process of its own: inductor imports setuptools, which fails where other tests have imported distutils.
+    The test runs in a separate process: inductor imports setuptools, which fails if other tests have imported
+    distutils.
     """
     (errors,) = run_ranks(1, _errors_of_compiled_gradients, kind)
     assert max(errors) < 1e-5

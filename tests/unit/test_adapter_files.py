@@ -38,7 +38,7 @@ def mesh():
 
 
 def pairs(base, rank=lambda i: RANK):
-    """A and B of each linear layer of the blocks."""
+    """Return A and B of each linear layer of the blocks."""
     generator = torch.Generator().manual_seed(1)
     network = WanTransformer3DModel.from_pretrained(base)
     linear = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("blocks.")]
@@ -60,7 +60,7 @@ def named(template, found):
 
 
 def diffusers(base):
-    """Other ranks in other layers."""
+    """Return adapters whose ranks differ between layers."""
     return named("transformer.{}.lora_{}.weight", pairs(base, rank=lambda i: 1 + i % RANK))
 
 
@@ -81,7 +81,7 @@ def diffsynth_bare(base):
 
 
 def distilled(base):
-    """As the published adapters of few steps: biases of some layers, and differences of norms, which are zero."""
+    """Return tensors like published few-step adapters: with biases of some layers, and zero differences of norms."""
     tensors = {}
     for i, (name, (a, b)) in enumerate(original(base).items()):
         unit = f"diffusion_model.{name}"
@@ -94,7 +94,7 @@ def distilled(base):
 
 
 def head(base):
-    """The difference of a whole layer, which is as many ranks as the layer gives features."""
+    """Return the difference of a whole layer, whose rank is the layer's number of output features."""
     return distilled(base) | {
         "diffusion_model.head.head.diff": 0.1 * torch.ones(8, 24),
         "diffusion_model.head.head.diff_b": torch.ones(8),
@@ -109,7 +109,7 @@ def says(velocity):
 
 
 def by_diffusers(base, file):
-    """What the network says with ``file`` by diffusers; with none, alone."""
+    """Return the network's output with ``file`` loaded by diffusers, or without adapters if it is None."""
     network = WanTransformer3DModel.from_pretrained(base)
     if file is not None:
         parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": FlowMatchEulerDiscreteScheduler()}

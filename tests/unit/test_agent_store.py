@@ -1,4 +1,4 @@
-"""Ranks that are started again in the same store meet each other, and nobody from before."""
+"""Ranks that restart in the same store meet each other, and no rank of an earlier start."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fsdp_cp.runtime.agent_store import agree, own_part
+from fsdp_cp.runtime.torchrun import agree, own_part
 
 SOON = timedelta(seconds=20)
 

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: random folders in the place, failures in the middle, two at once."""
+"""Folders that appear whole or not at all: random existing folders, failures in the middle, two writers."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def test_a_new_an_empty_and_an_earlier_export_are_written(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     write(empty, "one")
-    assert [p.name for p in out.parent.iterdir()] == ["out"], "nothing is left beside it"
+    assert [p.name for p in out.parent.iterdir()] == ["out"], "nothing is left next to it"
 
 
 def _umask() -> int:
@@ -54,7 +54,7 @@ def _umask() -> int:
 
 
 def test_clips_and_weights_do_not_replace_each_other(tmp_path):
-    """``distill.sample --out RUN/export/student`` deleted the student."""
+    """``distill.sample --out RUN/export/student`` once deleted the student."""
     clips, weights = {"made by": "distill.sample"}, {"run": "a"}
     for first, second, maker in ((weights, clips, "models.export"), (clips, weights, "distill.sample")):
         out = tmp_path / maker
@@ -71,7 +71,7 @@ def test_clips_and_weights_do_not_replace_each_other(tmp_path):
 
 @pytest.mark.parametrize("name", ["../precious", "/precious", "below/../../precious", ".."])
 def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
-    """Replacing its folder deletes what it names."""
+    """Replacing such a folder would delete the files that its manifest names."""
     precious, out = tmp_path / "precious", tmp_path / "out"
     out.mkdir()
     precious.write_text("mine")
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=20, derandomize=True, deadline=None)
 def test_nothing_of_somebody_else_is_touched(tmp_path_factory, seed):
-    """Random folders in the place of an export: files, folders, links, earlier exports with something in addition."""
+    """The place of an export has random contents: files, folders, links, earlier exports with additional files."""
     draw = random.Random(seed)
     place = tmp_path_factory.mktemp("place")
     out = place / "out"
@@ -230,7 +230,7 @@ def test_a_file_in_a_folder_of_an_export_is_never_lost(tmp_path, where):
 
 
 def test_what_lies_behind_a_link_is_never_touched(tmp_path):
-    """A user moved an expert to another disk, and linked to it."""
+    """A user moved an expert to another disk and linked to it."""
     out, moved = tmp_path / "out", tmp_path / "moved"
     _experts(out, "first")
     (out / "transformer").rename(moved)

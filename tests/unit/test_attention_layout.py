@@ -63,7 +63,7 @@ def test_chunks_hold_every_token_once(layout):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(layout=_layouts, data=st.data())
 def test_tiles_are_what_queries_see(layout, data):
-    """Every visible pair once, no other; and K, V and gradients travel exactly as far as somebody needs them."""
+    """Every visible pair is attended to once. K, V and gradients travel exactly as far as a rank needs them."""
     tokens, ring = sum(layout.segments), layout.ring
     layout = replace(layout, mask=data.draw(st.one_of(st.none(), block_masks(tokens))))
     visible = torch.ones(tokens, tokens, dtype=torch.int32) if layout.mask is None else dense_mask(layout.mask).int()

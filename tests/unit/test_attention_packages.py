@@ -1,4 +1,4 @@
-"""FlashAttention 3 and 4 and Transformer Engine: their functions stood in for on the CPU.
+"""FlashAttention 3 and 4 and Transformer Engine: stand-ins for their functions on the CPU.
 
 The stand-ins have the signatures of released versions, compute the same attention, and fail where the real ones would
 silently read something else. With a GPU and the packages, ``test_cuda_kernels.py`` runs the real ones.
@@ -38,14 +38,14 @@ def _flash_write(given):
 
 
 def _function(name, arguments, body):
-    """A function called ``name`` with these arguments, which hands them to ``body`` by name."""
+    """Make a function called ``name`` with these arguments, which passes them to ``body`` by name."""
     space = {"body": body}
     exec(f"def {name}({arguments}):\n    return body(locals())", space)
     return space[name]
 
 
 def _operator(name, arguments, results, mutates, body):
-    """The same as a custom operator, as the packages have it from 2025 on."""
+    """Make the same as a custom operator, as the packages have it from 2025 on."""
     names = [a.split("=")[0].split()[-1] for a in arguments.split(", ")]
     return torch.library.custom_op(
         f"fsdp_cp_tests::{name}",
@@ -78,7 +78,7 @@ _BACKWARD = (f"{_ROWS}, Tensor? cu_seqlens_q=None, {_GRADS}, float? softmax_scal
 
 @pytest.fixture
 def install(monkeypatch):
-    """Put modules where an import finds them, until the test is over."""
+    """Install modules under their import names for the rest of the test."""
 
     def put(distribution, version, module, **contents):
         made = ModuleType(module)

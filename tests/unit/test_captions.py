@@ -8,9 +8,9 @@ import torch
 import train
 from distill.config import load_config
 from distill.data import CaptionsSettings
-from distill.data.captions import Captions, read_captions
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
-from distill.data.video_folder import VideoFolder
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.captions import read_captions
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips
 
@@ -28,7 +28,9 @@ def file(tmp_path):
 @pytest.fixture
 def make(tmp_path, tiny, file):
     def build(**changes):
-        return Captions(**({"path": file, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes))
+        return encode_source(
+            **({"path": file, "has_clips": False, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes)
+        )
 
     return build
 
@@ -36,7 +38,7 @@ def make(tmp_path, tiny, file):
 def test_items_are_the_captions_through_the_text_encoder(make, tiny):
     data = make(negative_prompt="blurred")
     encoder = TextEncoder(inspect_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
-    assert len(data) == 4 and data.captions() == [TEXTS[0], TEXTS[1], TEXTS[3]]
+    assert len(data) == 4 and list(data.captions()) == [TEXTS[0], TEXTS[1], TEXTS[3]]
     assert data.latent_shape == (16, 3, 4, 6) and data.condition_shapes == {"text": (24, 32)} and data.fps == 8
     for i, text in enumerate(TEXTS):
         item = data[i]
@@ -65,7 +67,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     assert again.fingerprint == first.fingerprint and torch.equal(again[3]["text"], first[3]["text"])
     monkeypatch.undo()
     videos = render_clips(tmp_path / "videos", 2)
-    folder = VideoFolder(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+    folder = encode_source(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
     assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shape == first.latent_shape
 
 
@@ -99,7 +101,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, content):
 
 @pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
-    """Run train.py without videos, from the file to clips of its captions."""
+    """The test runs train.py without videos, from the file to clips of its captions."""
     words = [
         "data=captions",
         "sample.report_clips=0",

@@ -188,7 +188,7 @@ def test_an_index_names_safetensors_of_its_folder_alone(sharded, name):
 
 
 def test_links_are_followed(folder, tmp_path):
-    """The layout of the Hugging Face cache."""
+    """The Hugging Face cache has this layout."""
     (tmp_path / "blob").write_bytes((folder / FILE).read_bytes())
     (folder / FILE).unlink()
     (folder / FILE).symlink_to("../blob")
@@ -197,7 +197,7 @@ def test_links_are_followed(folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 def test_weights_that_are_no_floats(folder, dtype):
-    """A flipped bit in a header turns F32 into I32: the same bytes would become other weights."""
+    """A flipped bit in a header turns F32 into I32; the same bytes would then be other weights."""
     save_file({**TENSORS, "b": torch.zeros(4).to(dtype)}, folder / FILE)
     refusal(folder)
 
@@ -211,7 +211,7 @@ def test_weights_that_are_no_floats(folder, dtype):
     ],
 )  # fmt: skip
 def test_values_that_no_wan_has(wan, key, value):
-    """Some would be built for hours, some with another meaning, some end in a traceback of diffusers."""
+    """Some values would build for hours or with another meaning; others end in a traceback of diffusers."""
     rewrite_config(wan, **{key: value})
     message = planning_refusal(checkpoint=str(wan))
     assert message.startswith("student.checkpoint") and key in message
@@ -220,7 +220,7 @@ def test_values_that_no_wan_has(wan, key, value):
 
 
 def test_the_plans_configuration_is_what_defines_the_network(wan):
-    """The plan leaves out diffusers' own notes: ``_use_default_values`` has another order in every process."""
+    """The plan omits diffusers' bookkeeping: the order of ``_use_default_values`` differs in every process."""
     given = {key: value for key, value in SMALL.items() if key != "rope_max_seq_len"}
     planned = plan_role("student", checkpoint=None, architecture=given).config
     assert [key for key in planned if key.startswith("_")] == ["_class_name"]

@@ -8,16 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from fsdp_cp.checkpoint.folder import find_checkpoint, find_resume, published_steps, refuse_overtaken, step_folder
 from fsdp_cp.checkpoint.reader import _Unpickler, reader
-from fsdp_cp.checkpoint.save_load import (
-    Checkpoints,
-    find_checkpoint,
-    find_resume,
-    load,
-    published_steps,
-    refuse_overtaken,
-    step_folder,
-)
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from fsdp_cp.runtime.signals import Stopped
@@ -38,7 +31,7 @@ def tensors(step):
 
 @pytest.fixture
 def folder(tmp_path):
-    """``checkpoints/`` with those of steps 1 and 2."""
+    """Write ``checkpoints/`` with those of steps 1 and 2."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
     for step in (1, 2):
         checkpoints.save(step, tensors(step), {"step": step})
@@ -98,7 +91,7 @@ def test_a_signal_while_one_is_read_is_no_damage(folder, monkeypatch):
 
 
 def test_a_reader_reads_the_list_of_tensors_once(folder, monkeypatch):
-    """An export loads tensor by tensor; reading the list for each is quadratic (200 s for 600 adapters of 1.3B)."""
+    """An export loads one tensor at a time. Reading the list for each is quadratic (200 s for 600 adapters of 1.3B)."""
     newest, opened, unpickle = step_folder(folder, 2), [], _Unpickler.load
     monkeypatch.setattr(_Unpickler, "load", lambda self: opened.append(1) or unpickle(self))
     files, saved = reader(newest), tensors(2)["student"]

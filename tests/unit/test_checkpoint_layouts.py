@@ -1,4 +1,4 @@
-"""Checkpoints as others leave them: variants, shards without an index, prefixes of wrappers, pointers of git-lfs."""
+"""Checkpoints as others write them: variants, shards without an index, wrappers' prefixes, git-lfs pointers."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from distill.data.pipeline_folder import check_weight_files
+from distill.data.encoders.folder import check_weight_files
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
@@ -32,7 +32,7 @@ def folder(network, tmp_path):
 
 
 def write(folder, tensors, *files, index=None):
-    """Spread ``tensors`` over ``files``; ``index`` names them."""
+    """Spread ``tensors`` over ``files``, and write their names to ``index``."""
     places = {name: files[i % len(files)] for i, name in enumerate(sorted(tensors))}
     for file in files:
         save_file({name: tensors[name].contiguous() for name in tensors if places[name] == file}, folder / file)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.clips import ClipError, ClipFormat, crop_and_resize, read_clip
+from distill.data.videos.decode import ClipError, ClipFormat, crop_and_resize, read_clip
 from tests.tiny_pipeline import moving_square, write_video
 
 
@@ -20,12 +20,12 @@ def flat(color, frames=4, height=64, width=64):
 
 
 def levels(x):
-    """[-1, 1] -> 0..255."""
+    """Map [-1, 1] to 0..255."""
     return (x + 1) * 127.5
 
 
 def write_counted(file, frames, fps, times=None):
-    """Frame k is gray of level 20 + 4 k, so that a decoded frame tells its number."""
+    """Write clips whose frame k is gray of level 20 + 4 k, so that a decoded frame tells its number."""
     video = np.stack([np.full((32, 32, 3), 20 + 4 * k, np.uint8) for k in range(frames)])
     write_video(file, video, fps=fps, times=times)
     return file
@@ -115,7 +115,7 @@ def test_reduction_averages_thin_lines():
 
 
 def test_wide_pixels_are_widened(tmp_path):
-    """32x64 stored with pixels twice as wide as high shows as 64x64: nothing is cropped."""
+    """A frame of 32x64 whose pixels are twice as wide as high becomes 64x64, without cropping."""
     video = flat((40, 40, 40), height=64, width=32).copy()
     video[:, :, 0:4] = (230, 40, 40)
     write_video(tmp_path / "a.mp4", video, fps=8, pixel_aspect=Fraction(2))
@@ -140,7 +140,7 @@ def test_display_rotation_is_applied(tmp_path):
     (tmp_path / "a.mp4").write_bytes(data)
     x = levels(read_clip(tmp_path / "a.mp4", clip(1, 64, 64)))[:, 0]
     assert x[0, :12].mean() > 200 and x[0, 20:].mean() < 60  # left is on top now
-    assert x[2, 40:60, -6:].mean() > 200  # what was top right is right, below
+    assert x[2, 40:60, -6:].mean() > 200  # the top right corner is now at the bottom right
 
 
 def test_files_that_give_no_clip(tmp_path):
@@ -165,11 +165,11 @@ def test_files_that_give_no_clip(tmp_path):
 
 
 def test_damaged_pictures_do_not_pass_as_data(tmp_path):
-    """With an intact index and overwritten pictures, the decoder often raises nothing and conceals frames."""
+    """If the index is intact and pictures are overwritten, the decoder often conceals frames without an error."""
     file = tmp_path / "a.mp4"
     write_video(file, moving_square("red", 24, 64, 96), fps=16)
     whole = file.read_bytes()
-    first, last = whole.index(b"mdat") + 900, whole.index(b"moov") - 60  # behind the encoder's own note
+    first, last = whole.index(b"mdat") + 900, whole.index(b"moov") - 60  # after the encoder's comment
     for seed in range(8):
         random = np.random.default_rng(seed)
         at, length = int(random.integers(first, last)), int(random.integers(8, 40))

@@ -13,7 +13,7 @@ from distill.methods import METHODS
 from tests.unit.refused import refused
 
 NODES = {1: ([], 8), 4: (["cluster=h20x8x4", "batch_size=32"], 32)}
-"""The words and the global batch, by the number of nodes."""
+"""Words and global batch, by the number of nodes."""
 PAIRS = {
     ("1_3b", "dmd2"): (4, 7200, 2e-6), ("14b", "dmd2"): (8, 7200, 2e-6), ("1_3b", "rcm"): (4, 7000, 2e-6),
     ("14b", "rcm"): (8, 12000, 1e-6), ("1_3b", "meanflow"): (4, 10000, 1e-5),
@@ -90,7 +90,6 @@ PAIR_FILES = {path.stem: path for path in (CONFIGS / "recipe").glob("*.yaml")}
 def test_a_pair_has_a_file_with_its_source_or_is_refused_with_the_files_that_exist(model):
     for method in sorted(METHODS):
         words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}"]
-        words += ["method.trajectories=/paths"] if method == "ode_regression" else []
         if f"{model}_{method}" not in PAIR_FILES:
             with refused(f"recipe=wan2_1_t2v_1_3b_{method}"):
                 compose_config(words)
@@ -120,10 +119,9 @@ def numbers(path):
 
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
-    """Every rate, guidance, step list and average that the composed run has stands in the recipe's own file."""
+    """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""
     model, method = next((name[: -len(m) - 1], m) for m in METHODS if name.endswith(f"_{m}"))
-    words = ["method.trajectories=/paths"] if method == "ode_regression" else []
-    config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}", *words)
+    config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}")
     written = numbers(PAIR_FILES[name])
     assert "steps" in written and "optim.student.lr" in written and "optim.clip" in written
     assert {key: reduce(getattr, key.split("."), config) for key in written} == written, "nothing else sets them"

@@ -1,4 +1,4 @@
-"""A condition's samples: put together, picked, moved; what guidance and a dropped caption put in its place."""
+"""Samples of a condition: concatenated, picked, moved; what guidance and a dropped caption replace."""
 
 import torch
 

@@ -102,7 +102,7 @@ def good() -> Config:
 
 
 def changed(config: Config, setting: str, value) -> Config:
-    """``config`` with one dotted setting changed; every dataclass on the way is copied."""
+    """Return ``config`` with one dotted setting changed; every dataclass on the way is copied."""
     head, _, tail = setting.partition(".")
     assert head in {f.name for f in fields(config)}, setting
     return replace(config, **{head: changed(getattr(config, head), tail, value) if tail else value})
@@ -114,7 +114,7 @@ def changed(config: Config, setting: str, value) -> Config:
         ("checkpoint.keep", -1),
         ("sample.student_steps", [64]),  # more steps than the student is trained for would fail at the end of the run
         ("timeout.step", 60.5),  # longer than timeout.start
-        ("export.weights", "ema"),  # the quickstart has no average here
+        ("export.weights", "ema"),  # this quickstart has no average
         ("optim.fake.lr_scale", {"a": True}),
         ("optim.fake.lr_scale", {"a": float("nan")}),
         ("student.precision", "fp8"),

@@ -1,8 +1,7 @@
 """CUDA kernels against attention written out in float64.
 
-With a GPU, the kernels themselves. Without one, what surrounds them: torch's operators are stood in for by the same
-mathematics on the CPU, with the layouts and paddings of the real ones, checked where the real one would silently read
-something else.
+With a GPU, the tests run the kernels. Without one, stand-ins on the CPU compute what torch's operators compute, with
+their layouts and paddings; the tests then check the code around them.
 """
 
 import pytest
@@ -131,7 +130,7 @@ def test_arguments_of_torchs_operators(name):
 @pytest.mark.parametrize("name", ATEN)
 @pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(17, 33, 2), (1, 1, 3)])
 def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, queries, keys, kv_heads):
-    """torch's shape functions of the same operators, on CUDA tensors without a device."""
+    """torch's shape functions of these operators run on CUDA tensors without a device."""
     dtype = torch.bfloat16
     with FakeTensorMode():
         q = torch.empty(2, queries, 6, 64, device="cuda", dtype=dtype)

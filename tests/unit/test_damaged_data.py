@@ -1,8 +1,6 @@
-"""Damaged clips, latents, embeddings and trajectories: refused or written again, never used."""
+"""Damaged clips, latents and embeddings: refused or written again, never used."""
 
 import io
-import json
-import logging
 import os
 import shutil
 from contextlib import redirect_stderr
@@ -10,14 +8,10 @@ from contextlib import redirect_stderr
 import av
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from distill.data import MovingShapesSettings, VideoFolderSettings
-from distill.data.captions import Captions
-from distill.data.clips import ClipError, ClipFormat, read_clip
-from distill.data.trajectories import TrajectoryFolder
-from distill.data.video_folder import VideoFolder
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.decode import ClipError, ClipFormat, read_clip
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips, write_metadata
 from tests.unit.test_sample_command import full_disk
@@ -27,10 +21,10 @@ SIZES = {"num_frames": 5, "height": 32, "width": 48, "fps": 8, "max_text_tokens"
 
 @pytest.fixture(scope="module")
 def encoded(tiny, tmp_path_factory):
-    """Two clips, and a cache that holds them."""
+    """Encode two clips into a cache, and return both."""
     root = tmp_path_factory.mktemp("encoded")
     render_clips(root / "videos", 2)
-    VideoFolder(path=root / "videos", encoders=tiny, cache=root / "cache", **SIZES)
+    encode_source(path=root / "videos", encoders=tiny, cache=root / "cache", **SIZES)
     return root
 
 
@@ -41,8 +35,8 @@ def root(encoded, tmp_path):
 
 @pytest.fixture
 def make(root, tiny):
-    def build(kind=VideoFolder, **changes):
-        return kind(**({"path": root / "videos", "encoders": tiny, "cache": root / "cache"} | SIZES | changes))
+    def build(**changes):
+        return encode_source(**({"path": root / "videos", "encoders": tiny, "cache": root / "cache"} | SIZES | changes))
 
     return build
 
@@ -61,7 +55,7 @@ def test_sizes_are_refused_by_every_data_set(make, tiny, tmp_path, name, value):
     (tmp_path / "captions.txt").write_text("one\n")
     refusing = [
         make,
-        lambda **change: make(Captions, path=tmp_path / "captions.txt", **change),
+        lambda **change: make(path=tmp_path / "captions.txt", has_clips=False, **change),
         lambda **change: VideoFolderSettings(path="x", encoders=str(tiny), **change).sample_shapes(),
     ]
     if name != "max_text_tokens":
@@ -76,7 +70,7 @@ def test_sizes_are_refused_by_every_data_set(make, tiny, tmp_path, name, value):
 
 
 def test_files_that_are_no_clips_are_left_out(make, root, caplog):
-    """A folder, a pipe (which would never end), a link to itself, a name no disk has, a playlist with an address."""
+    """Cases: a folder, a pipe (which never ends), a link to itself, an impossible name, a playlist with an address."""
     videos = root / "videos"
     (videos / "folder.mp4").mkdir()
     os.mkfifo(videos / "pipe.mp4")
@@ -107,97 +101,17 @@ def test_frames_of_any_claimed_size(tmp_path):
         read_clip(file, ClipFormat(num_frames=1, height=32, width=32, fps=8))
 
 
-# The cache
-
-
-def _other(tensor: torch.Tensor, damage: str) -> torch.Tensor:
-    if damage == "shape":
-        return tensor[:-1].contiguous()
-    if damage == "dtype":
-        return tensor.to(torch.float64)
-    tensor.view(-1)[3] = {"nan": torch.nan, "value": 0.25}[damage]
-    return tensor
-
-
-@pytest.mark.parametrize(
-    ("part", "damage"),
-    [("latents", "nan"), ("text", "value"), ("text", "shape"), ("latents", "dtype"), ("latents", "name"),
-     ("text", "cut"), ("latents", "bit"), ("text", "header")],
-)  # fmt: skip
-def test_damaged_cache_files_are_named_and_written_again(make, root, caplog, part, damage):
-    data = make()
-    before = [data[i] for i in range(2)]
-    file = (
-        data.cache._latents_file(data._items[0][0])
-        if part == "latents"
-        else data.cache._text_files(data._texts[data.captions()[0]])["text"]
-    )
-    whole = file.read_bytes()
-    if damage in ("nan", "value", "shape", "dtype"):
-        notes = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
-        save_file({part: _other(load_file(file)[part], damage)}, file, metadata=notes)
-    elif damage == "name":
-        save_file({"other": load_file(file)[part]}, file)
-    else:
-        at = {"bit": len(whole) - 9, "header": 12}.get(damage, 0)
-        flipped = whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
-        file.write_bytes({"cut": whole[: len(whole) // 2]}.get(damage, flipped))
-    with pytest.raises(UserError, match="safetensors") as error:
-        data[0]
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    again = make()
-    assert str(file) in caplog.text
-    for i in range(2):
-        assert torch.equal(again[i]["latents"], before[i]["latents"]) and torch.equal(
-            again[i]["text"], before[i]["text"]
-        )
+# Full disk
 
 
 @pytest.mark.parametrize("size", [0, 1000])
-def test_a_full_disk_is_one_line_and_leaves_no_half_file(make, root, size):
-    """1000 bytes are enough for no latents, which come first; with those there, for no embedding."""
-    shutil.rmtree(root / "cache" / ("latents" if size else "text"))
+def test_a_full_disk_is_one_line_and_loses_nothing(make, root, size):
+    """1000 bytes are enough for a note, but not for latents."""
+    shutil.rmtree(root / "cache")
+    (root / "cache").mkdir()
     silent = redirect_stderr(io.StringIO())  # pytest's own capture is a file, too
     with silent, full_disk(size), pytest.raises(UserError, match="data.cache") as error:
         make()
     assert str(error.value).startswith(f"data.cache={root / 'cache'}") and "\n" not in str(error.value)
-    assert not list((root / "cache" / ("latents" if size else "text")).iterdir())
+    assert not list((root / "cache").rglob("*.safetensors"))
     assert len(make()) == 2
-
-
-# Trajectories
-
-
-@pytest.fixture
-def trajectories(tmp_path):
-    folder = TrajectoryFolder(str(tmp_path / "trajectories"))
-    folder.begin({"seed": 0})
-    for i in range(2):
-        folder.write(i, torch.randn(3, 2, 1, 4, 4), torch.randn(2, 1, 4, 4), f"caption {i}")
-    return folder
-
-
-@pytest.mark.parametrize("damage", ["cut", "nan", "dtype", "shape", "names", "caption"])
-def test_damaged_trajectories_are_named_and_made_again(trajectories, caplog, damage):
-    file, shape = trajectories.file(1), (3, 2, 1, 4, 4)
-    assert trajectories.missing(2, shape) == []
-    states, latents, _ = trajectories.read(1)
-    tensors, notes = {"states": states, "latents": latents}, {"caption": "caption 1"}
-    if damage == "nan":
-        states[0, 0, 0, 0, 0] = torch.nan
-    if damage == "dtype":
-        tensors["states"] = states.half()
-    if damage == "shape":
-        tensors["latents"] = latents[:1].contiguous()
-    if damage == "names":
-        tensors = {"other": states}
-    if damage == "caption":
-        notes = None
-    save_file(tensors, file, metadata=notes)
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError) as error:
-        trajectories.read(1)
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
-    assert trajectories.missing(2, shape) == [1] and str(file) in caplog.text

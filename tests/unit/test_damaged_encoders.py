@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders
 from fsdp_cp.errors import UserError
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}

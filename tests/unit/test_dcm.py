@@ -20,7 +20,7 @@ STEPS, SHIFT = 6, 3.0
 
 
 class EulerMap(nn.Module):
-    """The student whose ``x0`` is the end of Euler's method on the grid. Its parameters are 0."""
+    """Student whose ``x0`` is the end of Euler's method on the grid. Its parameters are 0."""
 
     def __init__(self, teacher, steps=STEPS):
         super().__init__()
@@ -38,7 +38,7 @@ class EulerMap(nn.Module):
 
 
 class Net(nn.Module):
-    """A nonlinear network of time and caption that records its calls."""
+    """Nonlinear network of time and caption that records its calls."""
 
     def __init__(self, seed):
         super().__init__()

@@ -148,7 +148,7 @@ def test_score_times_are_uniform_shifted_and_then_held_in_their_range(role):
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_the_ode_follows_the_students_own_velocity(step):
-    """Euler's steps at the times of the list, without draws between them; the same when it is sampled."""
+    """Euler's steps use the times of the list, without draws between them. Sampling does the same."""
     method = dmd2(rollout="full", student_sampler="ode")
     run_loss(method, step)
     calls = method.roles["student"].calls
@@ -194,7 +194,7 @@ def test_exact_gaussian_scores_give_the_difference_of_scores():
 
 
 def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
-    """If x_real is x_G, the normalizer is its floor and not zero."""
+    """If x_real equals x_G, the normalizer is its lower bound and not zero."""
     theta = normal(4, *SHAPE, seed=9)
 
     class Agrees(Recorder):

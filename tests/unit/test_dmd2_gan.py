@@ -38,7 +38,7 @@ def gan(student=None, **settings):
 
 
 def head_losses(method, step=1):
-    """Return the losses of a fake step by name; none has run."""
+    """Return the losses of a fake step by name, before any of them runs."""
     losses = {loss.name: loss for loss in method.losses(step, make_batch(), random_at(step))}
     assert list(losses) == ["gan", "fake_score"], "the last loss must reach every block"
     assert losses["gan"].weight == method.settings.gan_weight_head and losses["fake_score"].weight == 1.0
@@ -131,7 +131,7 @@ def test_head_loss_and_its_gradient(weight):
 
 
 def test_what_the_head_is_shown():
-    """Samples and clips share their times and have noise of their own; disturbed clips differ by sigma e."""
+    """Samples and clips share their times but not their noise. Disturbed clips differ by sigma e."""
     theta = normal(B, *SHAPE, seed=9)
     method = gan(Painter(theta), gan_r1_weight=1.0)
     losses = head_losses(method)

@@ -50,7 +50,7 @@ def full(weights):
 
 
 def wander(role, ema, updates):
-    """Change the weights and average them in; the weights after each update, in fp64."""
+    """Change the weights and update the average. Return the weights after each update, in fp64."""
     history = []
     generator = torch.Generator().manual_seed(1)
     for update in range(updates):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import LATENT_CHANNELS
 
@@ -58,13 +58,13 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
     decoded = codec.decode(torch.stack([latents, latents]))
     assert decoded.shape == (2, 9, 32, 48, 3) and decoded.dtype == torch.uint8
     wanted = (video * 255).permute(0, 2, 3, 1)
-    assert (decoded[0].float() - wanted).abs().max() <= 0.51  # rounding, nothing else
+    assert (decoded[0].float() - wanted).abs().max() <= 0.51  # only rounding
     assert torch.equal(decoded[0], decoded[1])
 
 
 @pytest.mark.slow
 def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
-    """Frames of 288 x 320 pixels, above the 256 of a tile; diffusers' own VAE, tiled, is the truth."""
+    """Frames of 288 x 320 pixels exceed a tile of 256. The truth is diffusers' own VAE with tiling."""
     folder = inspect_encoders(tiny)
     video = torch.nn.functional.interpolate(smooth_video(), size=(288, 320), mode="bilinear")
     exact, tiled = VideoCodec(folder, **CPU), VideoCodec(folder, **CPU, tiling=True)
@@ -79,7 +79,7 @@ def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
 
 
 def test_sizes_come_from_the_layers(copy):
-    """A folder without scale_factor_* (Wan 2.1) or with wrong ones: the layers decide."""
+    """The layers decide if a folder lacks scale_factor_* (Wan 2.1) or has wrong values."""
     settings = json.loads((copy / "vae/config.json").read_text())
     settings.pop("scale_factor_temporal")
     settings["scale_factor_spatial"] = 4
@@ -135,7 +135,7 @@ def test_a_folder_without_a_part_is_refused(copy, part):
 )
 @pytest.mark.parametrize("damage", ["missing", "unexpected", "shape"])
 def test_weights_that_do_not_fit_are_refused(copy, file, load, damage):
-    """The libraries warn and use random weights."""
+    """The libraries only warn and use random weights."""
     weights = load_file(copy / file)
     key = next(name for name in sorted(weights) if name != "encoder.embed_tokens.weight")
     if damage == "missing":

@@ -1,4 +1,4 @@
-"""torchrun's error file: atomic, whatever ends the process that writes it."""
+"""torchrun's error file is written atomically, even if its writer is killed."""
 
 import json
 import multiprocessing
@@ -8,7 +8,7 @@ import time
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdp_cp.runtime.error_file import recorded, write_error
+from fsdp_cp.runtime.torchrun import recorded, write_error
 
 
 @recorded

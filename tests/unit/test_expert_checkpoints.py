@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def experts(folder):
-    """A pipeline of two networks, and its index."""
+    """Write a pipeline of two networks, with its index."""
     shutil.copytree(folder, folder.with_name("transformer_2"))
     index = folder.parent / "model_index.json"
     index.write_text('{"boundary_ratio": 0.875, "transformer_2": ["diffusers", "X"]}')
@@ -50,7 +50,7 @@ def test_a_pipeline_of_one_network(folder, index):
 
 @pytest.mark.parametrize("index", [None, "[", '{"boundary_ratio": 1.5}', '{"boundary_ratio": true}'])
 def test_a_boundary_that_is_none(experts, index):
-    """Otherwise the expert for high noise would be the teacher at every time."""
+    """A wrong boundary would make the high-noise expert the teacher at every time."""
     pipeline, file = experts
     if index is None:
         file.unlink()

@@ -55,7 +55,7 @@ SETTINGS = [Dmd2Settings(), RcmSettings(consistency_steps=0), ScmSettings(), Flo
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
 def test_their_distribution_is_the_methods_own(settings):
-    """Check by Kolmogorov-Smirnov each time, and the differences of times that belong together."""
+    """The test applies Kolmogorov-Smirnov to each time, and to differences of times that belong together."""
     for draw, purpose, roles in own_draws(settings):
         found, own = [], []
         for step in range(STEPS):
@@ -89,7 +89,7 @@ def test_a_step_has_one_range_whoever_holds_its_samples(settings):
 
 
 def test_parts_of_a_batch_draw_for_themselves():
-    """The first part draws as a whole batch would. All have the method's distribution; their mean varies less."""
+    """The first part draws as a whole batch would. All parts have the method's distribution; their mean varies less."""
     method = build_method(FlowMatchingSettings(), {})
     student = role("student", 0.5)
     parts, own, means = {i: [] for i in range(4)}, [], {1: [], 4: []}
@@ -111,7 +111,7 @@ def test_parts_of_a_batch_draw_for_themselves():
         assert stats.ks_2samp(found, own).pvalue > 1e-3
     high = torch.tensor([parts[i] for i in parts]) >= 0.5
     assert abs(torch.corrcoef(high.double()).fill_diagonal_(0)).max() < 0.1, "independent of each other"
-    # That of the ranges' own means falls with the parts; that of the samples in a range is of 16 either way.
+    # The variance of the ranges' means falls with the parts. Within a range it is that of 16 samples in any case.
     t = torch.tensor(own)
     ranges = [t[t >= 0.5], t[t < 0.5]]
     between = sum(len(of) / len(t) * (of.mean() - t.mean()) ** 2 for of in ranges).item()
@@ -133,7 +133,7 @@ def test_scores_are_compared_in_the_common_refinement():
 
 
 def test_a_boundary_is_the_noisier_experts():
-    """As in diffusers, ``t >= boundary``; for times in fp32 too, in which .9 is a little less than .9."""
+    """diffusers uses ``t >= boundary``. An fp32 time of .9, a little below .9, must count as the boundary too."""
     of = role("student", 0.9)
     assert [of.expert_at(t) for t in (1.0, 0.9, 0.8999)] == [0, 0, 1]
     assert expert_of_step(None, None, "x", SimpleNamespace(has_experts=False)) == 0, "one network: no draw"

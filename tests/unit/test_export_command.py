@@ -1,4 +1,4 @@
-"""``python -m models.export``: what it writes, and what it must leave alone."""
+"""``python -m models.export``: the files it writes, and the files it must not touch."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def network():
 
 @pytest.fixture
 def run(tmp_path, network):
-    """A run directory with two checkpoints, as the trainer saves them."""
+    """Write a run directory with two checkpoints, as the trainer saves them."""
     weights = {name: p.detach() for name, p in network.named_parameters()}
     average = {name: p + 1 for name, p in weights.items()}
     config = {key: value for key, value in network.config.items() if key != "_use_default_values"}
@@ -82,7 +82,7 @@ def test_what_is_not_there(capsys, run, tmp_path, arguments):
 
 
 class _Opens:
-    """A pickle that touches a file when it is loaded."""
+    """Pickle that touches a file when it is loaded."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of fake tensors: they allocate as much as those of real tensors."""
+"""Forward-mode derivatives of fake tensors allocate the same memory as those of real tensors."""
 
 from contextlib import nullcontext
 
@@ -30,7 +30,7 @@ def _both(held):
 @pytest.mark.parametrize("case", NORMS)
 @torch.no_grad()
 def test_the_tangent_of_a_layer_norm(case):
-    """Check values on real tensors, device and memory on fake ones."""
+    """The test checks values on real tensors, and device and memory on fake ones."""
     shape, normalised, biased = NORMS[case]
 
     def held(live):

@@ -1,4 +1,4 @@
-"""``first_role`` names the role whose forward is the first of a step: only its gather may start early."""
+"""``first_role`` names the role whose forward is the first of a step. Only its gather may start early."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_the_first_role_of_every_step(case):
     batch = Batch(
         latents=whole.latents,
         condition=whole.condition,
-        trajectory=normal(4, 4, *SHAPE, seed=4) if case == "ode_regression" else None,
+        states=normal(4, 4, *SHAPE, seed=4) if case == "ode_regression" else None,
     )
     by_settings = method_class(settings, {})  # as a run's settings are checked, before there are roles
     for step in range(12):

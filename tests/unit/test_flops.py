@@ -18,7 +18,7 @@ from tests.oracles import tiny_hunyuan, tiny_ltx, tiny_wan
 
 
 def wan_inputs(changes, batch, sizes, text_tokens, image=False):
-    """Return the family, a network and its inputs. Other channels come out than go in, unlike in a role."""
+    """Return the family, a network and its inputs. Input and output channels differ, unlike in a role."""
     network = WanTransformer3DModel(**tiny_wan.ARCHITECTURE | {"out_channels": 6} | changes)
     tensors = {"text": torch.randn(batch, text_tokens, network.config.text_dim)}
     if image:
@@ -96,7 +96,7 @@ def test_forward_flops_are_those_that_torch_counts(inputs, changes, batch, sizes
 
 
 class _Counted(TorchDispatchMode):
-    """torch's counts without products of zeros, which forward mode makes for the tangents that weights do not have."""
+    """torch's counter without products of zeros, which forward mode creates for weights without tangents."""
 
     flops = 0
 
@@ -120,7 +120,7 @@ class _Counted(TorchDispatchMode):
     ],
 )
 def test_those_of_a_tangent_too(inputs, changes, sizes):
-    """Count tangents of the state and the time, as the methods with derivatives need them."""
+    """The test counts tangents of the state and the time, which the methods with derivatives need."""
     family, network, x, t, condition = inputs(changes, 1, sizes, 30)
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]

@@ -54,7 +54,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 
 def converted(block: nn.Module) -> list[nn.Module]:
-    """The layers of a plain block between two, which compute in fp8."""
+    """Convert a block between two plain ones. Return its fp8 layers."""
     return fp8.convert(block, {id(block.up), id(block.down)}, emulate=True)
 
 
@@ -68,7 +68,6 @@ def test_parameters_stay_the_same_objects_under_the_same_names():
 
 
 def test_products_and_gradients_are_torchaos():
-    """Trained weights get all gradients; frozen ones compute the input's gradient and no other product."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)
@@ -89,14 +88,6 @@ def test_products_and_gradients_are_torchaos():
     found = gradients(ours)
     assert torch.equal(found[0], out) and torch.equal(found[1], of_input)
     assert all(torch.equal(mine, other) for mine, other in zip(found[2], of_weights, strict=True))
-    products = []
-    for block in (theirs, ours):
-        block.requires_grad_(False)
-        with torch.profiler.profile() as profiled:
-            frozen = gradients(block)
-        assert torch.equal(frozen[1], of_input) and frozen[2] == [None] * 3
-        products.append(sum(event.count for event in profiled.key_averages() if event.key == "aten::mm"))
-    assert products[1] / products[0] == 2 / 3
 
 
 def test_forward_mode_runs_the_plain_layers():

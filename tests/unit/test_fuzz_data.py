@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.data.captions import read_captions
-from distill.data.clips import ClipError, ClipFormat, read_clip
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders
-from distill.data.video_folder import read_metadata
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders
+from distill.data.videos.captions import read_captions
+from distill.data.videos.decode import ClipError, ClipFormat, read_clip
+from distill.data.videos.video_folder import read_metadata
 from tests.tiny_pipeline import render_clips
 from tests.unit.damage import BYTES, CHANGES, changed_json, damaged, examples, refusal, snapshot
 

@@ -123,7 +123,7 @@ def test_configurations_are_loaded_or_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A run directory with a checkpoint, as the trainer writes it."""
+    """Write a run directory with a checkpoint, as the trainer writes it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with process_group(CPU):
         plan = plan_role("student", checkpoint=None, architecture=SMALL)

@@ -1,4 +1,4 @@
-"""Refusals point to the setting, the name or the command that was meant."""
+"""Refusals suggest the intended setting, name or command."""
 
 import logging
 

@@ -9,10 +9,10 @@ from diffusers import HunyuanVideo15ImageToVideoPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from distill.data.captions import Captions
-from distill.data.choose_encoders import choose_encoders
-from distill.data.clips import ClipFormat
-from distill.data.hunyuan_encoders import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.hunyuan import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
 
@@ -71,7 +71,7 @@ def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, capt
 
 @pytest.mark.parametrize("tokenizer", ["tokenizer", "tokenizer_2"])
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer):
-    """Words beyond the embeddings end in an assertion on a GPU that names nothing."""
+    """Token numbers beyond the embeddings cause an assertion on a GPU that names nothing."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     words = AutoTokenizer.from_pretrained(copied / tokenizer)
     words.add_tokens([f"zzz{i}" for i in range(2000)])
@@ -101,21 +101,20 @@ def test_pixels_are_those_of_the_pipeline(folder, pipeline):
 
 
 def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
-    """A change of the second encoder alone makes another cache."""
+    """A change of only the second encoder makes another cache."""
     file = tmp_path / "captions.csv"
     file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
 
     def data(encoders):
         sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return Captions(path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
+        return encode_source(has_clips=False, path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
 
     first = data(folder)
     plain, quoting = first[0], first[1]
     assert plain["glyph_mask"].sum() == 0 and quoting["glyph_mask"].sum() == 14
     condition = first.condition(['a sign that says "OPEN"'])
     assert condition.null.tensors["glyph_mask"].sum() == 0 and condition.null.tensors["text_mask"].any()
-    written = {part: sorted((tmp_path / "cache" / part).iterdir()) for part in ("text", "glyphs")}
-    assert {part: len(files) for part, files in written.items()} == {"text": 3, "glyphs": 3}, "and the empty caption"
+    assert first.set.about["counts"]["texts"] == 3 and first.set.text_parts == ["glyphs", "text"]
 
     other = tmp_path / "other"
     shutil.copytree(folder, other)
@@ -153,7 +152,7 @@ def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings)
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<user>"])
 def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, template):
-    """The second one leaves no token of the caption."""
+    """The second template leaves no token of the caption."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match="tokenizer") as error:
@@ -162,7 +161,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, templa
 
 
 def test_remarks_are_made_where_the_settings_differ_from_the_pipelines(folder, tmp_path):
-    """Another number of tokens, the other task's checkpoint, and images of a size that the pipeline changes."""
+    """Cases: another number of tokens, the other task's checkpoint, images of a size that the pipeline changes."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     fits = ClipFormat(num_frames=9, height=480, width=848, fps=24.0)
     other = ClipFormat(num_frames=9, height=480, width=832, fps=24.0)
@@ -184,7 +183,9 @@ def test_a_changed_chat_template_is_another_cache(folder, tmp_path):
 
     def first():
         sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return Captions(path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes)[0]["text"]
+        return encode_source(
+            has_clips=False, path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes
+        )[0]["text"]
 
     before = first()
     template.write_text(template.read_text().replace("<end>", "<end><end>"))

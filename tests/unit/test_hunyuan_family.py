@@ -35,7 +35,7 @@ STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
 
 @pytest.fixture
 def one_rank():
-    """The attributes that the family reads of a mesh whose tokens are not split."""
+    """Return the attributes that the family reads of a mesh whose tokens are not split."""
     return SimpleNamespace(cp_size=1, cp_rank=0)
 
 
@@ -49,7 +49,7 @@ def test_rotary_tables_are_the_network_s_own(one_rank, patches):
 
 @pytest.fixture
 def without_attention(one_rank):
-    """A network with this family's forward, inputs for it, and no attention, which needs a process group."""
+    """Return a network with this family's forward and no attention, which needs a process group, and its inputs."""
     _, network, *inputs = hunyuan_inputs({}, 1, (1, 2, 2), 3)
     network.transformer_blocks = torch.nn.ModuleList()
     for block in network.context_embedder.token_refiner.refiner_blocks:
@@ -64,7 +64,7 @@ class _Nothing:
 
 
 def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in(without_attention):
-    """In bf16 the times 501 and 502 are both 502. The plain network would round them."""
+    """The times 501 and 502 are both 502 in bf16. The plain network would round them."""
     network, x, t, condition = without_attention
     seen = []
     for embedder in (network.time_embed.time_proj, network.context_embedder.time_text_embed.time_proj):
@@ -78,7 +78,7 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in(without_
 
 
 def test_it_runs_on_fake_tensors(without_attention):
-    """diffusers' own forward asks the data whether there is an image, and cannot."""
+    """diffusers' own forward asks the data whether there is an image; fake tensors cannot answer."""
     network, x, t, condition = without_attention
     with fake_tensors() as mode, torch.no_grad():
         mode.allow_non_fake_inputs = True
@@ -142,7 +142,7 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 
 
 def test_published_sizes_are_planned_without_weights():
-    """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
+    """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
     words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]
     config = as_planned(compose_config([*words, "world=8", "data.max_text_tokens=1000"]))
     latent_shape, shapes = planned_shapes(config)
@@ -157,7 +157,7 @@ def test_published_sizes_are_planned_without_weights():
 
 
 def test_its_encoders_are_planned():
-    """Build the published encoders on meta."""
+    """The test builds the published encoders on the meta device."""
     with torch.device("meta"):
         glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
         text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
@@ -177,7 +177,7 @@ UNREAD = [
 
 
 def test_adapters_of_layers_that_nothing_reads_are_left_out_of_a_file(tmp_path):
-    """Other projects train all linear layers of the blocks. These three reach no output."""
+    """Other projects train all linear layers of the blocks. The outputs of these three layers are not used."""
     network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE)
     linear = [
         name

@@ -1,4 +1,4 @@
-"""``fake_knows_last_step``: the time that the fake score of DMD2 and rCM is told, and its effect."""
+"""``fake_knows_last_step``: the time that the fake score of DMD2 and rCM receives, and its effect."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_without_it_nothing_is_told_and_nothing_is_added(case):
 
 
 def test_the_addition_embeds_the_second_time_itself():
-    """It embeds ``r`` itself, not the interval, which differs at each time of the score."""
+    """The addition embeds ``r`` itself and not the interval, which differs at each time of the score."""
     config = {"freq_dim": 8, "num_attention_heads": 2, "attention_head_dim": 4}
     network = nn.Module()
     network.condition_embedder = nn.Module()

@@ -46,7 +46,7 @@ def test_the_environment_wins_over_the_setting(environment, name):
 
 @pytest.fixture
 def cores(monkeypatch):
-    """A machine of 16 cores. torch's number of threads is restored afterwards."""
+    """Stand in for a machine of 16 cores. torch's number of threads is restored afterwards."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
@@ -67,7 +67,7 @@ def test_an_optimizer_on_the_host_has_its_share_of_the_cores(cores, given, ranks
 
 
 def test_threads_are_left_alone_elsewhere(cores):
-    choose_threads(torch.device("cpu"), host_optimizer=True)  # whose sums would be others
+    choose_threads(torch.device("cpu"), host_optimizer=True)  # the optimizer's sums would change
     choose_threads(torch.device("cuda", 0), host_optimizer=False)
     cores.setenv("OMP_NUM_THREADS", "7")
     choose_threads(torch.device("cuda", 0), host_optimizer=True)
@@ -79,7 +79,7 @@ def test_threads_are_left_alone_elsewhere(cores):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with a GPU's device file, under a torch that sees none."""
+    """Stand in for a machine with a GPU's device file, and a torch that sees no GPU."""
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(launch, "_GPU_FILES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -129,7 +129,7 @@ end_process(3)
 
 @pytest.mark.slow
 def test_a_collective_s_last_thread_does_not_abort_a_process_that_is_done(tmp_path):
-    """Gloo's threads free tensors late; Python's own exit then aborts (-6 instead of 3 on one rank or both)."""
+    """Gloo's threads free tensors late. Python's own exit then aborts (-6 instead of 3 on one rank or both)."""
     command = [sys.executable, "-W", "ignore", "-c", LATE_COLLECTIVES]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)

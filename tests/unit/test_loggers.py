@@ -1,4 +1,4 @@
-"""Services for metrics: refused before anything expensive if they cannot start; later they never end a run."""
+"""Services for metrics: refused at the start if they cannot start; later failures never end a run."""
 
 import sys
 from types import SimpleNamespace
@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from distill.config import LogSettings
-from distill.run.loggers import WeightsAndBiases, check_services, log_in
+from distill.run.loggers import WeightsAndBiases, check_services
 from tests.unit.refused import refused
 
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stand-in for the package, with ``wandb.fails`` as the names of the calls that raise."""
+    """Install a stand-in for the package. ``wandb.fails`` names the calls that raise."""
     calls, fails = [], set()
 
     def call(name):
@@ -24,7 +24,7 @@ def wandb(monkeypatch):
 
         return called
 
-    module = SimpleNamespace(calls=calls, fails=fails, **{name: call(name) for name in ("login", "init", "teardown")})
+    module = SimpleNamespace(calls=calls, fails=fails, **{name: call(name) for name in ("init", "teardown")})
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
@@ -35,18 +35,6 @@ def test_what_is_not_installed_is_refused(monkeypatch, service):
     with refused(f"log.{service}=true"):
         check_services(LogSettings(**{service: True}))
     check_services(LogSettings())
-
-
-def test_without_a_key_the_settings_are_refused_in_one_line(wandb, monkeypatch):
-    log_in(LogSettings())
-    monkeypatch.setenv("RANK", "1")
-    log_in(LogSettings(wandb=True))  # only rank 0 logs, and other nodes need no key
-    assert wandb.calls == []
-    monkeypatch.setenv("RANK", "0")
-    log_in(LogSettings(wandb=True))
-    wandb.fails.add("login")
-    with refused("log.wandb=true"):
-        log_in(LogSettings(wandb=True))
 
 
 @pytest.mark.parametrize(

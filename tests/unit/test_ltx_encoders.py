@@ -7,11 +7,11 @@ import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
-from distill.data.captions import Captions
-from distill.data.choose_encoders import choose_encoders
-from distill.data.clips import ClipFormat
-from distill.data.first_frame import ImageInput
-from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.ltx import video_coordinates
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def later(tmp_path_factory):
-    """A folder like those of 0.9.5 and later: another pipeline, and a VAE that takes a time."""
+    """Write a folder like those of 0.9.5 and later: another pipeline, and a VAE that takes a time."""
     return build_tiny_ltx_pipeline(
         tmp_path_factory.mktemp("later"), timestep_conditioning=True, pipeline="LTXConditionPipeline"
     )
@@ -89,7 +89,7 @@ def test_remarks_are_made_where_the_pipeline_is_guessed(folder, later, tmp_path)
 
 @pytest.mark.parametrize("which", ["folder", "later"])
 def test_pixels_are_those_of_the_pipeline(request, which):
-    """A VAE that takes a time and draws noise decodes at the pipeline's time 0, each clip with its own noise."""
+    """A VAE that takes a time and draws noise decodes at the pipeline's time 0, with different noise for each clip."""
     path = request.getfixturevalue(which)
     codec = choose_encoders(path).codec(tiling=False, **CPU)
     assert isinstance(codec, LtxVideoCodec)
@@ -123,7 +123,7 @@ def test_a_vae_in_bf16_keeps_its_statistics(folder):
 
 
 def test_coordinates_are_those_of_the_pipelines(folder, later):
-    """Equal bits to ``rope_interpolation_scale``; LTXConditionPipeline multiplies in another order."""
+    """Coordinates equal ``rope_interpolation_scale`` in every bit. LTXConditionPipeline multiplies in another order."""
     grid = (3, 2, 3)
     rope = LTXPipeline.from_pretrained(folder).transformer.rope
     spacing = choose_encoders(folder).clip_tensors(CLIP)["latent_spacing"][None]
@@ -140,19 +140,19 @@ def test_coordinates_are_those_of_the_pipelines(folder, later):
 
 
 def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tmp_path, folder):
-    """Both have the same text encoder; one of them sees the padding of a caption."""
+    """Both pipelines have the same text encoder, but only one of them lets it see the padding of a caption."""
     other = copy_of(folder, tmp_path)
     change(other / "model_index.json", _class_name="LTXConditionPipeline")
     (tmp_path / "captions.txt").write_text("a red square\n")
 
     def data(encoders, fps=24.0):
-        return Captions(
-            path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17, height=64,
-            width=96, fps=fps, max_text_tokens=40,
+        return encode_source(
+            has_clips=False, path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17,
+            height=64, width=96, fps=fps, max_text_tokens=40,
         )  # fmt: skip
 
     first, second, slower = data(folder), data(other), data(folder, fps=12.0)
-    assert len(list((tmp_path / "cache" / "text").iterdir())) == 4, "two texts of two kinds"
+    assert len(list((tmp_path / "cache").iterdir())) == 3
     assert not torch.equal(first[0]["text"], second[0]["text"])
     assert torch.equal(first[0]["text"], slower[0]["text"])
     assert len({first.fingerprint, second.fingerprint, slower.fingerprint}) == 3

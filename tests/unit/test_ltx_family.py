@@ -24,7 +24,7 @@ STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
 
 
 def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
-    """In bf16 the times 501 and 502 are both 502."""
+    """The times 501 and 502 are both 502 in bf16."""
     _, network, x, t, condition = ltx_inputs({}, 1, (1, 2, 2), 3)
     seen = []
     network.time_embed.emb.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
@@ -37,7 +37,7 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
 
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])
 def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(tmp_path, sampler):
-    """LTXPipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``; the scheduler's own are others."""
+    """LTXPipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``. The scheduler's own times differ."""
     assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
     settings = Dmd2Settings(step_list=STUDENT, student_sampler=sampler)
     scheduler = Dmd2(settings, {}).scheduler(LTX_FAMILY.pipeline_times)
@@ -99,7 +99,7 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 
 @pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
 def test_published_sizes_are_planned_without_weights(name, billions, cp):
-    """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
+    """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
     words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "recipe=wan2_1_t2v_1_3b_dmd2"]
     words += ["plan=true", "world=8", "data.max_text_tokens=128"]
     config = as_planned(compose_config(words))
@@ -115,7 +115,7 @@ def test_published_sizes_are_planned_without_weights(name, billions, cp):
 
 
 def test_its_encoders_are_planned():
-    """Build the published encoders on meta, and plan a VAE that takes a time."""
+    """The test builds the published encoders on the meta device, and plans a VAE that takes a time."""
     text = encoders.build_text_encoder
     with torch.device("meta"):
         assert type(text(LTX_FAMILY.planning.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"

@@ -20,7 +20,7 @@ IDS = ["gaussian", "mixture"]
 
 
 class ExactMean(nn.Module):
-    """``u(x_t, r, t)`` of ``problem``, the velocity at r = t; parameters of 0 take part in it."""
+    """``u(x_t, r, t)`` of ``problem``, which is the velocity at r = t. Its parameters are 0."""
 
     def __init__(self, problem):
         super().__init__()
@@ -37,7 +37,7 @@ class ExactMean(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """The velocity of ``problem`` plus a network of each element and both times, zero at first. Notes its calls."""
+    """Velocity of ``problem`` plus a network of each element and both times, zero at first. It records its calls."""
 
     def __init__(self, problem, width=32, seed=0, zero=True):
         super().__init__()
@@ -149,7 +149,7 @@ def test_exact_mean_velocities_sample_the_flow_map_in_any_number_of_steps(proble
 
 
 def reference(method, batch, v, power, floor, growth=1.0):
-    """The loss of the last step by torch.func and the paper's formulas, at the inputs that the student was given."""
+    """Compute the last step's loss by torch.func and the paper's formulas, at the student's inputs."""
     student = method.roles["student"]
     x, t, r, with_grad = student.calls[-1]
     assert with_grad

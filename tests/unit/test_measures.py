@@ -1,11 +1,11 @@
-"""Measures discriminate: renders score at the noise floor of each, corrupted clips clearly worse."""
+"""Measures discriminate: renders score at the noise floor of each measure, corrupted clips clearly worse."""
 
 import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
 
+from distill.data.encoders.words import MOTIONS
 from distill.data.moving_shapes import CAPTIONS, MovingShapes, caption_parts
-from distill.data.word_table import MOTIONS
 from distill.report.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
 from fsdp_cp.errors import UserError
 
@@ -23,7 +23,7 @@ CATCHES = {
 
 @pytest.fixture(scope="module")
 def renders() -> dict[str, np.ndarray]:
-    """The reference and two further, independent streams."""
+    """Return the reference and two further, independent streams."""
     folder = "assets/quickstart_teacher"
     heldout = MovingShapes(encoders=folder, split="heldout")
     return {
@@ -34,10 +34,10 @@ def renders() -> dict[str, np.ndarray]:
 
 
 def corrupt(renders: dict[str, np.ndarray], how: str) -> tuple[np.ndarray, list[str]]:
-    """(clips, captions), corrupted."""
+    """Return (clips, captions), corrupted."""
     clips, asked = renders["train"], list(ASKED)
     rng = np.random.default_rng(3)
-    if how == "wrong caption":  # of another colour and of another motion
+    if how == "wrong caption":  # captions with another color and another motion
         asked = [CAPTIONS[(i + 8 * (1 + i % 7) + 2 * (1 + i % 3)) % len(CAPTIONS)] for i in range(N)]
     elif how == "blurred":
         clips = gaussian_filter(clips.astype(float), (0, 0, 0.7, 0.7, 0)).round().astype(np.uint8)
@@ -79,7 +79,7 @@ def test_corrupted_clips_score_worse(renders, clean, how):
 
 
 def test_sizes_are_seen(renders, clean):
-    """Clips in which all shapes are small are caught by the area and by no accuracy of colour."""
+    """The area reveals clips in which all shapes are small; no accuracy of color does."""
     area = features(renders["heldout"])["area"].mean(axis=1)
     chosen = []
     for k in range(len(CAPTIONS)):

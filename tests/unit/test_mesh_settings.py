@@ -1,4 +1,4 @@
-"""resolve_mesh: which sizes fit, and what is filled in."""
+"""resolve_mesh: valid sizes, and the values that it fills in."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ FITTING = [  # settings, and (dp_replicate, dp_shard, ring, ulysses)
     ({"world_size": 8, "cp": 2, "heads": 12}, (1, 4, 1, 2)),
     ({"world_size": 8, "cp": 4}, (1, 2, 1, 4)),
     ({"world_size": 8, "dp_replicate": 2, "cp": 2, "heads": 4}, (2, 2, 1, 2)),
-    # What the heads do not divide goes to the ring.
+    # The ring takes the factor that does not divide the heads.
     ({"world_size": 8, "cp": 8, "heads": 12}, (1, 1, 2, 4)),
     ({"world_size": 4, "cp": 4, "heads": 5}, (1, 1, 4, 1)),
     ({"world_size": 6, "cp": 6, "heads": 4}, (1, 1, 3, 2)),
@@ -44,7 +44,7 @@ BAD = [  # settings, which of them the message must name
     ({"dp_replicate": 0}, "mesh.dp_replicate"),
     ({"world_size": 4, "dp_shard": -2}, "mesh.dp_shard"),
     ({"world_size": 8, "dp_replicate": 2, "cp": 3}, "mesh.cp"),  # cp=8 leaves no room for two replicas
-    ({"world_size": 8, "dp_replicate": 3}, "mesh.dp_replicate"),  # no cp at all would help
+    ({"world_size": 8, "dp_replicate": 3}, "mesh.dp_replicate"),  # no value of cp would help
     ({"world_size": 8, "dp_shard": 2, "cp": 3, "heads": 12}, "mesh.dp_shard"),  # dp_shard=-1 does not help
     ({"world_size": 4, "dp_replicate": 4}, "mesh.dp_replicate"),
     ({"world_size": 4, "cp": 4, "ulysses": "all", "heads": 4}, "mesh.ulysses"),
@@ -72,7 +72,7 @@ def test_every_combination_fits_exactly_or_is_refused():
             shape = resolve_mesh(world_size=world, heads=heads, **given)
         except UserError as error:
             assert "mesh." in str(error) and "\n" not in str(error)
-            # Nothing that fits may be refused: try every factorisation of cp.
+            # Every factorization of cp that fits must be accepted.
             degrees = [(cp // u, u) for u in range(1, cp + 1) if cp % u == 0 and (heads is None or heads % u == 0)]
             degrees = [(r, u) for r, u in degrees if ulysses in ("auto", u) and ring in ("auto", r)]
             sizes = replicate * cp * (1 if shard == -1 else shard)

@@ -104,7 +104,7 @@ NAMES = ["flow_matching", "dmd", "fake_score", "scm"]
 
 
 def loss_and_gradients(method, step, groups):
-    """Each group of positions is a micro-batch, weighted by its share."""
+    """Return the loss and gradients. Each group of positions is a micro-batch, weighted by its share."""
     trained = method.roles[method.trained_role(step)]
     trained.zero_grad()
     count = sum(map(len, groups))
@@ -152,7 +152,7 @@ def texts(conditional, null):
 @pytest.mark.parametrize("steps", [3])
 @pytest.mark.parametrize("make", [dmd2, flow_matching], ids=["dmd2", "flow_matching"])
 def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
-    """Straight paths to one clip: Euler is exact, and guidance moves the clip to u + w (c - u)."""
+    """On straight paths to one clip Euler's method is exact, and guidance moves the clip to u + w (c - u)."""
     method = make(guidance_scale=3.0)
     role = Point()
     method.roles = {"teacher": role, "student": role}
@@ -184,7 +184,7 @@ def test_student_samples_at_its_own_times_without_gradient_or_guidance(steps, ti
 
 
 def test_steps_and_what_they_cost():
-    """Without guidance a step is one evaluation; more steps than the student was trained for are refused."""
+    """A step without guidance is one evaluation. More steps than the student was trained for are refused."""
     assert dmd2(guidance_scale=1.0).evaluations("teacher", 7) == 7
     assert flow_matching(guidance_scale=1.0).evaluations("student", 7) == 7
 

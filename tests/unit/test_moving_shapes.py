@@ -1,4 +1,4 @@
-"""The rendered data set: what an item is, which item it is, and how mistakes are reported."""
+"""The rendered data set: contents of an item, choice of the item, and reports of mistakes."""
 
 import json
 from collections import Counter
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from scipy import stats
 
+from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
 from distill.data.moving_shapes import (
     BACKGROUND,
     CAPTIONS,
@@ -20,7 +21,6 @@ from distill.data.moving_shapes import (
     draw_scene,
     render,
 )
-from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, WordTable
 from distill.report.measures import detect
 from tests.unit.refused import refused
 

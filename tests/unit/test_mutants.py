@@ -1,4 +1,4 @@
-"""The known faults stay current: each fits the product once, and the test that kills it exists."""
+"""The known faults stay current: each fits the product once, and its killing test exists."""
 
 import re
 

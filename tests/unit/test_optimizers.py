@@ -112,7 +112,7 @@ def test_groups_by_pattern_of_name():
 
 
 def test_what_a_method_adds_has_a_rate_of_its_own():
-    """GAN heads hardly learn at a fake score's rate; patterns count on top of it."""
+    """GAN heads barely learn at a fake score's rate. Patterns multiply the additions' rate."""
     names = [*NAMES, "additions.gan_head.heads.0.out.weight", "additions.gan_head.heads.0.out.bias"]
     settings = OptimizerSettings(lr=4e-7, additions_lr=1e-5, weight_decay=0.1, lr_scale={"*.heads.0.out.bias": 2.0})
     found = parameter_groups(names, settings, "optim.fake")
@@ -138,7 +138,7 @@ def test_a_pattern_without_effect_is_refused_by_name(settings, named):
 
 @pytest.mark.parametrize("most", [1, 40])
 def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypatch, most):
-    """Of 32, 8, 32 and 4 elements: neighbours come together up to ``most``, and each is updated once."""
+    """Neighbors among 32, 8, 32 and 4 elements join up to ``most``, and each is updated once."""
     settings = OptimizerSettings(lr=1e-2, weight_decay=0.1, lr_scale={"2.bias": 0.5})
     whole, pieces = (RoleOptimizer(role(), settings) for _ in range(2))
     peaks = []

@@ -1,4 +1,4 @@
-"""The data order: which clip is at which position, on whichever mesh."""
+"""The data order: which clip is at which position, on every mesh."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ def batchings(dp_size, micro, global_size=8):
 
 
 def stream(dp_size, micro, *, clips=11, first=0, steps=7, seed=5, global_size=8):
-    """Clip per (step, position in the global batch), put together from all ranks' samplers."""
+    """Return the clip per (step, position in the global batch), put together from all ranks' samplers."""
     seen = {}
     for batching in batchings(dp_size, micro, global_size):
         sampler = MicroBatchSampler(seed=seed, clips=clips, batching=batching, first_sample=first, steps=steps)

@@ -22,15 +22,15 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
-# lazy everywhere; flash_attn belongs to no extra, since its wheels fit one torch, CUDA and Python each
+# lazy everywhere; flash_attn is not in an extra, since each of its wheels fits one torch, CUDA and Python
 OPTIONAL = (
     "wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "flash_attn_interface", "triton", "yunchang",
 )  # fmt: skip
-# product code that is imported only where its optional package is
+# product code that is imported only if its optional package is installed
 GUARDED = "fsdp_cp/attention/kernels/triton_dual.py"
 # extras that install without a GPU, hence with pins
 PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "fp8", "triton", "bench")
-# what a package may never import, at its top or inside a function
+# modules that a package must never import, at its top or inside a function
 FORBIDDEN = {
     "fsdp_cp": {"models", "distill", "train", "benchmarks", "tests", "diffusers", "transformers", "hydra"},
     "models": {"distill", "train", "benchmarks", "tests"},
@@ -44,7 +44,7 @@ def project() -> dict:
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """The base dependencies and those of the named extras."""
+    """Return the base dependencies and those of the named extras."""
     lines = list(project()["dependencies"])
     for extra in extras:
         lines += project()["optional-dependencies"][extra]
@@ -60,7 +60,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[tuple[str, int]]:
-    """(top-level module, line) of the absolute imports; with at_import_time, of those that importing the file runs."""
+    """Return (top-level module, line) of absolute imports; with at_import_time, of those that an import runs."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
@@ -88,7 +88,7 @@ def imports_of(path: Path, *, at_import_time: bool = False) -> list[tuple[str, s
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path):
-    """Build from a copy of the tree: a ``build/lib`` left in the checkout would put deleted files in the wheel."""
+    """The test builds from a copy of the tree: a ``build/lib`` in the checkout would put deleted files in the wheel."""
     tree, out = tmp_path / "tree", tmp_path / "wheel"
     tree.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
@@ -208,7 +208,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that can be reached from themselves."""
+    """Return modules that can be reached from themselves."""
 
     def reachable(start: str) -> set[str]:
         found, left = set(), list(graph[start])

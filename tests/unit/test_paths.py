@@ -1,4 +1,4 @@
-"""Paths that may not be looked at, and links that lead in a circle or into what is to be replaced."""
+"""Paths without permission to look, circular links, and links into what a command would replace."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,10 @@ TEACHER = "assets/quickstart_teacher"
 
 
 def _obey_permissions():
-    """Let go of what lets root read and write everywhere: ``CAP_DAC_OVERRIDE`` and ``CAP_DAC_READ_SEARCH``, 1 and 2."""
+    """Drop the capabilities that let root read and write everywhere.
+
+    They are ``CAP_DAC_OVERRIDE`` (1) and ``CAP_DAC_READ_SEARCH`` (2).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same of capabilities from 32 on
@@ -34,7 +37,7 @@ def _obey_permissions():
 
 
 def as_a_user(function, *args):
-    """``function(*args)`` in a process to which permissions apply, as they don't to root."""
+    """Call ``function(*args)`` in a process that obeys permissions, unlike root."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -53,7 +56,7 @@ def as_a_user(function, *args):
 
 
 def _ended(command, words):
-    """Exit code and what a command writes to stderr."""
+    """Return the exit code and what a command writes to stderr."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         code = command(words)

@@ -1,4 +1,4 @@
-"""Times by phase: parts of a whole, each without what ran inside of it."""
+"""Times by phase: parts of a whole, each without the phases inside it."""
 
 import random
 import time
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still unless it is moved; in whole numbers, so that sums are exact."""
+    """Stand in for the clock, which stands still unless moved. Whole numbers make sums exact."""
     now = SimpleNamespace(seconds=0)
     monkeypatch.setattr(
         phases, "time", SimpleNamespace(perf_counter=lambda: float(now.seconds), monotonic=time.monotonic)
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 
 def _tree(draw, clock, inside, expected, depth=0):
-    """Random phases in phases, and what each is to take by itself."""
+    """Run random nested phases, and add the time of each to ``expected``."""
     for _ in range(draw.randrange(1, 4)):
         spent = draw.randrange(5)
         clock.seconds += spent

@@ -9,7 +9,7 @@ import torch
 
 from distill.config import compose_config
 from distill.planning import command, encoders, extrapolation
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
 from distill.planning.simulation import Simulation, StepCost
 from distill.run.setup import plan_run
@@ -22,7 +22,7 @@ from train import main
 GIB = 2**30
 
 
-def simulation(config, plan, shapes, **arguments):
+def simulation(config, plan, **arguments):
     """What a simulation would have found."""
     resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 7 * GIB, ("fake", "optimizer"): 2 * GIB,
                ("student", "ema"): GIB}  # fmt: skip
@@ -56,28 +56,28 @@ def plan(monkeypatch, tmp_path):
 
 
 def test_what_plan_json_holds(plan, tmp_path):
-    """Without weights, clips or encoders; 8 ranks share the tokens of a clip, two such groups hold different ones."""
+    """The plan needs no weights, clips or encoders. 8 ranks share a clip's tokens; two such groups hold other clips."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".plan.json").write_text("a user's")
-    for _ in range(2):  # over its own
+    for _ in range(2):  # the second plan replaces the first
         assert plan() == 0
     theirs, page, file = sorted((tmp_path / "run").iterdir())
     assert theirs.read_text() == "a user's"
     assert page.read_text().startswith("<!")
     found = json.loads(file.read_text())
     assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
-    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, of both inputs of a guided student, say
+    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, for both inputs of guidance
     assert found["allocated_gib"] == pytest.approx(31 + kernel)
-    # Two groups send, and dp's numbers take one more.
+    # Two groups send, and the group dp adds one more.
     assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 3 * 0.3)
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
-    assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
+    assert found["phases"]["decode"]["gib"] == 24, "in addition to what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
-    # The student's parameters and average and the fake's optimizer, in the copy of a checkpoint.
+    # A checkpoint's copy holds the student's parameters and average, and the fake's optimizer.
     assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13
     assert found["roles"]["student"]["activations_gib"] == 16 and found["roles"]["fake"]["optimizer_gib"] == 2
     rate = 0.8 * 148e12
-    # all-gathers beyond the node take 9 / 50 s, less than what computes; the exchange inside waits for NVLink.
+    # all-gathers beyond the node take 9 / 50 s, less than the compute; the exchange inside a node uses NVLink.
     student, fake = 1e16 / 8 / rate + 45 / 450, 4e15 / 8 / rate
     config = compose_config(["experiment=wan2_1_t2v_14b_dmd2"])
     every = config.method.fake_updates_per_student_update + 1
@@ -89,18 +89,16 @@ def test_what_plan_json_holds(plan, tmp_path):
 
 @cache
 def planned(*words):
-    """Return configuration, shapes and plan of the 14B recipe."""
-    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
-    shapes = planned_shapes(config)
-    return config, shapes, plan_run(config, shapes=shapes)
+    """Return configuration and plan of the 14B recipe."""
+    return plan_without_gpus(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
 
 
 def seconds_of(sent, *words, world=16, copied=0.0):
     """Return the seconds of a student's step that computes next to nothing, but sends and copies bytes."""
-    config, shapes, run = planned(f"world={world}", *words)
-    found = simulation(config, run, shapes)
+    config, run = planned(f"world={world}", *words)
+    found = simulation(config, run)
     found.steps["student"] = StepCost(flops=1.0, sent=sent, copied=copied)
-    return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
+    return predict(config, run, found, load_hardware("h20"), {}).seconds["student"]
 
 
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
@@ -109,12 +107,12 @@ def test_activations_go_to_the_host_and_back_beside_the_gathers():
 
 
 def test_what_is_sent_takes_the_link_of_its_group():
-    """9e9 bytes: .02 s inside a node, .18 s between nodes; what attention exchanges comes on top."""
+    """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
     assert seconds_of({gather: 9e9}) == pytest.approx(0.18)
     assert seconds_of({gather: 9e9}, world=8) == pytest.approx(0.02)
     assert seconds_of({gather: 9e9, exchange: 9e9}) == pytest.approx(0.18 + 0.02)
-    # Where the tokens' ranks are the whole world, their group is the default one.
+    # If cp covers the whole world, its group is the default group.
     assert seconds_of({gather: 9e9, ("all_to_all", "default_pg"): 9e9}, world=8) == pytest.approx(0.02 + 0.02)
     shards = ("reduce_scatter", "mesh_dp_shard_cp")
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
@@ -140,19 +138,19 @@ def test_fp8_is_planned_as_without_it(plan, tmp_path):
 
 def test_samples_after_the_last_step_are_not_the_trainings():
     """``allocated_gib`` stands next to what is measured when training ends."""
-    config, shapes, run = planned("world=8")
+    config, run = planned("world=8")
     found = {}
     for every in (0, 10):
         sampled = replace(config, sample=replace(config.sample, every=every))
-        made = simulation(sampled, run, shapes)
+        made = simulation(sampled, run)
         made.peaks["sample/student"] = Peak(50 * GIB, {("student", "activations"): 50 * GIB})
-        found[every] = predict(sampled, run, made, 32760, load_hardware("h20"), ENCODERS)
+        found[every] = predict(sampled, run, made, load_hardware("h20"), ENCODERS)
     assert found[10].allocated_gib == 50 > found[0].allocated_gib
     assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
 
 
 def test_where_weights_are_gathered_is_planned_as_it_is_set():
-    """It says how many blocks are held at once, on a CPU too; what only a GPU has is left out."""
+    """The setting decides how many blocks are held at once, on a CPU too. Settings for GPUs only are dropped."""
     words = ("student.gather_stream=compute", "fake.compile=true")
     config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
     assert config.student.gather_stream == "compute" and config.fake.compile is False
@@ -168,20 +166,20 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     ],
 )
 def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
-    (config, shapes, plan), seen = planned("world=8", *words), []
+    (config, plan), seen = planned("world=8", *words), []
 
-    def recorded(config, plan, shapes, stands_for):
+    def recorded(config, plan, stands_for):
         seen.append(tuple(role.config["num_layers"] for role in plan.roles))
-        return simulation(config, plan, shapes)
+        return simulation(config, plan)
 
     monkeypatch.setattr(extrapolation, "simulate", recorded)
-    told = extrapolation.simulate_any_depth(config, plan, shapes)
+    told = extrapolation.simulate_any_depth(config, plan)
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 
 @pytest.mark.slow
 def test_image_to_video_without_encoders():
-    """Shapes of the published CLIP's features, what that encoder takes, and the refusals of a run."""
+    """The plan has the shapes of the published CLIP's features, that encoder's memory, and the refusals of a run."""
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
     image, model = "data.image=first_frame", "planning.model=wan2_1_i2v_14b"
     config = as_planned(compose_config([*words, image, model, "sample.at_end=false", "sample.every=0"]))
@@ -240,7 +238,7 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
 
 
 def test_encoders_take_what_real_ones_do():
-    """Tiny ones, on fake tensors and on real ones."""
+    """The test compares tiny encoders on fake and on real tensors."""
     text = {
         "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -263,7 +261,7 @@ def test_encoders_take_what_real_ones_do():
 
 
 def test_what_is_encoded_and_decoded(monkeypatch):
-    """No clips for DMD2, whose data are captions alone; no samples where none are asked for."""
+    """DMD2 on captions encodes no clips, and a run without samples decodes none."""
     monkeypatch.setattr(encoders, "_peak", lambda build, call: Peak(1, {}))
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
 

@@ -47,7 +47,7 @@ def test_states_and_times_at_the_trained_levels_are_the_schedulers_own(scheduler
 
 @ALL
 def test_velocities_are_e_minus_x0_of_the_schedulers_own_prediction(scheduler):
-    """``step`` says which x0 the scheduler takes from an output; of its own target it is the true one."""
+    """``step`` says which x0 the scheduler takes from an output. From the true target it takes the true x0."""
     prediction, x0, noise = DiscretePrediction.of_scheduler(scheduler), draw(2), draw(3)
     steps = torch.tensor([0, 1, 137, 500, 900, 999])
     t = torch.tensor(prediction.levels, dtype=torch.float64)[steps]
@@ -68,7 +68,7 @@ def test_velocities_are_e_minus_x0_of_the_schedulers_own_prediction(scheduler):
 
 
 def test_steps_of_euler_are_steps_of_ddim():
-    """At the levels of integer times, so a student that takes Euler's steps can be sampled by DDIM."""
+    """The steps are equal at the levels of integer times, so DDIM can sample a student with Euler's steps."""
     scheduler = SCHEDULERS["5b"]
     prediction, z = DiscretePrediction.of_scheduler(scheduler), draw(5, 1)
     x = z.clone()
@@ -90,7 +90,7 @@ def test_steps_of_euler_are_steps_of_ddim():
 
 @pytest.mark.parametrize("kind", ["v_prediction", "epsilon"])
 def test_the_velocity_of_an_ideal_network_is_exact_between_the_levels(kind):
-    """In float64, also at both ends, where the noise needs t < 1."""
+    """The velocity is exact in float64, also at both ends. The noise needs t < 1."""
     alphas = torch.linspace(0.99, 0.01, 20, dtype=torch.float64)
     prediction, x0, noise = DiscretePrediction(alphas.tolist(), kind), draw(6, 5), draw(7, 5)
     t = times(0.0, 1e-3, 0.123, 0.789, 0.999 if kind == "epsilon" else 1.0)
@@ -114,7 +114,7 @@ def test_network_times_rise_and_stay_within_the_trained_ones():
 
 @ALL
 def test_derivatives_are_those_of_finite_differences(scheduler):
-    """Along the state and the time, through a network that depends on both."""
+    """The derivatives are along the state and the time, through a network that depends on both."""
     prediction, x, direction = DiscretePrediction.of_scheduler(scheduler), draw(8), draw(9)
     t, rate = times(0.01, 0.1003, 0.3, 0.5, 0.7, 0.9), times(1.0, -0.5, 0.7, 1.0, 1.3, -2.0)
 

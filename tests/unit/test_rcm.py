@@ -49,7 +49,7 @@ def closures(method, step, positions=range(4)):
 
 
 def step_of(method, role, length):
-    """A step after the first ones at which ``role`` trains on rollouts of ``length``."""
+    """Return a step after the first ones at which ``role`` trains on rollouts of ``length``."""
     steps = range(method.settings.consistency_steps, 100)
     return next(s for s in steps if method.trained_role(s) == role and method.rollout_steps(s) == length)
 
@@ -94,7 +94,7 @@ def test_weights():
 
 
 def rollout_times(method, step, positions=range(4)):
-    """``(length, B)``."""
+    """Return times ``(length, B)``."""
     losses = closures(method, step, positions)
     losses["dmd" if "dmd" in losses else "fake_score"].closure()
     return torch.stack([call.t for call in method.roles["student"].calls])
@@ -102,7 +102,7 @@ def rollout_times(method, step, positions=range(4)):
 
 @pytest.mark.parametrize(("role", "length"), [("student", 1), ("student", 3), ("fake", 4)])
 def test_rollouts(role, length):
-    """Noise at first, then each estimate with fresh noise on it; a gradient through the student's last step alone."""
+    """A rollout starts from noise and adds fresh noise to each estimate. Only the last step has a gradient."""
     method = rcm()
     step = step_of(method, role, length)
     times = rollout_times(method, step)
@@ -122,11 +122,11 @@ def test_rollouts(role, length):
     for noise in noises:
         assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > 1e-3
     together = torch.corrcoef(torch.stack([noise.detach().flatten() for noise in noises]))
-    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is drawn anew"
+    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is a fresh draw"
 
 
 def test_random_times_are_drawn_from_p_d_and_never_rise():
-    """TrigFlow's ``min(atan(r / (1 - r)), t)`` with ``r = 5 u / (1 + 4 u)``: of flow times, ``min(r, t)``."""
+    """The formula is TrigFlow's ``min(atan(r / (1 - r)), t)``, ``r = 5 u / (1 + 4 u)``; in flow times ``min(r, t)``."""
     method = rcm(student_every=2)
     steps = [s for s in range(3, 3 + 8 * 200) if method.trained_role(s) == "fake" and method.rollout_steps(s) == 4]
     times = torch.cat(
@@ -140,7 +140,7 @@ def test_random_times_are_drawn_from_p_d_and_never_rise():
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_fixed_times_begin_where_samples_do(length):
-    """With ``sigma_max=null``: at ``atan(sigma_max)`` DMD never trains the student, and a sample may be blurred."""
+    """Samples start at pi/2 with ``sigma_max=null``, where DMD trains. At ``atan(sigma_max)`` it never does."""
     method = rcm(rollout="fixed", sigma_max=None)
     for role in ("student", "fake"):
         times = rollout_times(method, step_of(method, role, length))
@@ -170,7 +170,7 @@ def test_dmd_gradient_on_the_sample(length, rollout):
 
 
 def test_the_consistency_loss_is_that_of_scm():
-    """With the weight of its own in what is observed, and the student's updates as warm-up."""
+    """The loss has its own weight in what is observed, and warms up with the student's updates."""
     roles = {"teacher": Net(20), "student": Net(21)}
     for step, updates in ((2, 2), (9, 5)):
         method = rcm(tangent_warmup=10)
@@ -185,7 +185,7 @@ def test_the_consistency_loss_is_that_of_scm():
 
 
 def test_each_loss_has_a_backward_of_its_own():
-    """Their gradients add up, whichever is first."""
+    """The gradients add up, in either order."""
     method = rcm(consistency_weight=0.01)
     step = step_of(method, "student", 2)
 
@@ -205,7 +205,7 @@ def test_each_loss_has_a_backward_of_its_own():
 
 
 def test_fake_loss_is_the_weighted_error_of_x0():
-    """In TrigFlow, where x0 is off by ``sin t`` times the error of F."""
+    """The error of x0 in TrigFlow is ``sin t`` times the error of F."""
     theta = normal(4, *SHAPE, seed=9)
     method = rcm(Painter(theta))
     loss = closures(method, step_of(method, "fake", 2))["fake_score"].closure()
@@ -236,7 +236,7 @@ def test_batches_are_means():
     ("problem", "tangent"), list(zip(analytic.PROBLEMS, ("lu_song", "rcm"), strict=True)), ids=["Gaussian", "Mixture"]
 )
 def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
-    """DMD's with the exact fake score, which is the teacher: the student's samples are data."""
+    """DMD's gradient uses the exact fake score, which is the teacher, since the student's samples are data."""
     student = ExactStudent(problem)
     settings = RcmSettings(guidance_scale=1.0, tangent_warmup=0, consistency_steps=0, tangent=tangent)
     method = build_method(settings, {"teacher": problem, "student": student, "fake": problem})
@@ -250,7 +250,7 @@ def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
 
 @pytest.mark.slow
 def test_a_student_converges_to_the_flow_map():
-    """The fake score begins as the teacher, too."""
+    """The fake score starts from the teacher, too."""
     problem = TO_LEARN[0]
     student, fake = SmallNet(problem, width=32), SmallNet(problem, width=32, seed=1)
     assert flow_map_error(problem, student) > 0.6
@@ -270,7 +270,7 @@ def test_refused_settings():
 @pytest.mark.parametrize("steps", [1, 30, 61])
 @pytest.mark.parametrize(("alone", "every", "mids"), [(0, 2, 1), (10, 5, 3), (100, 3, 0)])
 def test_representative_steps_have_the_mean_rollout_of_all(steps, alone, every, mids):
-    """What a planner simulates of a role: the mean of a cost that grows evenly with a rollout's steps."""
+    """A planner simulates the mean of a cost that grows linearly with a rollout's steps."""
     settings = RcmSettings(consistency_steps=alone, student_every=every, mid_times=[1.5, 1.4, 1.0][:mids])
     method = METHODS["rcm"][0](settings, {})
 

@@ -53,7 +53,7 @@ RECIPES = [  # network, resolution, method, nodes
 
 
 def words_of(network, resolution, method, nodes):
-    """Return what a user types for a recipe."""
+    """Return the words that a user types for a recipe."""
     words = [f"experiment=wan2_1_t2v_{network}_{method}"]
     words += [f"data=video_folder_{resolution}"] if resolution != "480p" else []
     return words + (["cluster=h20x8x4", "batch_size=32"] if nodes == 4 else [])
@@ -66,7 +66,10 @@ def test_student_and_fake_score_start_from_the_teacher():
 
 @contextmanager
 def fake_world(size):
-    """Rank 0 of a process group whose collectives do nothing (private: torch.testing._internal, torch 2.11 to 2.13)."""
+    """Enter rank 0 of a process group whose collectives do nothing.
+
+    This uses torch.testing._internal (private, torch 2.11 to 2.13).
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -95,10 +98,10 @@ def pipeline(tmp_path_factory):
 
 
 def compose_recipe(words, network, pipeline):
-    """The recipe with random weights of the published shape in place of a checkpoint."""
+    """Compose the recipe with random weights of the published shape in place of a checkpoint."""
     architecture = json.dumps(ARCHITECTURES[network]).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
-    # Checked on a machine that has no GPU.
+    # The check runs on a machine without a GPU.
     return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
@@ -115,7 +118,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
         mesh, shapes = mesh_of_shape(plan.mesh, device_type="cpu"), data.sample_shapes()
         shape = mesh.shape
         assert (shape.dp_replicate, shape.dp_shard, shape.cp) == (1, world // CP[network], CP[network])
-        # Heads let all of cp be Ulysses, whose all-to-all stays inside a node.
+        # The heads allow Ulysses over all of cp, whose all-to-all stays inside a node.
         assert (shape.ring, shape.ulysses) == (1, CP[network]) and plan.heads % shape.ulysses == 0
         assert local_token_count(TOKENS[resolution], shape.cp) * shape.cp == TOKENS[resolution]  # no pads
         assert plan.micro_batch_size == 1 and config.batch_size == 8 * nodes
@@ -130,19 +133,19 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
             assert role.networks[0].precision == "bf16" and role.trainable == trained
             assert role_plan.tokens(*shapes) == TOKENS[resolution]
             assert sum(p.numel() for p in role.parameters()) == PARAMETERS[network]
-            # On four nodes the frozen teacher has a copy in each.
+            # On four nodes each has a copy of the frozen teacher.
             copies = nodes if not trained else 1
             placements, sizes = ((Shard(0),), (world,)) if copies == 1 else ((Replicate(), Shard(0)), (copies, 8))
             for name, parameter in role.weights().items():
                 assert parameter.placements == placements and parameter.device_mesh.shape == sizes, name
-                wide = trained or "time_embedder" in name  # which computes in fp32
+                wide = trained or "time_embedder" in name  # the time embedder computes in fp32
                 assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
             local_bytes[role_plan.name] = sum(p.to_local().numel() * p.element_size() for p in role.parameters())
             ideal = PARAMETERS[network] * (4 if trained else 2) * copies / world
             assert abs(local_bytes[role_plan.name] / ideal - 1) < 0.01
             assert role_plan.sharding.activation_checkpointing == ("full" if trained and network == "14b" else "none")
 
-    # Masters, Adam's two moments, the average; gradients of the role that trains; the teacher as it computes.
+    # Masters, Adam's two moments, the average; gradients of the role that trains; the teacher in its compute dtype.
     student, fake = local_bytes["student"], local_bytes["fake"]
     states = student * (3 + config.student.ema.enabled) + 3 * fake + max(student, fake) + local_bytes["teacher"]
     assert abs(states / 1e9 - STATES_GB[network, nodes]) < 0.1

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from distill.report import charts
-from distill.report.facts import FILES
 from distill.report.measures import HIGHER_IS_BETTER, Measure
 from distill.report.page import number
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
@@ -45,7 +44,7 @@ def make_rows() -> tuple[list[ReportRow], ReportRow]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, the text, and the cells that carry a measure."""
+    """Parser that collects tags with their attributes, the text, and the cells that carry a measure."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -107,8 +106,7 @@ def test_page_loads_nothing_and_runs_nothing(run):
         assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
         assert not any(name.startswith("on") for name in attributes)
         for name in ("src", "href", "xlink:href", "srcset", "data"):
-            link = tag == "a" and name == "href" and attributes[name] in FILES  # a link loads nothing by itself
-            assert link or attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
+            assert attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
@@ -120,7 +118,6 @@ def test_page_has_every_row_with_its_pictures(run):
         assert row["name"] in text
         for caption in CAPTIONS:  # the parser unescapes
             assert f"{row['name']}: {caption}" in alts
-            assert f"frames of {row['name']}: {caption}" in alts
 
 
 def test_numbers_of_page_and_json_agree(run):
@@ -180,7 +177,7 @@ def test_verdict_when_there_is_nothing_to_say():
     for chosen in (
         [r for r in rows if r.steps in (4, 50)],
         [r for r in rows if r.role == "teacher"],
-        [r for r in rows if r.steps == 4],  # nothing tells what the teacher loses by taking so few
+        [r for r in rows if r.steps == 4],  # without the teacher at 50 steps, its loss at 4 is unknown
     ):
         assert not any(c.counts for c in student_beats_teacher(chosen)) and verdict(chosen, [])
 
@@ -220,21 +217,18 @@ def test_curves_have_gaps_where_values_are_not_finite():
         assert charts.curve_svg("fake/loss", steps[part], values[part]).startswith(b"<?xml")
 
 
-def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
-    """Which a null is says the total of the same step: with a finite total no sample fell into the bin."""
+def test_an_empty_time_bin_is_no_point():
     records = [
         {"step": 1, "fake/loss": 0.5, "fake/loss/t0.25": 0.4, "fake/loss/t0.9375": None, "fake/grad_norm": None},
         {"step": 2, "fake/loss": 0.5, "fake/loss/t0.25": None, "fake/loss/t0.9375": None},
         {"step": 3, "fake/loss": None, "fake/loss/t0.25": None},
         {"step": 4, "fake/loss": 0.5, "fake/loss/t0.25": math.inf},
-        {"step": 5, "fake/loss/t0.25": None},  # no total: nothing says that it was empty
-        {"step": 6, "student/loss": 0.5, "fake/loss": math.nan, "fake/loss/t0.25": None},  # another role's total
         {"step": 7, "fake/loss": 0.5, "fake/loss/t0.25": 0.3},
     ]
     found = charts.curves(records)
     steps, values = found["fake/loss/t0.25"]
-    np.testing.assert_array_equal(steps, [1, 3, 4, 5, 6, 7])
-    np.testing.assert_array_equal(values, [0.4, math.nan, math.nan, math.nan, math.nan, 0.3])
+    np.testing.assert_array_equal(steps, [1, 4, 7])
+    np.testing.assert_array_equal(values, [0.4, math.nan, 0.3])
     assert "fake/loss/t0.9375" not in found, "a curve without a point is not drawn"
     np.testing.assert_array_equal(found["fake/grad_norm"][1], [math.nan])  # a null elsewhere is a broken value
     healthy = charts.curves(records[:2] + records[-1:])

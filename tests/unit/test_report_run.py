@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
-    def scores(accuracy):  # of one measure: each is a chart, which takes its time
+    def scores(accuracy):  # only one measure, since each draws a chart
         return {"colour_accuracy": Measure(accuracy, 0.01)}
 
     clips = np.random.default_rng(0).integers(0, 255, (1, 3, 8, 8, 3), dtype=np.uint8)
@@ -53,7 +53,6 @@ def healthy(steps: int = 10) -> list[dict]:
 def test_a_healthy_run_is_shown_as_a_success(tmp_path):
     page = write(tmp_path, healthy())
     assert "troubles" not in page.classes and {"verdict", "won"} <= page.classes
-    assert not {"starts", "settings"} & page.classes, "a run of an older version has neither"
     assert json.loads((tmp_path / "report.json").read_text())["troubles"] == []
 
 
@@ -62,7 +61,7 @@ def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, chang
     records = healthy()
     records[-1] |= change
     better = "student/loss" not in change
-    page = write(tmp_path, records, better=better, updates={"student": 10}, settings={"optim": {"clip": 10.0}})
+    page = write(tmp_path, records, better=better, updates={"student": 10}, clip=10.0)
     (said,) = json.loads((tmp_path / "report.json").read_text())["troubles"]
     assert said in page.text and said in caplog.text, "who reads only the log sees it too"
     assert "won" not in page.classes and "troubles" in page.classes, "no green above a broken run"
@@ -83,23 +82,13 @@ def start(step: int, **more) -> str:
 
 def test_the_page_tells_how_the_run_was_started(tmp_path):
     lines = (start(0) + start(3) + start(7)).encode()
-    (tmp_path / "starts.jsonl").write_bytes(b'\xff\n[1]\n"x"\n{"command": 3}\n' + lines + b'{"started": "20')
+    (tmp_path / "starts.jsonl").write_bytes(b'\xff\n[1]\n"x"\n' + lines + b'{"started": "20')
     page = write(tmp_path, healthy(), config_summary={"steps": 10, "versions": "torch 1", "minutes of training": 2.5})
     for said in ("torchrun train.py steps=7", "0123456789abcdef", "node7", "8 x NVIDIA H20", "torch 2.13.0"):
         assert said in page.text, said
     assert "torch 1," not in page.text, "versions are told once"
     data = json.loads((tmp_path / "report.json").read_text())
     assert [s["from_step"] for s in data["starts"]] == [0, 3, 7] and data["starts"][0]["clean"] is True
-
-
-def test_links_are_relative_and_lead_somewhere(tmp_path):
-    for name in ("export/student", "samples/x", "checkpoints", "previous/1"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "config.yaml").touch()
-    page = write(tmp_path, healthy())
-    links = [attributes["href"] for attributes in page.all("a")]
-    assert links == ["export/", "samples/", "metrics.jsonl", "config.yaml", "report.json", "previous/"]
-    assert all((tmp_path / link).exists() for link in links)
 
 
 # ---------------------------------------------------------------- nothing of a stranger's becomes markup
@@ -113,20 +102,19 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path):
     records = healthy()
     records[0] |= {f"student/loss{EVIL}": 1.0, f"{EVIL}/loss": None, "student/loss/<script>": 1.0}
     facts = {EVIL: EVIL, "sample command": f"python -m distill.sample {EVIL}", "nested": {EVIL: EVIL}, "list": [EVIL]}
-    page = write(tmp_path, records, caption=EVIL, title=EVIL, config_summary=facts,
-                 settings={EVIL: EVIL, "run_dir": EVIL, "l": [EVIL]}, defaults={EVIL: EVIL, "l": []})  # fmt: skip
+    page = write(tmp_path, records, caption=EVIL, title=EVIL, config_summary=facts)
     assert {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "link", "base", "form"} == set()
     for tag, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
         for name in ("src", "href", "xlink:href", "srcset", "action"):
             assert not attributes.get(name, "").startswith(("http", "//", "javascript"))
-    assert page.text.count("<script>alert(1)</script>") > 15, "shown as what it is"
+    assert page.text.count("<script>alert(1)</script>") > 10, "shown as what it is"
     (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == POLICY
 
 
 def test_half_characters_are_replaced(tmp_path):
-    """A path that is no UTF-8 and an escape in a file's JSON give text that no file takes."""
+    """A path that is not UTF-8 and an escape in a file's JSON give text that cannot be written to a file."""
     (tmp_path / "starts.jsonl").write_text(start(0, command="train.py \\ud800".replace("\\\\", "\\"), host="\udcff"))
     page = write(tmp_path, healthy(), caption="a \ud800 circle", title="\udcff", config_summary={"\ud800": "\udcff"})
     assert "a ? circle" in page.text

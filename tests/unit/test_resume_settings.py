@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from distill.config import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
-from distill.run.resume_checks import BY_CONTENT, check_resume, find_sources
+from distill.run.checkpoint_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
 from models.lora.saved import find_adapters
@@ -28,7 +28,7 @@ OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 
 
 def _documented() -> set[str]:
-    """Settings of the first column of the table in docs/running.md."""
+    """Return the settings in the first column of the table in docs/running.md."""
     text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     rows = text.partition("| refused |")[2].partition("\n\n")[0].splitlines()[2:]
     return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
@@ -114,7 +114,7 @@ def test_a_difference_is_accepted_by_name_and_recorded(tmp_path, caplog):
     again = _checkpoint(tmp_path / "again" / "step_00000003", now, sources=sources | {"teacher.checkpoint": found})
     now.checkpoint.accept = []
     assert check_resume(now, again, (), sources) == sources, "the next start needs no acceptance"
-    # The same contents elsewhere; and a checkpoint that has no fingerprints.
+    # The same contents in another place, and a checkpoint without fingerprints.
     assert check_resume(now, checkpoint, (), _sources(config)) == _sources(config)
     caplog.clear()
     check_resume(now, _checkpoint(tmp_path / "old" / "step_00000003", config, sources={}), (), sources)
@@ -172,7 +172,7 @@ def test_files_are_known_by_their_contents(folders, tmp_path, change, expected):
         key for key in BY_CONTENT if (before[key] or {}).get("fingerprint") != (now[key] or {}).get("fingerprint")
     }
     assert differing == expected
-    assert {key for key in BY_CONTENT if before[key] is None} == {"fake.checkpoint", "method.trajectories"}
+    assert {key for key in BY_CONTENT if before[key] is None} == {"fake.checkpoint"}
 
 
 @pytest.fixture(scope="module")

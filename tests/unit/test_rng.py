@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fsdp_cp.rng import DrawsAhead, StepRandom, permutation
+from fsdp_cp.rng import StepRandom, permutation
 
 
 def random(positions, seed=1, step=2, **kwargs):
@@ -85,37 +85,3 @@ def test_permutation_depends_on_its_arguments_alone():
     assert permutation(1, "order", 0, 50) == order
     for other in (permutation(2, "order", 0, 50), permutation(1, "x", 0, 50), permutation(1, "order", 1, 50)):
         assert sorted(other) == list(range(50)) and other != order
-
-
-def _steps(ahead):
-    """Two roles in turn, of which one draws a little more at each third step, as of a rollout's length."""
-    seen = []
-    for step in range(3, 13):
-        if ahead is not None:
-            ahead.begin(step, "fake" if step % 3 else "student", "fake" if (step + 1) % 3 else "student")
-        for positions in ([0, 2], [4, 6]):
-            draws = random(positions, step=step, ahead=ahead)
-            seen += [draws.normal("noise", (2, 3)), draws.uniform("time", torch.float64)]
-            if step % 3 == 0:
-                seen += [draws.normal(f"renoise_{k}", (4,), torch.float64) for k in range(step % 2 + 1)]
-            seen.append(draws.uniform("time"))  # the same stream in another dtype
-            seen.append(draws.normal("noise", (2, 3)))  # a second loss asks again
-    return seen
-
-
-def test_draws_made_ahead_are_the_same_numbers():
-    ahead = DrawsAhead(1, pin=False)
-    plain, found = _steps(None), _steps(ahead)
-    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(plain, found, strict=True))
-    # Of a kind whose draws are known when the step before begins: students 6, 9, 12 and fakes 7, 8, 10, 11. Three of
-    # each micro-batch, and one re-noising of the students'; the second loss's are drawn again.
-    assert ahead.guessed == 2 * (3 * (3 + 4) + 3)
-
-
-def test_what_nobody_asked_for_is_let_go_of():
-    ahead = DrawsAhead(1, pin=False)
-    for step in range(6):
-        ahead.begin(step, "student", "student")
-        if step < 3:
-            random([0], step=step, ahead=ahead).normal("noise", (2,))
-    assert ahead.guessed == 1 and not ahead._made

@@ -1,12 +1,12 @@
-"""The disk's room is compared with what a run adds to its checkpoints, before it begins."""
+"""Free disk space is compared with the size of a run's new checkpoints before the run starts."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from distill.config import compose_config
-from distill.run import disk_space as room
-from distill.run.disk_space import check_disk, checkpoint_bytes
+from distill.run import checkpoint_checks as room
+from distill.run.checkpoint_checks import check_disk, checkpoint_bytes
 from distill.run.setup import plan_run
 from tests.unit.refused import refused
 
@@ -32,7 +32,11 @@ def planned(tmp_path, monkeypatch):
     ("settings", "there", "needed"),
     [
         (("checkpoint.every=10", "checkpoint.keep=2"), 0, 3),  # two, and the one that is being written
-        (("checkpoint.every=10", "checkpoint.keep=2"), 5, 1),  # those that are there make room for each other
+        (
+            ("checkpoint.every=10", "checkpoint.keep=2"),
+            5,
+            1,
+        ),  # new ones replace existing ones
         (("checkpoint.every=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 8),
         (("checkpoint.every=40", "checkpoint.keep=0"), 0, 3),
     ],

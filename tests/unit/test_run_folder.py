@@ -1,4 +1,4 @@
-"""A run's folder, killed in between; and what a restart of torchrun's means by its settings."""
+"""The run directory after kills, and settings when torchrun restarts the ranks."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, 
     ("resume", "begun", "expected"), [("never", "b", "auto"), ("never", "a", "never"), ("auto", "b", "auto")]
 )
 def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, begun, expected):
-    """A restart of torchrun ``b`` resumes what ``b`` began, and moves aside what an earlier torchrun began."""
+    """A restart by torchrun ``b`` resumes the run that ``b`` started, and moves aside files of an earlier torchrun."""
     config = compose_config(["experiment=quickstart", f"checkpoint.resume={resume}", f"run_dir={tmp_path}"])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_{begun}/none_1/attempt_0/0/error.json")
     record = json.dumps(this_start(["train.py"]))
@@ -77,7 +77,7 @@ def test_a_lock_of_somebody_else_is_not_written_to(tmp_path, content, linked, se
 
 
 def test_a_lock_is_taken_once_at_a_time(tmp_path):
-    """Each time a lock of an earlier run is there, and once that of a run that was killed before it wrote its name."""
+    """A lock file of an earlier run exists each time; one run was killed before it wrote its name."""
     for _ in range(2):
         with held_run_dir(tmp_path):
             with refused("run_dir"), held_run_dir(tmp_path):

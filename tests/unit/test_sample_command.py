@@ -1,4 +1,4 @@
-"""``python -m distill.sample`` on a run's folder: what it writes, new captions, and one line for each mistake."""
+"""``python -m distill.sample`` on a run directory: its files, new captions, and one line for each mistake."""
 
 import json
 import resource
@@ -19,7 +19,7 @@ CAPTION = "a red circle growing"
 
 
 def write_run(folder: Path, export: Path, *overrides: str) -> Path:
-    """A run's folder as sampling reads it: its configuration and its student."""
+    """Write a run directory as sampling reads it: its configuration and its student."""
     config = compose_config(["experiment=quickstart", "device=cpu", *overrides])
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(asdict(config)), folder / "config.yaml")
@@ -81,7 +81,8 @@ def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run)
     given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}
     plain = config.data.build(**given)
     told = config.data.build(**given, captions=["a bird", "a red square", ""])
-    assert told.fingerprint == plain.fingerprint and told.captions() == plain.captions() and len(told) == len(plain)
+    assert told.fingerprint == plain.fingerprint and len(told) == len(plain)
+    assert list(told.captions()) == list(plain.captions())
     bird, red, empty = told.condition(["a bird", "a red square", ""]).tensors["text"]
     assert torch.equal(red, plain.condition(["a red square"]).tensors["text"][0])
     assert torch.equal(empty, plain.null["text"]) and torch.equal(empty, plain.empty["text"])
@@ -162,7 +163,7 @@ def test_configurations_of_others(run_dir, capsys):
 
 @contextmanager
 def full_disk(size: int):
-    """No file can grow beyond ``size`` bytes: writing fails as it does on a full disk."""
+    """Limit all files to ``size`` bytes, so that writing fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -15,7 +15,7 @@ from tests.unit.refused import refused
 
 
 class Wan:
-    """A plain diffusers network as a role; ``truncated``: it is told times as diffusers' UniPC loop tells them."""
+    """Plain diffusers network as a role. ``truncated``: it gets times as diffusers' UniPC loop passes them."""
 
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
@@ -26,7 +26,7 @@ class Wan:
 
 
 class ExactTimes(UniPCMultistepScheduler):
-    """diffusers' scheduler, but for the truncation of times to integers."""
+    """diffusers' scheduler, without the truncation of times to integers."""
 
     def set_timesteps(self, *args, **kwargs):
         super().set_timesteps(*args, **kwargs)
@@ -71,7 +71,7 @@ def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
 
 
 def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
-    """Relative to the exact flow map ``mean + std * noise``."""
+    """Return errors relative to the exact flow map ``mean + std * noise``."""
     text = torch.zeros(2, *TEXT, dtype=torch.float64)
     text[:, 0, 0] = torch.tensor([0.3, -0.2])
     noise = normal(2, *SHAPE, seed=4)

@@ -1,4 +1,4 @@
-"""The scheduler that is exported with a student: its times are the trained ones, its update is the student's."""
+"""The scheduler that is exported with a student: it has the trained times and the student's update."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_shifted_grids_and_step_lists_are_met(times, within):
 
 @pytest.mark.parametrize("moved", [0.4, 3.0])
 def test_a_list_is_met_within_the_tolerance_or_refused(moved):
-    """The nearest scheduler splits the difference where one time of a grid is off."""
+    """The nearest scheduler splits the difference if one time of a grid is off."""
     times = shift_times([1.0, 0.75, 0.5, 0.25], 5.0)
     times[1] += moved * TOLERANCE
     if moved < 1:
@@ -61,14 +61,14 @@ def test_saved_and_loaded_as_a_pipeline_loads_it(tmp_path):
 
 
 class TorchDraws:
-    """Fresh noise as diffusers draws it: from torch's own stream, in order."""
+    """Fresh noise as diffusers draws it: from torch's global stream, in order."""
 
     def normal(self, purpose, shape, dtype):
         return torch.randn(4, *shape, dtype=torch.float32).to(dtype)
 
 
 def steps_of(scheduler, student, noise, text):
-    """diffusers' loop, in fp64 but for what the scheduler rounds to fp32."""
+    """Run diffusers' loop in fp64, except for what the scheduler rounds to fp32."""
     x = noise
     for t in scheduler.timesteps:
         v = student.formula(x, (t.double() / 1000).expand(len(x)), text)

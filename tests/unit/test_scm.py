@@ -37,7 +37,7 @@ def scm(teacher=None, student=None, **settings):
 
 
 def run(method, step=3, positions=range(4), batch=None):
-    """The loss, with the gradients that its backward leaves."""
+    """Return the loss and the gradients of its backward."""
     (loss,) = method.losses(step, batch or make_batch(positions), random_at(step, positions))
     assert loss.name == "scm" and loss.weight == 1.0
     for role in method.roles.values():
@@ -50,7 +50,7 @@ def run(method, step=3, positions=range(4), batch=None):
 
 
 def noised(call):
-    """TrigFlow state and time of what a role was called with."""
+    """Return TrigFlow state and time of a role's call."""
     t = torch.atan2(call.t, 1 - call.t)
     return call.x * wide(torch.cos(t) + torch.sin(t)), t
 
@@ -59,7 +59,7 @@ def noised(call):
 
 
 def reference(method, r):
-    """Loss and gradients by ALGORITHMS, at the state that the student was called with last."""
+    """Return loss and gradients by the formulas, at the student's last state."""
     settings, batch, student = method.settings, make_batch(), method.roles["student"]
     x, t = (value.detach() for value in noised(student.calls[-1]))
     cos, sin = torch.cos(wide(t)), torch.sin(wide(t))
@@ -136,7 +136,7 @@ def test_loss_and_gradient_equal_the_dense_reference(scale, tangent, warmup, ste
 
 
 def test_what_runs():
-    """One guided call of the teacher, a dual one of the student and one with a gradient, all at one state."""
+    """A step makes one guided teacher call, one dual student call and one with a gradient, all at one state."""
     method = scm()
     run(method)
     (teacher,), (dual, last) = method.roles["teacher"].calls, method.roles["student"].calls
@@ -155,7 +155,7 @@ def test_what_runs():
 
 
 def test_times_and_noise():
-    """``log tan t`` is N(mean, std^2), every sample's own; the noise is standard normal on the data."""
+    """``log tan t`` is N(mean, std^2), drawn per sample. The noise is standard normal on the data."""
     method = scm(guidance_scale=1.0, time_mean=-0.3, time_std=1.2)
     method.roles["teacher"].formula = lambda x, t, text: x
     count = 1500
@@ -178,7 +178,7 @@ def test_times_and_noise():
 
 
 def on(problem, student, positions=32, **settings):
-    """scm from ``problem``'s own velocity without guidance, and a batch of its data."""
+    """Build scm from ``problem``'s own velocity without guidance, and a batch of its data."""
     settings = {"guidance_scale": 1.0, "tangent_warmup": 0, **settings}
     method = build_method(ScmSettings(**settings), {"teacher": problem, "student": student})
     return method, analytic.make_batch(problem, positions), random_at(0, range(positions))
@@ -204,7 +204,7 @@ def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
 
 @pytest.mark.slow
 def test_a_student_converges_to_the_flow_map():
-    """From the teacher's own prediction, which is off by most of the data's deviation."""
+    """Training starts from the teacher's own prediction, whose error is most of the data's deviation."""
     problem = TO_LEARN[1]
     student = SmallNet(problem, width=32)
     assert flow_map_error(problem, student) > 0.6
@@ -214,7 +214,7 @@ def test_a_student_converges_to_the_flow_map():
 
 
 def test_samples_of_the_exact_student_are_the_flow_maps():
-    """One step, and two: what the first gives is noised to the second time."""
+    """The test takes one step, and two: the first result is noised to the second time."""
     problem = PROBLEMS[0]
     method, _, random = on(problem, ExactStudent(problem), 8)
     noise, condition = normal(8, *problem.shape, seed=6), analytic.nothing(8)

@@ -1,4 +1,4 @@
-"""Tasks of srun or MPI that torchrun did not start."""
+"""Tasks that srun or MPI started without torchrun."""
 
 import pytest
 

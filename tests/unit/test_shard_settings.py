@@ -11,7 +11,7 @@ from fsdp_cp.mesh import MeshShape
 from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator, require_compiler
 from tests.unit.refused import refused
 
-# Every field with a value other than its default, to be had under optim_grads_params alone.
+# Every field with a value other than its default that optim_grads_params allows.
 CHANGED = {
     "strategy": "optim",
     "replicate": False,
@@ -38,7 +38,7 @@ CHANGED = {
     "gradient_scale": 0.5,
 }
 NEEDS = {"keep_operators": {"activation_checkpointing": "selective"}, "fp8_gather": {"fp8": "torchao"}}
-"""What a changed field is of no use without."""
+"""Settings that a changed field needs to have an effect."""
 
 DEFAULT_BUFFERS = {"communication_buffers": "default"}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -109,7 +109,7 @@ def is_refused(given: dict, device: str) -> bool:
     return False
 
 
-# Settings that have no effect under a strategy, when they are the only other one that is changed.
+# Settings that have no effect under a strategy if no other setting is changed.
 IDLE = {
     "no_shard": set(
         "replicate shard_ranks gather_stream forward_prefetch backward_prefetch keep_gathered gather_early"
@@ -138,7 +138,7 @@ def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_e
 
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
-    """Under optim_grads_params, on CUDA."""
+    """The test checks all pairs under optim_grads_params, on CUDA."""
     against = {
         ("fp8_gather", "offload"),
         ("fp8_gather", "reduce_unused"),
@@ -174,7 +174,7 @@ def test_operators_by_name():
 
 @pytest.mark.parametrize(("device", "usual", "variable"), [("cuda", "gcc", "CC"), ("cpu", "g++", "CXX")])
 def test_compiled_units_need_a_compiler(device, usual, variable, tmp_path, monkeypatch):
-    """As Triton and inductor look for one; ``CC="ccache gcc"`` is the program ccache."""
+    """The check finds a compiler like Triton and inductor. ``CC="ccache gcc"`` means the program ccache."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
     with refused("fake.compile"):

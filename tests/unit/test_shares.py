@@ -1,4 +1,4 @@
-"""Items shared out over ranks, and files read ahead of whoever takes them."""
+"""Items shared out over ranks, and files read ahead of their use."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def test_every_item_has_one_rank(monkeypatch, count, ranks):
     own = []
     for number in range(4):
         monkeypatch.setattr(shares, "rank", lambda number=number: number)
-        own += [(item, number) for item in Shares(ranks=ranks).own(count)]
+        own += [(item, number) for item in Shares(ranks=ranks).assigned(count)]
     assert sorted(own) == [(item, ranks[item % len(ranks)]) for item in range(count)]
 
 

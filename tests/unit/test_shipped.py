@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
-from distill.data.encoders import inspect_encoders
+from distill.data.encoders.wan import inspect_encoders
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import inspect_transformer
 from models.files.shipped import find_shipped

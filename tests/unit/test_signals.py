@@ -1,4 +1,4 @@
-"""One signal is heeded, a second ends the process; real signals to real processes."""
+"""The first signal stops a run after its step, a second one ends the process. Real signals, real processes."""
 
 import signal
 import subprocess
@@ -67,7 +67,7 @@ def test_in_the_loop_it_is_kept_until_the_loop_ends():
 
 @pytest.mark.slow
 def test_the_same_one_again_within_a_moment_is_the_first_one():
-    """From the terminal and from torchrun."""
+    """The same signal comes from the terminal and from torchrun."""
     process = start("deferred", "1")
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"

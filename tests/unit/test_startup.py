@@ -1,4 +1,4 @@
-"""A command starts quickly and quietly: what it does not need is not imported, and imports print nothing."""
+"""A command starts quickly and quietly: it imports only what it needs, and imports print nothing."""
 
 import json
 import subprocess

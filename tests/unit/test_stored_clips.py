@@ -1,4 +1,4 @@
-"""The teacher's clips that are stored with it: the report's own, and read for nothing else."""
+"""The teacher's clips that are stored with it: they equal the report's, and are used only for the same settings."""
 
 import json
 import shutil

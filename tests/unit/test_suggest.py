@@ -1,4 +1,4 @@
-"""``plan=suggest``: what is tried, and which of it is best, against all that could have been."""
+"""``plan=suggest``: its candidates and its choice, against all possible settings."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def axes(**changes):
 
 
 def world(seed):
-    """Plans of a world of random costs: more checkpointing and more ranks of a sample hold less and take longer."""
+    """Return plans with random costs. More checkpointing and more ranks per sample use less memory and more time."""
     draws = random.Random(seed)
     states, activations, seconds = draws.uniform(20, 400), draws.uniform(20, 900), draws.uniform(1, 9)
     held, slower, offloaded = (1.0, draws.uniform(0.3, 0.7), draws.uniform(0.02, 0.2)), (1.0, 1.2, 1.33), 0.3
@@ -67,7 +67,7 @@ def test_all_kinds_of_worlds_were_met():
 def test_what_the_words_set_stays():
     words = ["experiment=wan2_1_t2v_14b_dmd2", "world=8"]
     config = compose_config([*words, "plan=suggest"])
-    free = Axes.of(config, words)
+    free = Axes.from_config(config, words)
     assert free == axes()
     for word, axis, left in (
         ("mesh.cp=8", "cp", (8,)),
@@ -77,15 +77,15 @@ def test_what_the_words_set_stays():
         ("student.offload=none", "offloaded", ()),
     ):
         given = [*words, word]
-        assert getattr(Axes.of(compose_config([*given, "plan=suggest"]), given), axis) == left
-    fixed = Axes.of(compose_config([*words, "mesh.cp=8", "plan=suggest"]), [*words, "mesh.cp=8"])
+        assert getattr(Axes.from_config(compose_config([*given, "plan=suggest"]), given), axis) == left
+    fixed = Axes.from_config(compose_config([*words, "mesh.cp=8", "plan=suggest"]), [*words, "mesh.cp=8"])
     assert not any(word.startswith("mesh.") for outcome in search(fixed, _all_fit) for word in outcome.words)
 
 
 def test_one_sample_a_forward_comes_before_the_hosts_memory():
-    """Eight samples a forward where nobody said how many: nothing fits until it is one."""
+    """Eight samples a forward are the default here, and nothing fits until the search tries one."""
     words = ["experiment=quickstart", "world=2", "batch_size=16"]
-    varied = Axes.of(compose_config([*words, "plan=suggest"]), words)
+    varied = Axes.from_config(compose_config([*words, "plan=suggest"]), words)
     assert varied.cp == (1, 2) and varied.crowded == (1, 2)
 
     def evaluate(candidates):
@@ -98,7 +98,7 @@ def test_one_sample_a_forward_comes_before_the_hosts_memory():
     assert {outcome.words[-1] for outcome in found if outcome.fits} == {"micro_batch_size=1"}
     assert not any("offload" in word for outcome in found for word in outcome.words)
     given = [*words, "micro_batch_size=8"]
-    assert Axes.of(compose_config([*given, "plan=suggest"]), given).crowded == ()
+    assert Axes.from_config(compose_config([*given, "plan=suggest"]), given).crowded == ()
 
 
 def _all_fit(candidates):

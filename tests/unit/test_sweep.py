@@ -1,4 +1,4 @@
-"""Sweeps without a process: grammar, names, folders, what is refused, what a job's end is called, table and picture."""
+"""Sweeps in one process: grammar, names, folders, refusals, outcomes of jobs, table and picture."""
 
 import csv
 import json
@@ -166,7 +166,7 @@ def test_how_a_job_ended(code, output, status, says):
 
 
 def test_what_is_measured(tmp_path):
-    """Rates weighted by the seconds of their steps, the warm-up aside; memory above the start's."""
+    """Rates are weighted by the seconds of their steps, without the warm-up. Memory is the growth since the start."""
     seconds = [9.0, 9.0, 1.0, 3.0, 7.0]
     lines = [
         {"step": i + 1, "perf/seconds_per_step": s, "perf/tokens_per_second": 60 / s, "perf/mfu": None,
@@ -184,7 +184,7 @@ def test_what_is_measured(tmp_path):
 
 
 def table():
-    """2 lengths x 2 meshes, the longest of one mesh out of memory."""
+    """Return a table of 2 lengths x 2 meshes. The longest point of one mesh is out of memory."""
     made = []
     for cp in ("1", "2"):
         for frames, tokens in (("12", 192), ("6", 96)):
@@ -227,12 +227,12 @@ elif words["seed"] == "3":
 elif words["seed"] == "4":
     sys.exit("ValueError: four")
 """
-"""Stands in for train.py, to see which points are started, with what, and when again."""
+"""Stand-in for train.py that shows which points start, with which words, and when they start again."""
 
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """A sweep of seeds in ``tmp_path / 's'`` whose points are the stand-in above, without torchrun around it."""
+    """Return a sweep of seeds in ``tmp_path / 's'`` whose points run the stand-in, without torchrun around it."""
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER)
     monkeypatch.setattr("distill.sweep.job.TRAIN", runner)

@@ -1,4 +1,4 @@
-"""Tables of captions: what is read, against Python's own writer; and what would damage a caption, by its line."""
+"""Tables of captions against Python's own writer; faults that would damage a caption are refused by line."""
 
 import csv
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.data.captions import read_captions
-from distill.data.table import read_table
-from distill.data.video_folder import read_metadata
+from distill.data.videos.captions import read_captions
+from distill.data.videos.table import read_table
+from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 from tests.unit.refused import refused
 
@@ -31,7 +31,7 @@ CAPTION = st.text(st.one_of(PRINTABLE, st.sampled_from(',;"\n\t|')), max_size=40
 @QUICK
 @given(captions=st.lists(CAPTION, min_size=1, max_size=6), ends=st.sampled_from(["\n", "\r\n"]), mark=st.booleans())
 def test_what_a_spreadsheet_writes_comes_back_with_its_lines(tmp_path_factory, captions, ends, mark):
-    """Any caption survives, quotes, commas and line breaks in it; the line numbers are the file's."""
+    """Any caption survives, with quotes, commas and line breaks. The line numbers are the file's."""
     path = tmp_path_factory.mktemp("table") / "a.csv"
     with path.open("w", newline="", encoding="utf-8-sig" if mark else "utf-8") as file:
         writer = csv.writer(file, lineterminator=ends, quoting=csv.QUOTE_ALL)
@@ -57,7 +57,7 @@ def test_what_a_spreadsheet_writes_comes_back_with_its_lines(tmp_path_factory, c
         (b"file_name,caption\na.mp4,one\nb.mp4,caf\xe9\n", "line 3"),
         (b"file_name,caption\na.mp4,\xed\xa0\x80\n", "line 2"),  # a lone surrogate
         ("file_name,caption\na.mp4,one\n".encode("utf-16"), ""),
-        # Spreadsheets fill up the header where one row has a comma too many: that row's caption would be cut.
+        # Spreadsheets extend the header if one row has a comma too many; that row's caption would be cut.
         (b"file_name,caption,\na.mp4,one,\nb.mp4,a bird, flying\n", "line 3"),
     ],
 )  # fmt: skip

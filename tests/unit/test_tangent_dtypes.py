@@ -29,7 +29,7 @@ def pool():
 
 
 def _linear_dtypes(family_name, example):
-    """The dtypes of primal and tangent that each linear layer gets, and those of the derivative."""
+    """Return the dtypes of primal and tangent at each linear layer, and those of the derivative."""
     family = FAMILIES[family_name]
     config = family.defaults() | family.examples()[example]
     latents = (family.latent_channels(config), *(2 * patch for patch in family.patch_size(config)))
@@ -66,13 +66,13 @@ def _linear_dtypes(family_name, example):
 @pytest.mark.parametrize(("family", "example"), EXAMPLES)
 def test_every_linear_layer_gets_tangents_of_its_inputs_dtype(pool, family, example):
     seen, dtype, fits = pool.run(_linear_dtypes, family, example)[0]
-    assert sum(moves for _, _, moves in seen) > 10, "most layers are behind the state"
+    assert sum(moves for _, _, moves in seen) > 10, "most layers come after the state"
     assert all(primal == tangent for primal, tangent, _ in seen)
     assert dtype == torch.bfloat16 and fits
 
 
 def _wide_tangents(cp):
-    """Attention of bf16 along fp32 tangents, and along the same in bf16."""
+    """Run attention of bf16 with fp32 tangents, and with the same tangents in bf16."""
     mesh = build_mesh(dp_shard=2 // cp, cp=cp, heads=2)
     generator = torch.Generator().manual_seed(mesh.cp_rank)
     primals = [torch.randn(1, 5, 2, 8, generator=generator).bfloat16() for _ in range(3)]

@@ -1,11 +1,11 @@
-"""Operations on lists of tensors: each tensor as if it were alone, to the last digit."""
+"""Operations on lists of tensors: each tensor gets the result that it would get alone, to the last digit."""
 
 import math
 
 import pytest
 import torch
 
-from fsdp_cp.sharding.tensor_lists import in_pieces, lerp_, multiply_, squared_norms
+from fsdp_cp.reduce import in_pieces, lerp_, multiply_, squared_norms
 
 SHAPES = [(7, 5), (0, 5), (1,), (), (3, 2, 4), (0,), (1000,)]
 
@@ -34,7 +34,7 @@ def test_squared_norms_of_mixed_dtypes_and_of_slices():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_squared_norms_of_large_tensors(dtype):
-    """Of which the CPU casts a piece at a time: whole pieces, and a rest."""
+    """The CPU casts large tensors in pieces: whole pieces, and a rest."""
     given = [torch.randn(256, 256).to(dtype), torch.randn(3, 7), torch.randn(32769).to(dtype)[1:], torch.randn(100_003)]
     alone = torch.stack([x.double().square().sum() for x in given])
     torch.testing.assert_close(squared_norms(given), alone, rtol=1e-13, atol=0)

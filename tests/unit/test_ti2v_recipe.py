@@ -1,5 +1,7 @@
-"""The recipe for Wan2.2 TI2V 5B: composed, built on meta and sharded over a fake process group of its 8 ranks, by text
-alone and with a first frame."""
+"""The recipe for Wan2.2 TI2V 5B, by text alone and with a first frame.
+
+It is composed, built on meta, and sharded over a fake process group of its 8 ranks.
+"""
 
 import json
 
@@ -9,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import models.roles.load
 from distill.config import compose_config
-from distill.data.first_frame import inspect_image
+from distill.data.encoders.first_frame import inspect_image
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
 from distill.run.setup import plan_run
@@ -29,7 +31,7 @@ ROLES = ("teacher", "student", "fake")
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """The settings of its encoders and its index, without weights."""
+    """Write the settings of its encoders and its index, without weights."""
     folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **TI2V_VAE)
     (folder / "transformer").mkdir()
     (folder / "transformer" / "config.json").write_text(json.dumps(dict(TI2V_5B)))
@@ -75,7 +77,7 @@ def test_it_fits_its_node(pipeline, monkeypatch, image):
             for name, parameter in role.weights().items():
                 assert parameter.placements == (Shard(0),) and parameter.device_mesh.size() == RANKS, name
             local = sum(p.to_local().numel() * p.element_size() for p in role.parameters())
-            # Weights and Adam's moments of those that train, the student's average; gradients once.
+            # Weights and Adam's moments of trained roles, the student's average; gradients once.
             states += local * {"teacher": 1, "student": 5, "fake": 3}[role_plan.name]
         assert abs(states / 1e9 - 21.2) < 0.1
 

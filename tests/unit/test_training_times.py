@@ -17,11 +17,11 @@ from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
-"""Time difference that counts as near, and least share of draws; 5 to 10 % of uniform times are this near."""
+"""Time difference that counts as near, and smallest share of draws; 5 to 10 % of uniform times are this near."""
 FLOOR_TEACHER = 0.001
-"""Of flow matching: Esser et al.'s logit-normal times have no more near 1, where the velocity is simple."""
+"""Smallest share for flow matching: logit-normal times (Esser et al.) are rare near 1, where velocity is simple."""
 NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
-"""Of both ends of an interval; of two uniform draws, 2 to 8 % are as near as that."""
+"""Distance and smallest share for both ends of an interval; 2 to 8 % of two uniform draws are this near."""
 SHAPE = (1, 1, 1, 1)
 RECIPES = [
     pytest.param(path.stem, marks=() if path.stem.startswith("quickstart") else pytest.mark.slow)
@@ -30,7 +30,7 @@ RECIPES = [
 
 
 class Recorder(nn.Module):
-    """A role that notes the times at which it trains."""
+    """Role that records the times at which it trains."""
 
     has_experts = False
 
@@ -49,9 +49,9 @@ class Recorder(nn.Module):
 
 
 def training_times(settings):
-    """``t`` and, where the student has a second time, ``r`` of its updates, over the latter half of a long run."""
+    """Return ``t`` and, if the student has a second time, ``r`` of its updates in the latter half of a long run."""
     kind = METHODS[settings.name][0]
-    if getattr(settings, "guidance_scale_2", None) is not None:  # of two experts; times do not depend on it
+    if getattr(settings, "guidance_scale_2", None) is not None:  # only for two experts; times do not depend on it
         settings = replace(settings, guidance_scale_2=None)
     method = build_method(settings, {name: Recorder() for name in kind.roles_needed(settings)})
     ones = torch.ones(COUNT, *SHAPE, dtype=torch.float64)
@@ -60,7 +60,7 @@ def training_times(settings):
     batch = Batch(
         latents=ones,
         condition=text_condition(text, text[0], text[0]),
-        trajectory=ones[:, None].expand(-1, times, *SHAPE),
+        states=ones[:, None].expand(-1, times, *SHAPE),
     )
     student, done, step = method.roles["student"], 0, 10_000
     while done < STEPS:
@@ -74,9 +74,9 @@ def training_times(settings):
 
 
 def sampled_intervals(settings):
-    """(t, next t) of every step of every sampler that the student may be given."""
+    """Return (t, next t) of every step of every sampler that the student may use."""
     method = build_method(settings, {})
-    if settings.name == "flow_matching":  # a teacher takes as many steps as one likes; the last of many matter little
+    if settings.name == "flow_matching":  # a teacher takes any number of steps; the last of many matter little
         lists = [euler_times(steps, settings.shift)[:-1] for steps in range(1, 9)]
     else:
         lists = [method.sampling_times(steps) for steps in range(1, len(settings.student_times()) + 1)]
@@ -84,7 +84,7 @@ def sampled_intervals(settings):
 
 
 def shares(settings):
-    """(where the sampler calls the student, share of the training near it, the floor), of every call."""
+    """Yield, for each call of the sampler, its times, the share of training near them, and the smallest share."""
     t, r = training_times(settings)
     floor = FLOOR_TEACHER if settings.name == "flow_matching" else FLOOR
     for time, following in sampled_intervals(settings):
@@ -113,7 +113,7 @@ def test_every_call_of_a_methods_sampler_is_trained_by_its_defaults(name):
 
 
 def test_the_check_finds_a_student_that_is_sampled_where_it_does_not_train():
-    """MeanFlow as it was here: sampled on a list with shift 5, trained at unshifted times."""
+    """MeanFlow's earlier recipe sampled on a list with shift 5, and trained at unshifted times."""
     before = MeanFlowSettings(
         logit_mean=-0.4, logit_std=1.0, interval_ratio=0.25, step_list=[1.0, 0.9375, 0.8333, 0.625]
     )

@@ -32,7 +32,7 @@ def test_states_are_those_of_rectified_flow():
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
 def test_the_field_is_the_derivative_along_the_trajectory(problem):
-    """At the time of the state and at others, so that the flow maps are checked against the velocities too."""
+    """The test includes other times than the state's, so the velocities check the flow maps too."""
     t = TIMES
     x = add_trig_noise(problem.sample(len(t), 3), normal(len(t), *problem.shape, seed=4), t)
 

@@ -1,4 +1,4 @@
-"""Clips and tables as users have them: orientation, times, colors and names that a file says in its own way."""
+"""Clips and tables as users have them: orientation, times, colors and names, stored in unusual ways."""
 
 import logging
 import struct
@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from distill.data.captions import read_captions
-from distill.data.clips import ClipError, ClipFormat, first_frame, read_clip
-from distill.data.display import other_colors
-from distill.data.video_folder import read_metadata
+from distill.data.videos.captions import read_captions
+from distill.data.videos.colors import other_colors
+from distill.data.videos.decode import ClipError, ClipFormat, first_frame, read_clip
+from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 
 B_FRAMES = {"x264-params": "bframes=3:b-adapt=0:scenecut=0:b-pyramid=none"}
@@ -40,7 +40,7 @@ def write(file, pictures, codec="libx264", form=None, pix_fmt="yuv420p", options
 
 
 def counted(first=0, last=24):
-    """Pictures whose gray tells their number."""
+    """Return pictures whose gray tells their number."""
     return [np.full((32, 32, 3), 20 + 4 * k, np.uint8) for k in range(first, last)]
 
 
@@ -49,7 +49,7 @@ def numbers(video):
 
 
 def remux(source, file, change):
-    """Write the packets of ``source`` after ``change`` was called with each."""
+    """Write the packets of ``source`` after calling ``change`` with each."""
     with av.open(str(source)) as old, av.open(str(file), "w") as new:
         stream = new.add_stream_from_template(old.streams.video[0])
         for packet in old.demux(old.streams.video[0]):
@@ -87,7 +87,7 @@ def plain(tmp_path_factory):
     "matrix", [(a, 0, 0, d) for a in (1, -1) for d in (1, -1)] + [(0, b, c, 0) for b in (1, -1) for c in (1, -1)]
 )
 def test_the_whole_display_matrix_is_applied(tmp_path, plain, matrix):
-    """x' = a x + c y, y' = b x + d y: each pixel is put where the matrix says, and mirrored files get another key."""
+    """x' = a x + c y, y' = b x + d y: each pixel moves to its place. Mirrored files get another key."""
     a, b, c, d = matrix
     (tmp_path / "a.mp4").write_bytes(plain)
     set_matrix(tmp_path / "a.mp4", matrix)
@@ -163,7 +163,7 @@ def test_a_raw_stream_without_a_rate_is_left_out(tmp_path):
     ],
 )
 def test_ordinary_files_keep_their_key(tmp_path, name, codec, options):
-    """Their cached latents stay valid: a key that grows for them would encode every clip of every user again."""
+    """The cached latents of these files stay valid; another key would make every user encode every clip again."""
     pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
     file = write(tmp_path / name, counted(), codec, pix_fmt=pix_fmt, options=options)
     assert numbers(read_clip(file, clip(24))) == list(range(24))
@@ -185,7 +185,7 @@ def test_a_trimmed_file_begins_where_its_edit_list_says(tmp_path):
 
 
 def cover_art_first(folder):
-    """A film whose poster is its first video stream (UltraStar-Deluxe/USDX 948)."""
+    """Write a film whose poster is its first video stream (UltraStar-Deluxe/USDX 948)."""
     file = folder / "a.mp4"
     write(folder / "film.mp4", counted(), options={"bf": "0"})
     poster = write(folder / "poster.jpg", counted(20, 21), "mjpeg", "image2", "yuvj420p").read_bytes()
@@ -210,12 +210,12 @@ def test_cover_art_is_not_the_film(tmp_path):
 
 
 def interlaced(folder):
-    """Broadcasts and camcorders (n00mkrad/flowframes 375)."""
+    """Write an interlaced file, as of broadcasts and camcorders (n00mkrad/flowframes 375)."""
     return write(folder / "a.mp4", counted(), options={"x264-params": "tff=1"})
 
 
 def other_shape(folder):
-    """A call's recording that turns with the phone (radek-k/FFMediaToolkit 105)."""
+    """Write a call's recording that turns with the phone (radek-k/FFMediaToolkit 105)."""
     wide, high = ([np.full((height, width, 3), 90, np.uint8)] * 4 for height, width in ((32, 64), (64, 32)))
     parts = [write(folder / f"{i}.ts", some, form="mpegts").read_bytes() for i, some in enumerate((wide, high))]
     (folder / "a.ts").write_bytes(b"".join(parts))
@@ -228,7 +228,7 @@ def pq_without_peak(folder):
 
 
 def ictcp(folder):
-    """A matrix that swscale does not know, and takes BT.601's for."""
+    """Write a file with a matrix that swscale does not know, and replaces by BT.601's."""
     return write(folder / "a.mp4", counted(), "libx265", options={"x265-params": "log-level=none:colormatrix=ictcp"})
 
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_read_right_is_left_out(tmp_path, make):
 
 
 def test_dolby_vision_without_a_base_layer_is_left_out():
-    """Profile 5 says nothing of its colors but has Dolby's data; no encoder here writes it (mpv-player/mpv 7326)."""
+    """Profile 5 declares no colors but has Dolby's data. No encoder here writes it (mpv-player/mpv 7326)."""
     frame = SimpleNamespace(color_trc=2, color_primaries=2, colorspace=2, side_data={"DOVI_RPU_BUFFER": b""})
     with pytest.raises(ClipError):
         other_colors(frame)
@@ -259,13 +259,13 @@ def test_a_call_that_changes_its_size_alone_is_read(tmp_path):
 
 
 def pq(light):
-    """Signal for light in cd/m2: the inverse of BT.2100's PQ EOTF."""
+    """Return the signal for light in cd/m2: the inverse of BT.2100's PQ EOTF."""
     power = (np.asarray(light) / 10000) ** (2610 / 16384)
     return ((3424 / 4096 + 2413 / 128 * power) / (1 + 2392 / 128 * power)) ** (2523 / 32)
 
 
 def hlg(light):
-    """Signal for the light of a display of 1,000 cd/m2: the inverse of BT.2100's HLG OOTF (gamma 1.2) and OETF."""
+    """Return the signal for light of a 1,000 cd/m2 display: the inverse of BT.2100's HLG OOTF (gamma 1.2) and OETF."""
     luminance = np.maximum(light @ np.array([0.2627, 0.6780, 0.0593]), 1e-9)[:, None]
     scene = np.asarray(light) / 1000 * (luminance / 1000) ** (1 / 1.2 - 1)
     a = 0.17883277
@@ -274,7 +274,7 @@ def hlg(light):
 
 
 def write_patches(file, signal, transfer, more=""):
-    """Squares of 16 pixels of BT.2020 signal values R'G'B', without loss."""
+    """Write squares of 16 pixels of BT.2020 signal values R'G'B', lossless."""
     weights = np.array([0.2627, 0.6780, 0.0593])
     luma = signal @ weights
     planes = [64 + 876 * luma, 512 + 896 * (signal[:, 2] - luma) / 1.8814, 512 + 896 * (signal[:, 0] - luma) / 1.4746]
@@ -295,7 +295,7 @@ def write_patches(file, signal, transfer, more=""):
 
 @pytest.mark.slow  # FFmpeg's tables take 4 s each
 def test_hdr_is_converted_by_the_formulas_of_bt_2100(tmp_path, caplog):
-    """The same light by PQ and by HLG must give the same pixels, each shade its own, gray stays gray, hues stay."""
+    """The same light by PQ and by HLG must give the same pixels. Shades stay distinct, gray stays gray, hues stay."""
     grays = np.array([0, 2, 10, 50, 100, 203, 400, 600, 800, 1000.0])
     to_2020 = np.array([[0.6274, 0.3293, 0.0433], [0.0691, 0.9195, 0.0114], [0.0164, 0.0880, 0.8956]])  # BT.2087
     colors = np.array([[100, 60, 60], [60, 100, 60], [60, 60, 100], [90, 80, 50.0]])

@@ -1,20 +1,19 @@
-"""The video folder as the trainer sees it, and its cache, in one process."""
+"""The video folder as the trainer uses it, and its cache, in one process."""
 
 import csv
 import gc
 import os
 import shutil
-import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from distill.data.clips import ClipFormat, read_clip
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
-from distill.data.video_folder import VideoFolder
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.sets.dataset import encode_source, open_set
+from distill.data.sets.write_set import verify
+from distill.data.videos.decode import ClipFormat, read_clip
 from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 from tests.unit.refused import refused
 
@@ -28,7 +27,7 @@ def videos(tmp_path):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """Calls that reach the real encoders: {"clips": [...], "captions": [...]}."""
+    """Record calls that reach the real encoders: {"clips": [...], "captions": [...]}."""
     seen = {"clips": [], "captions": []}
     encode_clip, encode_text = VideoCodec.encode, TextEncoder.encode
 
@@ -48,7 +47,7 @@ def counts(monkeypatch):
 @pytest.fixture
 def make(tmp_path, tiny, videos):
     def build(**changes):
-        return VideoFolder(**({"path": videos, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes))
+        return encode_source(**({"path": videos, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes))
 
     return build
 
@@ -59,15 +58,14 @@ def cached(tmp_path):
 
 @pytest.mark.slow
 def test_another_way_through_the_vae_is_another_latent(make, counts):
-    """Latents made in bf16 or by tiles must not pass for fp32 latents. Embeddings do not depend on these settings."""
-    texts = len(make().cache.write_texts([""])), len(counts["captions"])
+    """Latents made in bf16 or by tiles must not pass for fp32 latents."""
     fingerprints = {make().fingerprint}
     assert len(counts["clips"]) == 3
-    for n, changes in enumerate([{"vae_dtype": torch.bfloat16}, {"vae_tiling": True}], start=2):
+    for n, changes in enumerate([{"vae_precision": "bf16"}, {"vae_tiling": True}], start=2):
         data = make(**changes)
         fingerprints.add(data.fingerprint)
         assert len(counts["clips"]) == 3 * n and data.decode(data[0]["latents"][None]).shape == (1, 9, 32, 48, 3)
-    assert len(fingerprints) == 3 and texts == (1, len(counts["captions"]))
+    assert len(fingerprints) == 3
 
 
 def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
@@ -78,7 +76,7 @@ def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
         and data.latent_shape == (16, 3, 4, 6)
         and data.condition_shapes == {"text": (24, 32)}
     )
-    assert data.captions() == ["a red square, drifting", "a green square, drifting", "a blue square, drifting"]
+    assert list(data.captions()) == ["a red square, drifting", "a green square, drifting", "a blue square, drifting"]
     folder, cpu = inspect_encoders(tiny), {"device": torch.device("cpu"), "dtype": torch.float32}
     codec, encoder = VideoCodec(folder, **cpu), TextEncoder(folder, max_tokens=24, **cpu)
     for i in range(3):
@@ -101,7 +99,7 @@ def test_a_second_run_encodes_nothing_and_loads_the_vae_to_decode(make, counts, 
     first = make()
     assert len(counts["clips"]) == 3 and len(counts["captions"]) == 4  # three captions and the negative prompt
     files = cached(tmp_path)
-    assert len(files) == 7
+    assert len(files) == 6, "two shards, index, set.json, left_out.csv and the lock"
     loads = []
     load = VideoCodec.__init__
     monkeypatch.setattr(VideoCodec, "__init__", lambda self, *a, **k: (loads.append(1), load(self, *a, **k))[1])
@@ -124,30 +122,30 @@ def test_a_second_run_encodes_nothing_and_loads_the_vae_to_decode(make, counts, 
 def test_bad_clips_are_named_and_left_out_again_when_the_rest_is_cached(tmp_path, tiny, caplog):
     folder = render_clips(tmp_path / "bad", 2, broken=True, short=True, missing=True)
     write_video(folder / "unlisted.mp4", moving_square("red", 24, 48, 80), fps=16)
-    for _ in range(2):
+    for n in range(2):
         caplog.clear()
-        data = VideoFolder(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+        data = encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
         assert len(data) == 2 and data.captions()[0] == data[0]["caption"] == "a red square, drifting"
-        assert all(name in caplog.text for name in ("broken.mp4", "missing.mp4", "short.mp4", "unlisted.mp4"))
-        assert "clip_" not in caplog.text
-    good = render_clips(tmp_path / "good", 2)
-    assert VideoFolder(path=good, encoders=tiny, cache=tmp_path / "cache", **SIZES).fingerprint == data.fingerprint
+        left_out = (data.set.path / "left_out.csv").read_text()
+        for text in (left_out, *([caplog.text] if not n else [])):
+            assert all(name in text for name in ("broken.mp4", "missing.mp4", "short.mp4"))
+        assert "unlisted.mp4" in caplog.text and "clip_" not in left_out
 
 
 def test_no_usable_clip_is_an_error(tmp_path, tiny):
     folder = render_clips(tmp_path / "bad", 0, broken=True, short=True)
     with refused("broken.mp4"):
-        VideoFolder(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+        encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
 
 
 @pytest.mark.slow
 def test_a_table_from_a_spreadsheet_is_read_and_clips_without_a_caption_are_left_out(make, counts, videos, caplog):
-    """Byte order mark, another column, quotes, commas and line breaks in a caption; none, or white space alone."""
+    """The file has a byte order mark, another column, quotes, commas and line breaks; captions may be blank."""
     rows = [("licence", "caption", "file_name"), ("x", 'a "red", two\nlines', "clip_0.mp4"), ("x", " ", "clip_1.mp4")]
     with (videos / "metadata.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows([*rows, ("x", "", "clip_2.mp4")])
     data = make()
-    assert data.captions() == ['a "red", two\nlines'] and len(data) == len(counts["clips"]) == 1
+    assert list(data.captions()) == ['a "red", two\nlines'] and len(data) == len(counts["clips"]) == 1
     assert "clip_1.mp4" in caplog.text and "clip_2.mp4" in caplog.text
 
 
@@ -205,13 +203,13 @@ def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, vid
 @pytest.mark.parametrize(
     ("change", "clips", "captions"),
     [
-        ({"num_frames": 5}, 3, 0),
+        ({"num_frames": 5}, 3, 4),
         *(
             pytest.param(change, clips, texts, marks=pytest.mark.slow)
             for change, clips, texts in (
-                ({"negative_prompt": "blurred"}, 0, 1),
-                ({"dtype": torch.bfloat16}, 3, 4),
-                ({"max_text_tokens": 16}, 0, 4),
+                ({"negative_prompt": "blurred"}, 3, 5),
+                ({"precision": "bf16"}, 3, 4),
+                ({"max_text_tokens": 16}, 3, 4),
             )
         ),
     ],
@@ -232,7 +230,7 @@ def test_a_changed_setting_never_reads_stale_content(make, counts, change, clips
 
 @pytest.mark.parametrize(
     ("part", "clips", "captions"),
-    [("vae", 3, 0), pytest.param("text_encoder", 0, 4, marks=pytest.mark.slow)],
+    [("vae", 3, 4), pytest.param("text_encoder", 3, 4, marks=pytest.mark.slow)],
 )
 def test_other_weights_under_the_same_path_are_noticed(make, counts, tiny, tmp_path, part, clips, captions):
     folder = shutil.copytree(tiny, tmp_path / "pipeline")
@@ -254,8 +252,6 @@ def test_clips_are_known_by_their_bytes(make, counts, videos):
     counts["clips"].clear()
     old = (videos / "clip_0.mp4").stat()
     os.utime(videos / "clip_1.mp4", (1, 1))  # touched: still known
-    shutil.move(videos / "clip_2.mp4", videos / "renamed.mp4")
-    write_metadata(videos, [(name, "x") for name in ("clip_0.mp4", "clip_1.mp4", "renamed.mp4")])
     make()
     assert not counts["clips"]
     data = bytearray((videos / "clip_0.mp4").read_bytes())
@@ -264,53 +260,100 @@ def test_clips_are_known_by_their_bytes(make, counts, videos):
     (videos / "clip_0.mp4").write_bytes(data)
     os.utime(videos / "clip_0.mp4", ns=(old.st_atime_ns, old.st_mtime_ns))
     make()
-    assert len(counts["clips"]) == 1
+    assert len(counts["clips"]) == 3
 
 
-def test_a_killed_write_leaves_nothing_under_a_key(make, counts, monkeypatch, tmp_path):
+def test_a_kill_loses_no_finished_clip(make, counts, monkeypatch, tmp_path):
     replace, done = os.replace, []
 
     def killed(source, target):
-        if len(done) == 1:
+        if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(target)
+        done.append(target) if "clips-" in str(target) else None
         replace(source, target)
 
+    whole = make(cache=tmp_path / "other")
+    counts["clips"].clear()
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         make()
-    assert [file.name for file in cached(tmp_path)] == [Path(done[0]).name]
     monkeypatch.undo()
-    assert len(make()) == 3
-
-
-def test_a_missing_or_damaged_cache_file_is_written_again(make, counts, tmp_path):
+    made = len(list((tmp_path / "cache").rglob("unfinished/*.safetensors")))
+    assert made == 2
     data = make()
-    before, file = data[0]["latents"], tmp_path / "cache" / "latents" / f"{data._items[0][0]}.safetensors"
+    assert len(data) == 3 and data.fingerprint == whole.fingerprint
+    for name in ("set.json", "index.safetensors", "clips-00000000.safetensors", "texts-00000000.safetensors"):
+        assert (data.set.path / name).read_bytes() == (whole.set.path / name).read_bytes()
+    assert not list((tmp_path / "cache").rglob("unfinished"))
+
+
+def test_a_damaged_shard_is_refused_skipped_or_encoded_again(make, counts, tmp_path):
+    data = make()
+    before, file = data[0]["latents"], data.set.path / "clips-00000000.safetensors"
     files, whole = cached(tmp_path).keys(), file.read_bytes()
     for damaged in (None, whole[:-4], save({"latents": torch.zeros(2, 2)})):
         file.unlink() if damaged is None else file.write_bytes(damaged)
+        with refused("data.path"):
+            open_set(data.set.path, cache=tmp_path / "more")
+        with refused("data.path"):  # no clip is left
+            open_set(data.set.path, cache=tmp_path / "more", damaged="skip")
         counts["clips"].clear()
-        assert torch.equal(make()[0]["latents"], before) and len(counts["clips"]) == 1
-        assert cached(tmp_path).keys() == files
+        assert torch.equal(make()[0]["latents"], before) and len(counts["clips"]) == 3
+        assert cached(tmp_path).keys() == files and file.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    file.write_bytes(flipped)
+    with refused("clips-00000000.safetensors"):
+        [open_set(data.set.path, cache=tmp_path / "more")[i] for i in range(3)]
+    clips, texts = verify(data.set.path, "SET=x")
+    assert len(clips) == 1 and not texts
+    with refused("data.path"):
+        open_set(data.set.path, cache=tmp_path / "more")
+    rest = open_set(data.set.path, cache=tmp_path / "more", damaged="skip")
+    kept = [i for i in range(3) if i not in clips]
+    assert len(rest) == 2 and rest.fingerprint != data.fingerprint
+    assert [rest[i]["caption"] for i in range(2)] == [data.captions()[i] for i in kept]
+    assert make().fingerprint == data.fingerprint and file.read_bytes() == whole
 
 
-@pytest.mark.slow
-def test_left_overs_of_killed_runs_are_removed_young_ones_kept(make, tmp_path):
-    folder = tmp_path / "cache" / "latents"
-    folder.mkdir(parents=True)
-    old, young = folder / f".{'0a' * 16}.host.1.tmp", folder / f".{'0b' * 16}.host.2.tmp"
-    of_user = folder / ".notes.tmp"
-    for file in (old, young, of_user):
-        file.write_text("")
-    for file in (old, of_user):
-        os.utime(file, (time.time() - 2 * 86400,) * 2)
-    make()
-    assert not old.exists() and young.exists() and of_user.exists()
+def test_a_set_equals_the_folder_it_is_made_of(make, videos, tiny, tmp_path, counts):
+    data = make(negative_prompt="blurred")
+    opened = open_set(data.set.path, cache=tmp_path / "more", captions=["another caption"])
+    assert opened.fingerprint == data.fingerprint and counts["captions"][-3:] == ["another caption", "blurred", ""]
+    assert torch.equal(opened.null["text"], data.null["text"])
+    assert opened.condition(["another caption"]).tensors["text"].abs().sum() > 0
+    for i in range(3):
+        one, other = data[i], opened[i]
+        assert one.keys() == other.keys() and one["caption"] == other["caption"]
+        assert torch.equal(one["latents"], other["latents"]) and torch.equal(one["text"], other["text"])
+    half = make(latents="bf16")
+    assert torch.equal(half[0]["latents"], data[0]["latents"].bfloat16().float())
+    other = shutil.copytree(tiny, tmp_path / "other")
+    (other / "vae" / "more.json").write_text("{}")
+    with refused("data.encoders"):
+        open_set(data.set.path, cache=tmp_path / "more", encoders=str(other))
+    with refused("data.path"):
+        open_set(videos, cache=tmp_path / "more")
+
+
+def test_foreign_folders_and_earlier_caches_are_refused(make, tmp_path):
+    old = tmp_path / "cache" / "latents" / f"{'0a' * 16}.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    with refused("data.cache"):
+        make()
+    with refused("data.path"):
+        open_set(tmp_path / "cache", cache=tmp_path / "more")
+    assert old.exists()
+    data = make(cache=tmp_path / "sets")
+    (data.set.path / "set.json").unlink()
+    (data.set.path / "notes.txt").write_text("")
+    with refused("data.cache"):
+        make(cache=tmp_path / "sets")
 
 
 def test_the_encoders_are_freed(make, monkeypatch):
-    """The text encoder is the largest network of all: nothing may hold it while training runs."""
+    """The text encoder is the largest network; nothing may keep it in memory during training."""
     held = []
     for encoder, name in ((TextEncoder, "model"), (VideoCodec, "vae")):
 
@@ -332,4 +375,4 @@ def test_latents_that_are_not_finite_are_refused(make, monkeypatch, tmp_path):
     monkeypatch.setattr(VideoCodec, "encode", lambda self, video: torch.full((16, 3, 4, 6), torch.nan))
     with refused("clip_0.mp4"):
         make()
-    assert not cached(tmp_path)
+    assert not [file for file in cached(tmp_path) if file.suffix == ".safetensors"]

@@ -1,4 +1,4 @@
-"""A first frame in its place, against the lines of diffusers' pipeline that do it."""
+"""A first frame in its place, against the lines of diffusers' pipeline that insert it."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def draw(*shape):
 
 
 def test_times_and_states_are_those_of_the_pipeline():
-    """pipeline_wan_i2v.py of diffusers 0.42: the mask, the mixed latents, the times of tokens in their order."""
+    """diffusers 0.42's pipeline_wan_i2v.py has the mask, the mixed latents, and the times of tokens in their order."""
     x, frame, t = draw(*X), draw(*FRAME), torch.tensor([0.3, 0.9], dtype=torch.float64)
     mask = torch.ones(1, 1, *X[2:], dtype=torch.float64)
     mask[:, :, 0] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -64,6 +65,40 @@ def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list
         v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
         x = x + (t_next - t) * v
     return x
+
+
+def sample_with_states(
+    role: Role,
+    noise: Tensor,
+    condition: Condition,
+    *,
+    states: Sequence[float],
+    steps: int,
+    shift: float,
+    scale: Guidance,
+) -> tuple[Tensor, Tensor]:
+    """Sample by Euler's method; return the states at some times, and the clean latents.
+
+    Args:
+        role: the network.
+        noise: ``(B, C, T, H, W)``.
+        condition: conditions of the B samples.
+        states: K times in (0, 1], descending; they are added to the times of the steps.
+        steps: number of steps without them.
+        shift: time shift.
+        scale: guidance ``w``.
+
+    Returns:
+        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
+    """
+    times = sorted({*euler_times(steps, shift), *states}, reverse=True)
+    x, kept = noise, []
+    for start, end in pairwise(sorted({1.0, *states, 0.0}, reverse=True)):
+        if start in states:
+            kept.append(x)
+        part = [time for time in times if end <= time <= start]
+        x = euler_sample(role, x, condition, times=part, scale=scale)
+    return torch.stack(kept, dim=1), x
 
 
 @torch.no_grad()

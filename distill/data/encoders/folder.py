@@ -1,0 +1,134 @@
+"""Parts of a diffusers pipeline folder (``vae/``, ``text_encoder/``): their settings and weights, never their code.
+
+Nothing is unpickled, fetched or run from a folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_cp.errors import UserError
+from models.files.checkpoint_files import indexed_files, one_line, refuse_pointer
+
+_OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
+"""Keys by which a folder makes the libraries fetch code, or run its own."""
+
+
+def part_settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
+    """Return the JSON object of ``part/name``. Refuse keys that load code, and sizes beyond any network's."""
+    try:
+        settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{where} has no {part}/{name}; save it with save_pretrained") from error
+    except OSError as error:
+        raise UserError(f"{where}: {part}/{name} cannot be read ({error.strerror}); give a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {part}/{name} is not JSON ({one_line(error)}); save it again") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: {part}/{name} is not a JSON object; save it again")
+    for key in _OWN_CODE:
+        if settings.get(key) is not None:
+            raise UserError(f"{where}: {part}/{name} has {key}, code of its own, which is never run; remove that key")
+    if settings.get("quantization_config") is not None:
+        raise UserError(f"{where}: {part}/{name} has quantization_config; give weights that are not quantized")
+    for key, value in settings.items():
+        most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else MAX_NUMBER
+        # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
+        if not part.startswith("tokenizer") and isinstance(value, (int, float)) and not -most <= value <= most:
+            raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")
+    return settings
+
+
+def class_defaults(name: str) -> dict[str, Any]:
+    """Return the default arguments of diffusers' class ``name``."""
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+_MAX_LAYERS, MAX_NUMBER = 1024, 2**24
+
+
+def check_values(config: str, values: dict[str, Any], fits: dict[str, bool], model: str) -> None:
+    """Refuse the first value that does not fit.
+
+    Args:
+        config: setting, folder and file, for the message.
+        values: the file's values.
+        fits: whether the value of each key can be used.
+        model: name of the kind of model that the file describes.
+
+    Raises:
+        UserError: by name.
+    """
+    for key, is_good in fits.items():
+        if not is_good:
+            raise UserError(f"{config} has {key}={shown(values.get(key))}, which no {model} has; give the folder's own")
+
+
+def positive(value: Any) -> bool:
+    """Whether ``value`` is a finite number above 0."""
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def whole_numbers(values: Any, *, most: int) -> bool:
+    """Whether ``values`` is a list of whole numbers from 1 to ``most``."""
+    return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
+
+
+def shown(value: Any) -> str:
+    """Return a value of a JSON file for a message, cut to 60 characters."""
+    return " ".join(repr(value).split())[:60]
+
+
+def check_weight_files(folder: Path, where: str) -> None:
+    """Refuse weights of a part that are not safetensors inside the folder, or are an adapter."""
+    part = folder.name
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
+    for file in folder.glob("*.safetensors"):
+        refuse_pointer(file, f"{where}: {part}/")
+    for index in folder.glob("*.safetensors.index.json"):
+        indexed_files(index, f"{where}: {part}/")
+    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names instead
+        raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
+
+
+def require_class(where: str, part: str, architectures: Any, wanted: str) -> None:
+    """Raise ``UserError`` unless ``wanted``, or one of ``A or B``, is among the class names ``architectures``."""
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if not set(names) & set(wanted.split(" or ")):
+        holds = shown(names[0]).strip("'") if names else "a model without a class name"
+        raise UserError(f"{where}: {part}/ holds {holds}; use {wanted}")
+
+
+def load_part(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn.Module:
+    """Call ``from_pretrained``; raise ``UserError`` where the libraries only warn and leave random weights."""
+    try:
+        model, info = model_class.from_pretrained(
+            folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a damaged folder leads the libraries to all kinds, TypeError and KeyError among them
+        raise UserError(
+            f"data.encoders={folder}: {part}/ cannot be loaded ({one_line(error)}); save it again"
+        ) from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in info.get(what) or ())
+        if keys:
+            raise UserError(
+                f"data.encoders={folder}: {part}/ has {len(keys)} {what.replace('_', ' ')}, first {keys[0]}; give "
+                f"weights that fit {part}/config.json"
+            )
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise UserError(f"data.encoders={folder}: {part}/ is damaged, {name} is not finite; copy it again")
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,159 @@
+"""Encoders of the procedurally rendered clips: latents are pixels, and a fixed table gives each word a vector.
+
+The table is a file, ``words.safetensors``, in the folder of the teacher that was trained with it. It holds one fp32
+tensor ``vectors`` (words, D), mutually orthogonal with entries of root mean square 1. Its metadata hold ``vocabulary``,
+a JSON list that names the rows. Row 0 is the pad word, which also stands for "no caption".
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.wan import EncoderFolder
+from fsdp_cp.errors import UserError
+from models.files.shipped import find_shipped
+
+FILE_NAME = "words.safetensors"
+PAD = "<pad>"
+COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "magenta", "white")
+SHAPES = ("circle", "square")
+MOTIONS = ("growing", "shrinking", "blinking", "falling")
+
+
+def table_file(folder: str | Path) -> Path:
+    """Return the file of the table in ``folder``; ``folder`` may be the file itself."""
+    path = find_shipped(folder)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+class WordTable:
+    """Embeds captions word by word.
+
+    Args:
+        folder: holds ``words.safetensors``, or is that file.
+
+    Raises:
+        UserError: a file that is missing or is not a word table.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = table_file(folder)
+        try:
+            self.words, self.vectors = _read(path)
+        except FileNotFoundError as error:
+            raise UserError(f"data.encoders={folder} has no {FILE_NAME}; use assets/quickstart_teacher") from error
+        except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"data.encoders: {path} is not a word table ({error}); use assets/quickstart_teacher"
+            ) from error
+        self._row = {word: i for i, word in enumerate(self.words)}
+
+    @property
+    def dim(self) -> int:
+        """Entries of a word's vector."""
+        return self.vectors.shape[1]
+
+    def embed(self, captions: list[str], length: int, name: str = "caption") -> Tensor:
+        """Return fp32 (len(captions), length, D); short captions are padded, the empty one is all pad words.
+
+        Raises:
+            UserError: an unknown word, or more than ``length`` words. The message begins with ``name``.
+        """
+        rows = torch.zeros(len(captions), length, dtype=torch.long)
+        for i, caption in enumerate(captions):
+            words = caption.lower().split()
+            if len(words) > length:
+                raise UserError(f"{name} {caption!r} has {len(words)} words; use at most {length}")
+            for j, word in enumerate(words):
+                if word not in self._row:
+                    raise UserError(f"{name} {caption!r}: unknown word {word!r}; use {', '.join(self.words[1:])}")
+                rows[i, j] = self._row[word]
+        return self.vectors[rows]
+
+
+def _read(path: Path) -> tuple[list[str], Tensor]:
+    """Return words and vectors; raise OSError, ValueError, KeyError or SafetensorError for another file."""
+    content = path.read_bytes()  # not mapped: a file that shrinks would end the process
+    vectors = load(content)["vectors"].float()
+    with safe_open(str(path), framework="pt") as file:
+        words = json.loads((file.metadata() or {})["vocabulary"])
+    if not isinstance(words, list) or not words or words[0] != PAD or not all(isinstance(w, str) for w in words):
+        raise ValueError(f"the vocabulary is not a list of words that begins with {PAD!r}")
+    if vectors.ndim != 2 or len(words) != len(vectors) or len(set(words)) != len(words):
+        raise ValueError(f"{len(words)} words do not name the rows of vectors of shape {tuple(vectors.shape)}")
+    if not vectors.isfinite().all():
+        raise ValueError("a vector is not finite")
+    return words, vectors
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WordFolder(EncoderFolder):
+    """A word table as a family of encoders, so that an encoded set can hold rendered clips."""
+
+    def inspect_image(self, where: str) -> ImageInput:
+        raise UserError(f"{where} is a word table, which has no image encoder; set data.image=null")
+
+    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> PixelCodec:
+        return PixelCodec()
+
+    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> WordEncoder:
+        return WordEncoder(self.path, max_tokens)
+
+    def text_parts(self) -> tuple[str, ...]:
+        return ()
+
+    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
+        return {"text": (max_tokens, max_tokens, self.text_width)}
+
+    def files(self, *parts: str) -> list[Path]:
+        return [table_file(self.path)]
+
+
+class WordEncoder:
+    """Text encoder of a word table; see :class:`distill.data.encoders.wan.TextEncoder`."""
+
+    cuts: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self._table, self._max_tokens = WordTable(path), max_tokens
+
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return ``text`` fp32 (``max_tokens``, D), filled up with the pad word.
+
+        Raises:
+            UserError: an unknown word, or too many words.
+        """
+        return {"text": self._table.embed([caption], self._max_tokens)[0]}
+
+
+class PixelCodec:
+    """Pixels as latents; see :class:`distill.data.encoders.wan.VideoCodec`."""
+
+    dtype = torch.float32
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Return ``video`` (3, T, H, W) in [-1, 1] as it is."""
+        return video
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode (n, 3, T, H, W) to uint8 (n, T, H, W, 3) on the CPU; values outside [-1, 1] are clipped."""
+        pixels = (latents.float().cpu().clamp(-1, 1) + 1) * 127.5
+        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+
+
+def inspect_words(path: str | Path) -> WordFolder:
+    """Return the encoders of a word table.
+
+    Raises:
+        UserError: a file that is missing or is not a word table.
+    """
+    width = WordTable(path).dim
+    return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

@@ -1,0 +1,393 @@
+"""Encoded sets as data sets: ``data=encoded``, and ``data=video_folder`` and ``data=captions``, which encode first.
+
+Shape legend: C t h w latents, L tokens, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from distill.data.encoders.wan import VideoCodec
+from distill.data.sets.encode import EncodeSettings, Source, describe, encode, load_codec, release_memory
+from distill.data.sets.encoded_set import COMMAND, EncodedSet, refuse_earlier
+from distill.data.videos.decode import first_frame
+from distill.data.videos.video_folder import ListedClip, unlisted_videos
+from fsdp_cp.errors import UserError, shown
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import on_all_ranks
+from models.roles.condition import Condition
+
+logger = logging.getLogger(__name__)
+
+STATES = "states"
+"""Part of a clip: states of the teacher that sampled it, and an item's tensor with them."""
+
+
+class EncodedData:
+    """Items of an encoded set. Making one is collective: every rank makes it with the same arguments.
+
+    Args:
+        encoded: the set.
+        settings: encoders and sizes of the set.
+        further: a set of further captions for :meth:`condition`, with images where images condition.
+        device: device of the VAE.
+        damaged: ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
+
+    Raises:
+        UserError: on every rank, a set that is damaged.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedSet,
+        settings: EncodeSettings,
+        *,
+        further: EncodedSet | None = None,
+        device: str | torch.device = "cpu",
+        damaged: Literal["refuse", "skip"] = "refuse",
+    ) -> None:
+        self.set, self.settings, self._further, self.device = encoded, settings, further, torch.device(device)
+        self._states: list[int] = []
+        self.encoders, self._image = settings.inspect()
+        self.fps = float(settings.fps)
+        clip = settings.clip
+        self.latent_shape = self.encoders.latent_shape(clip)
+        self.condition_shapes = self.encoders.condition_shapes(clip, settings.max_text_tokens, self._image)
+        self.clip_tensors = self.encoders.clip_tensors(clip)
+        self._codec: VideoCodec | None = None
+        self._rows = self._whole_rows(damaged)
+        self.null, self.empty = (
+            self._text_tensors(encoded, encoded.negative),
+            self._text_tensors(encoded, encoded.empty),
+        )
+        decides = [encoded.fingerprint(), None if self._rows is None else self._rows.tolist()]
+        decides.append({name: value.tolist() for name, value in self.clip_tensors.items()})
+        self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
+
+    def _whole_rows(self, policy: str) -> Any:
+        """Return the rows of the items, or ``None`` for all. All ranks decide alike."""
+        damaged = on_all_ranks(self.set.damaged)
+        clips = sorted({number for part, _ in damaged for number in part})
+        texts = sorted({number for _, part in damaged for number in part})
+        if not clips and not texts:
+            return None
+        shards = [*self.set.shards_of("clips", clips), *self.set.shards_of("texts", texts)]
+        rows = self.set.rows_without(clips, texts)
+        damage = f"{self.set.where} has {len(shards)} damaged shards, first {shards[0].name}"
+        if policy != "skip":
+            raise UserError(
+                f"{damage}; encode it again, or set data.damaged=skip to use {len(rows)} of {len(self.set)}"
+            )
+        if {self.set.negative, self.set.empty} & set(texts) or not len(rows):
+            raise UserError(f"{damage}, which all items need; encode it again")
+        if rank() == 0:
+            logger.warning("%s: %d of %d items left out", damage, len(self.set) - len(rows), len(self.set))
+        return rows
+
+    def __len__(self) -> int:
+        return len(self.set) if self._rows is None else len(self._rows)
+
+    def _row(self, index: int) -> int:
+        return index if self._rows is None else int(self._rows[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``caption``, the condition's tensors by name, fp32, and ``latents`` fp32 (C, t, h, w) of a clip."""
+        row = self._row(index)
+        clip, text = self.set.clip_of(row), self.set.text_of(row)
+        item = {"caption": self.set.caption(text), **self._text_tensors(self.set, text), **self.clip_tensors}
+        if clip >= 0:
+            item |= self._clip_tensors(self.set, clip, leave=() if self._states else (STATES,))
+        if self._states:
+            item[STATES] = item[STATES][self._states]
+        return item
+
+    def with_states(self, times: Sequence[float]) -> EncodedData:
+        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times.
+
+        Raises:
+            UserError: a time without states.
+        """
+        data = copy.copy(self)
+        data._states = states_at(self.set, times)
+        return data
+
+    def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
+        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up.
+
+        Raises:
+            UserError: a caption that was not known when the data set was made.
+        """
+        where, text = self._find(caption)
+        return where.text(text)
+
+    def caption(self, index: int) -> str:
+        """Return the caption of an item, without its tensors."""
+        return self.set.caption(self.set.text_of(self._row(index)))
+
+    def captions(self) -> Sequence[str]:
+        """Return the distinct captions, in the order of their first items."""
+        return self.set.captions
+
+    def condition(self, captions: Sequence[str], clips: Sequence[int] | None = None) -> Condition:
+        """Return the condition of n samples: ``text`` fp32 (n, L, D), and whatever else the encoders give.
+
+        Images are those of the items ``clips``. Without these, an image is the one given with its caption, or that of
+        the first item with the caption.
+
+        Raises:
+            UserError: a caption that was not known when the data set was made.
+        """
+        rows = []
+        for i, caption in enumerate(captions):
+            where, text = self._find(caption)
+            tensors = self._text_tensors(where, text) | self.clip_tensors
+            if self._image is not None:
+                image = self._image_of(caption) if clips is None else (self.set, self.set.clip_of(self._row(clips[i])))
+                tensors |= self._clip_tensors(*image, leave=("latents", STATES))
+            rows.append(tensors)
+        return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
+
+    def _find(self, caption: str) -> tuple[EncodedSet, int]:
+        for where in (self.set, self._further):
+            text = None if where is None else where.find(caption)
+            if text is not None:
+                return where, text
+        raise UserError(
+            f"the caption '{caption}' has no embedding, the text encoder is freed; use one of the"
+            f" {len(self.captions())} in {self.set.where}, such as '{self.captions()[0]}'"
+        )
+
+    def _image_of(self, caption: str) -> tuple[EncodedSet, int]:
+        """Return the set and the clip with the image of a caption."""
+        for where in (self._further, self.set):
+            text = None if where is None else where.find(caption)
+            row = None if text is None else where.first_row(text)
+            if row is not None and where.clip_of(row) >= 0:
+                return where, where.clip_of(row)
+        raise UserError(
+            f"the caption '{caption}' is of no clip of {self.set.where}; give it an image (sample.images, or --image)"
+        )
+
+    def check_images(self, captions: Sequence[str]) -> None:
+        """Refuse a caption without an image where images condition.
+
+        Raises:
+            UserError: by name.
+        """
+        for caption in captions if self._image is not None else ():
+            self._image_of(caption)
+
+    def _text_tensors(self, where: EncodedSet, text: int) -> dict[str, torch.Tensor]:
+        return self.encoders.text_tensors(where.text(text), self.condition_shapes["text"][0])
+
+    def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return latents and image tensors; image latents come with the mask of the frames that are given."""
+        tensors = where.clip(clip, leave=leave)
+        if "image_latents" in tensors:
+            mask = torch.zeros(self.condition_shapes["image_mask"])
+            mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
+            tensors["image_mask"] = mask
+        return tensors
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode (n, C, t, h, w) on any device to uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""
+        if self._codec is None:
+            self._codec = load_codec(self.encoders, self.settings, self.device)
+        return self._codec.decode(latents)
+
+    def release(self) -> None:
+        """Free the VAE that :meth:`decode` loaded; the next :meth:`decode` loads it again."""
+        self._codec = None
+        release_memory(self.device)
+
+
+def encode_source(
+    *,
+    path: str | Path,
+    cache: str | Path,
+    has_clips: bool = True,
+    columns: object = None,
+    captions: Sequence[str] = (),
+    images: Sequence[str] = (),
+    device: str | torch.device = "cpu",
+    **settings: Any,
+) -> EncodedData:
+    """Encode a folder of videos or a file of captions into a set of the folder ``cache``, unless it is there, and open
+    it. A collective.
+
+    Args:
+        path: folder of the videos and their table, or file of the captions.
+        cache: folder of sets, shared by all ranks; created.
+        has_clips: whether ``path`` is a folder of videos.
+        columns: names that the table has for its columns (``data.columns``), or ``None``.
+        captions: further captions for :meth:`EncodedData.condition`; they are not part of ``fingerprint``.
+        images: files of the images of ``captions``, in their order, or empty.
+        device: device of the encoders.
+        settings: fields of :class:`distill.data.sets.encode.EncodeSettings`.
+
+    Raises:
+        UserError: on every rank, for a setting that does not fit, before weights are loaded or videos decoded; and if
+            no item can be used.
+    """
+    settings = EncodeSettings(**settings | {"encoders": str(settings["encoders"])})
+    device = torch.device(device)
+
+    def check() -> Source:
+        source = Source.read(path, columns, has_clips=has_clips)
+        check_further(settings, captions, images)
+        return source
+
+    source = check_local(check)
+    described = describe(settings, source)
+    folder = Path(cache).expanduser().absolute()
+    encoded = _cached(folder, source, settings, device, described)
+    if rank() == 0 and has_clips and (extra := unlisted_videos(Path(path).expanduser(), source.rows)):
+        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), path, ", ".join(extra[:5]))
+    further = encode_further(folder, encoded, settings, captions, images, device)
+    data = EncodedData(encoded, settings, further=further, device=device)
+    data.check_images(captions)
+    return data
+
+
+def open_set(
+    path: str | Path,
+    *,
+    cache: str | Path,
+    encoders: str | None = None,
+    damaged: Literal["refuse", "skip"] = "refuse",
+    vae_precision: str | None = None,
+    vae_tiling: bool | None = None,
+    captions: Sequence[str] = (),
+    images: Sequence[str] = (),
+    device: str | torch.device = "cpu",
+) -> EncodedData:
+    """Open the set ``path``. A collective.
+
+    Args:
+        path: the folder.
+        cache: folder for the embeddings of ``captions``.
+        encoders: the pipeline folder; by default the one that the set names.
+        damaged: see :class:`EncodedData`.
+        vae_precision, vae_tiling: how samples are decoded; by default as the set was encoded.
+        captions, images, device: see :func:`encode_source`.
+
+    Raises:
+        UserError: on every rank, for a folder that is not a set, or encoders that are not those of the set.
+    """
+
+    def check() -> tuple[EncodedSet, EncodeSettings]:
+        encoded = EncodedSet(Path(path).expanduser(), f"data.path={path}")
+        settings = settings_of(encoded, encoders, vae_precision=vae_precision, vae_tiling=vae_tiling)
+        check_further(settings, captions, images)
+        return encoded, settings
+
+    encoded, settings = check_local(check)
+    device = torch.device(device)
+    further = encode_further(Path(cache).absolute(), encoded, settings, captions, images, device)
+    data = EncodedData(encoded, settings, further=further, device=device, damaged=damaged)
+    data.check_images(captions)
+    return data
+
+
+def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> EncodeSettings:
+    """Return the settings that a set was made with.
+
+    Args:
+        encoded: the set.
+        encoders: another place of the pipeline folder, or ``None`` for the one that the set names.
+        changes: settings of the VAE that differ when it decodes; ``None`` for those of the set.
+
+    Raises:
+        UserError: a pipeline folder that is missing, or that is not the set's.
+    """
+    made_with = encoded.about["settings"]
+    names = EncodeSettings.__dataclass_fields__.keys() & made_with.keys()
+    values = {name: made_with[name] for name in names} | {"encoders": encoders or encoded.about["encoders"]}
+    settings = EncodeSettings(**values)
+    if settings.fingerprint() != made_with["encoders"]:
+        raise UserError(
+            f"data.encoders={settings.encoders} are not the encoders of {encoded.where}; give those, or encode the set"
+            f" again with {COMMAND}"
+        )
+    return replace(settings, **{name: value for name, value in changes.items() if value is not None})
+
+
+def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
+    """Return the positions of ``times`` among the states of a set.
+
+    Raises:
+        UserError: a set without states at one of the times.
+    """
+    stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
+    missing = [time for time in times if time not in stored]
+    if missing:
+        raise UserError(
+            f"{encoded.where} has states at {shown(stored)}, not at {missing[0]} of method.step_list={shown(times)};"
+            " use times that it has, or make a set with python -m distill.teacher_clips --states"
+            f" {','.join(map(str, times))}"
+        )
+    return [stored.index(time) for time in times]
+
+
+def encode_further(
+    cache: Path,
+    encoded: EncodedSet,
+    settings: EncodeSettings,
+    captions: Sequence[str],
+    images: Sequence[str],
+    device: torch.device,
+) -> EncodedSet | None:
+    """Encode the captions that ``encoded`` lacks, and their images, into a set of their own; a collective."""
+    if not images and all(encoded.find(caption) is not None for caption in captions):
+        return None
+    folder = Path("/") if images else None
+    files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
+    rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
+    source = Source(name="the captions", rows=rows, folder=folder, has_latents=False)
+    settings = settings if images else replace(settings, image=None)
+    return _cached(cache, source, settings, device, describe(settings, source))
+
+
+def check_further(settings: EncodeSettings, captions: Sequence[str], images: Sequence[str]) -> None:
+    """Refuse captions that are not text, and files that are not images.
+
+    Raises:
+        UserError: by name.
+    """
+    for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of a command line that were no UTF-8
+            raise UserError(f"{what} {text!r} is not UTF-8 text; type it in a UTF-8 terminal") from error
+    for file in images if settings.image is not None else ():
+        first_frame(Path(file).expanduser(), settings.clip)
+
+
+def check_local(check: Any) -> Any:
+    """Return this rank's result of ``check``; raise on all ranks if it raises on any."""
+    result: list[Any] = []
+    on_all_ranks(lambda: result.append(check()))
+    return result[0]
+
+
+def _cached(
+    cache: Path, source: Source, settings: EncodeSettings, device: torch.device, described: dict[str, Any]
+) -> EncodedSet:
+    """Return the set of ``source`` in a folder of sets; encode it first if it is not there."""
+    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache / key
+    on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
+    if len(set(on_all_ranks(lambda: str(path)))) > 1:
+        raise UserError(f"data.cache={cache} is another folder on another rank; give an absolute path")
+    where = f"data.cache={path}"
+    encode(path, where, source, settings, device, described)
+    return EncodedSet(path, where)

@@ -1,0 +1,338 @@
+"""Encode a folder of videos or a file of captions into a set. Every rank calls these functions with the same arguments.
+
+Shape legend: C t h w latents, T H W pixels, L tokens, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.image import ImageEncoder
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
+from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
+from distill.data.settings import VAE_PRECISIONS, EncodingFields
+from distill.data.shares import Shares, read_ahead
+from distill.data.videos.captions import read_captions
+from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.videos.video_folder import ListedClip, read_metadata
+from fsdp_cp.choices import check_choices
+from fsdp_cp.errors import UserError, counted
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import on_all_ranks
+from models.files.checkpoint_files import fingerprint_of
+from models.roles.condition import FIRST_FRAME
+
+logger = logging.getLogger(__name__)
+
+Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
+_TEXT_FILL = 4  # captions are a quarter as long as the longest, about
+
+
+@dataclass(kw_only=True)
+class EncodeSettings(EncodingFields):
+    """Everything that decides what the encoders make of a source, apart from the source."""
+
+    latents: Literal["fp32", "bf16"] = "fp32"
+    """Stored type of latents. Embeddings are stored in fp32."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "data.")
+
+    @property
+    def clip(self) -> ClipFormat:
+        """Length, size and rate of clips."""
+        return ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
+
+    def inspect(self) -> tuple[EncoderFolder, ImageInput | None]:
+        """Read the pipeline folder's settings without loading weights.
+
+        Raises:
+            UserError: a folder or sizes that do not fit.
+        """
+        check_text_tokens(self.max_text_tokens)
+        folder = choose_encoders(self.encoders)
+        folder.check(self.clip)
+        return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
+
+    def shapes(self) -> tuple[tuple[int, int, int, int], dict[str, tuple[int, ...]]]:
+        """Return the shapes of latents and of the tensors of a condition, as :meth:`inspect`."""
+        folder, image = self.inspect()
+        return folder.latent_shape(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
+
+    def fingerprint(self, *, has_clips: bool = True) -> str:
+        """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
+        folder = choose_encoders(self.encoders)
+        image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
+        parts = [*(["vae"] if has_clips else []), *folder.text_parts()]
+        parts += image.encoder.parts if image is not None and image.encoder is not None else []
+        return fingerprint_of(folder.files(*parts))
+
+    def described(self) -> dict[str, Any]:
+        """Return everything that an encoding depends on, apart from the source, wherever the encoders are."""
+        folder, _ = self.inspect()
+        values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
+        return values | {"encoders": self.fingerprint()}
+
+
+@dataclass(kw_only=True, frozen=True)
+class Source:
+    """Rows to encode."""
+
+    name: str
+    """Setting and path, for messages."""
+    rows: Sequence[ListedClip]
+    """Files, relative to ``folder``, and captions; no files where ``folder`` is ``None``."""
+    folder: Path | None
+    """Folder of the videos or images."""
+    has_latents: bool = True
+    """Whether the files are clips. Otherwise only their first frames are encoded, as conditions."""
+
+    @classmethod
+    def read(cls, path: str | Path, columns: object = None, *, has_clips: bool) -> Source:
+        """Read the table of a folder of videos, or the captions of a file, without opening a video.
+
+        Raises:
+            UserError: a table that is missing or damaged.
+        """
+        path = Path(path).expanduser()
+        if has_clips:
+            return cls(name=f"data.path={path}", rows=read_metadata(path, columns), folder=path)
+        rows = [ListedClip(file="", caption=caption) for caption in read_captions(path, columns)]
+        return cls(name=f"data.path={path}", rows=rows, folder=None, has_latents=False)
+
+    @property
+    def files(self) -> list[str]:
+        """Distinct files, in the order of their first rows."""
+        return [] if self.folder is None else list(dict.fromkeys(row.file for row in self.rows if not row.problem))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the rows and of samples of every file's bytes; a collective, shared by all ranks."""
+        files = self.files
+
+        def look(i: int) -> str:
+            file = self.folder / files[i]
+            try:
+                return fingerprint_of([file]) if file.is_file() else "missing"
+            except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+                return f"unreadable {type(error).__name__}"
+
+        hashes = Shares.all().run(len(files), look)
+        return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
+
+    def table_hash(self) -> str:
+        """Return a hash of the rows."""
+        rows = [(row.file, row.caption, row.problem) for row in self.rows]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+
+def describe(settings: EncodeSettings, source: Source) -> dict[str, Any]:
+    """Return everything that a set of ``source`` depends on; a collective.
+
+    Raises:
+        UserError: settings or files that do not fit, or that differ between ranks.
+    """
+
+    described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
+    if any(other != described[0] for other in described):
+        raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
+    made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
+    return described[0][0] | made
+
+
+def encode(
+    path: Path, where: str, source: Source, settings: EncodeSettings, device: torch.device, described: dict[str, Any]
+) -> None:
+    """Encode ``source`` into the set ``path``, or the part of it that is missing, and free the encoders.
+
+    Args:
+        path: the folder.
+        where: setting and folder, for messages.
+        source: the rows.
+        settings: encoders and sizes.
+        device: device of the encoders.
+        described: from :func:`describe`.
+
+    Raises:
+        UserError: on every rank, for a folder that cannot be used, a full disk, numbers that are not finite, or a
+            source without a usable row.
+    """
+    writer = SetWriter(path, where, described)
+    with writer.begun() as is_whole:
+        if is_whole:
+            return
+        _Job(writer, source, settings, device).run()
+
+
+class _Job:
+    """Encoding of one set."""
+
+    def __init__(self, writer: SetWriter, source: Source, settings: EncodeSettings, device: torch.device) -> None:
+        self.writer, self.source, self.settings, self.device = writer, source, settings, device
+        self.folder, self.image = settings.inspect()
+        self.clip = settings.clip
+        self.files = source.files if source.has_latents or self.image is not None else []
+        if rank() == 0:
+            for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
+                logger.warning("%s", remark)
+            logger.info("%s", self.estimate())
+        self._codec: VideoCodec | None = None
+        self._texts: list[str] = []
+        self._image_encoder: ImageEncoder | None = None
+        self._text_encoder: TextEncoder | None = None
+
+    def estimate(self) -> str:
+        """Say how many bytes the set takes."""
+        clip, text = self._clip_bytes(), self._text_bytes()
+        captions = len({row.caption for row in self.source.rows})
+        total = clip * len(self.files) + text * captions / _TEXT_FILL
+        return (
+            f"{counted(len(self.files), 'clip')} and {counted(captions, 'caption')} take about {total / 1e9:.2f} GB; a"
+            f" million clips take {clip * 1e6 / 1e12:.3g} TB, a million captions at most {text * 1e6 / 1e12:.3g} TB"
+        )
+
+    def _clip_bytes(self) -> int:
+        channels, *sizes = self.folder.latent_shape(self.clip)
+        shapes = [(channels, *sizes)] if self.source.has_latents else []
+        if self.image is not None:
+            made = self.folder.condition_shapes(self.clip, self.settings.max_text_tokens, self.image)
+            shapes += [made[name] for name in self.image.parts]
+        return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
+
+    def _text_bytes(self) -> int:
+        return sum(
+            4 * most * width for _, most, width in self.folder.text_sizes(self.settings.max_text_tokens).values()
+        )
+
+    def run(self) -> None:
+        """Write clips, texts and index."""
+        writer, source, negative = self.writer, self.source, self.settings.negative_prompt
+        per_shard = max(1, SHARD_BYTES // max(1, self._clip_bytes()))
+        writer.write("clips", len(self.files), per_shard, "clip", self._make_clips)
+        self._codec = self._image_encoder = None
+        release_memory(self.device)
+        reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
+        numbers = {file: number for number, file in enumerate(file for file in self.files if file not in reasons)}
+        left_out = [(row.file, why) for row in source.rows if (why := row.problem or reasons.get(row.file))]
+        kept = [row for row in source.rows if not (row.problem or reasons.get(row.file))]
+        if rank() == 0:
+            for name, reason in left_out:
+                logger.warning("clip left out: %s %s", name, reason)
+            if left_out:
+                logger.warning("%d of %d clips left out", len(left_out), len(source.rows))
+        if not kept:
+            name, reason = left_out[0]
+            raise UserError(
+                f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason}); give longer"
+                " videos, or set data.num_frames lower or data.fps higher"
+            )
+        rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
+        self._texts = texts_of(rows, negative)
+        per_shard = max(1, SHARD_BYTES * _TEXT_FILL // self._text_bytes())
+        writer.write("texts", len(self._texts), per_shard, "caption", self._make_texts)
+        self._text_encoder = None
+        release_memory(self.device)
+        cut = writer.notes("texts", "cut")
+        if cut and rank() == 0:
+            logger.warning("%s cut; see left_out.csv", counted(len(cut), "caption"))
+        left_out += [(self._texts[number], reason) for number, reason in cut.items()]
+        writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
+        if rank() == 0:
+            what = counted(len(kept), "clip" if self.files else "caption")
+            logger.info("encoded %s of %s into %s", what, source.name, writer.path)
+
+    def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+        """Encode clips; threads decode the next ones meanwhile."""
+        shares = Shares.all()
+        with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
+            shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
+
+    def _encode_clip(self, number: int, video: torch.Tensor | str) -> Made:
+        """Return tensors and notes of a clip (3, T, H, W), or of the reason to leave it out."""
+        if isinstance(video, str):
+            return {}, {"left_out": video}
+        image = self.image
+        if self._codec is None:
+            self._codec = load_codec(self.folder, self.settings, self.device)
+            if image is not None and image.encoder is not None:
+                self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=torch.float32)
+        made = {"latents": self._codec.encode(video)} if self.source.has_latents else {}
+        if image is not None:
+            made |= self._image_tensors(video[:, :1], self._codec, self._image_encoder)
+        for part, tensor in made.items():
+            if not tensor.isfinite().all():
+                raise UserError(
+                    f"{self.files[number]}: its {part} are not finite in {self._codec.dtype}; set"
+                    " data.vae_precision=fp32"
+                )
+        return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
+
+    def _image_tensors(
+        self, frame: torch.Tensor, codec: VideoCodec, encoder: ImageEncoder | None
+    ) -> dict[str, torch.Tensor]:
+        """Return what the networks get of a first frame (3, 1, H, W): the VAE encodes it alone, or with gray frames
+        after it; an image encoder, where there is one, gives its features."""
+        assert self.image is not None
+        if self.image.latents == FIRST_FRAME:
+            made = {FIRST_FRAME: codec.encode(frame)}
+        else:
+            gray = frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])
+            made = {"image_latents": codec.encode(torch.cat([frame, gray], dim=1))}
+        if encoder is not None:
+            levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+            made["image_embeds"] = encoder.encode(levels)
+        return made
+
+    def _read(self, number: int) -> torch.Tensor | str:
+        """Return the frames of a file (3, T, H, W), or the reason to leave it out."""
+        file = self.source.folder / self.files[number]
+        try:
+            if file.exists() and not file.is_file():  # a pipe would never end
+                return "is not a file"
+            if not file.exists():
+                return "is missing"
+            clip = self.clip if self.source.has_latents else replace(self.clip, num_frames=1)
+            return read_clip(file, clip)
+        except ClipError as error:
+            return str(error)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+            return f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})"
+
+    def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+        """Encode captions, on one rank of each node."""
+        Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
+
+    def _encode_text(self, number: int) -> Made:
+        """Return embeddings and notes of a caption."""
+        if self._text_encoder is None:
+            self._text_encoder = self.folder.text_encoder(
+                max_tokens=self.settings.max_text_tokens, device=self.device, dtype=torch.float32
+            )
+        encoder = self._text_encoder
+        made = encoder.embeddings(self._texts[number])
+        if not all(text.isfinite().all() for text in made.values()):
+            raise UserError("the text encoder's output is not finite; give weights in fp32")
+        return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
+
+
+def load_codec(folder: EncoderFolder, settings: EncodeSettings, device: torch.device) -> VideoCodec:
+    """Return the VAE, newly loaded."""
+    return folder.codec(device=device, dtype=VAE_PRECISIONS[settings.vae_precision], tiling=settings.vae_tiling)
+
+
+def release_memory(device: torch.device) -> None:
+    """Free the memory of a dropped encoder, on the device too."""
+    gc.collect()  # an encoder in a reference cycle would keep its gigabytes until some later collection
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

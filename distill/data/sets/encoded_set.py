@@ -1,0 +1,247 @@
+"""An encoded set: a folder of latents, text embeddings and captions, read at random by every rank.
+
+``SET/set.json`` says how the set was made. ``SET/index.safetensors`` has the captions and the place and the checksum of
+every tensor. ``SET/clips-00000000.safetensors`` and ``SET/texts-00000000.safetensors`` are the shards of clips and of
+distinct captions. ``SET/left_out.csv`` names the clips that are left out, and the captions that are cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_header, read_json, write_json
+from fsdp_cp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SET, INDEX, DAMAGED, LEFT_OUT = "set.json", "index.safetensors", "damaged.json", "left_out.csv"
+KINDS = ("clips", "texts")
+COMMAND = "python -m distill.encode"
+
+
+def shard_name(kind: str, number: int) -> str:
+    """Return the file name of a shard of ``clips`` or ``texts``."""
+    return f"{kind}-{number:08d}.safetensors"
+
+
+def tensor_name(number: int, part: str) -> str:
+    """Return the name of a tensor in its shard: number of the clip or text, and part."""
+    return f"{number:08d}.{part}"
+
+
+class Captions(Sequence[str]):
+    """The distinct captions of a set, read on demand."""
+
+    def __init__(self, encoded: EncodedSet, count: int) -> None:
+        self._set, self._count = encoded, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._set.caption(i) for i in range(self._count)[index]]
+        return self._set.caption(range(self._count)[index])
+
+
+class EncodedSet:
+    """Reader of a set. A row is a clip with a caption; rows can share clips and captions.
+
+    Args:
+        path: the folder.
+        where: setting and folder, for messages.
+
+    Raises:
+        UserError: a folder that is not a complete set of this format.
+    """
+
+    def __init__(self, path: str | Path, where: str) -> None:
+        self.path, self.where = Path(path), where
+        refuse_earlier(self.path, where)
+        try:
+            self.about = read_json(self.path / SET)
+            if self.about.get("format") != FORMAT:
+                raise UserError(f"{where} has format {self.about.get('format')}, not {FORMAT}; make it with {COMMAND}")
+            self._columns = Columns(self.path / INDEX)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(f"{where} is not a complete encoded set; make it with {COMMAND} SOURCE {path}") from error
+        except OSError as error:
+            raise UserError(f"{where} cannot be read ({error.strerror}); make {error.filename} readable") from error
+        except Damaged as error:
+            raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
+        self.negative, self.empty = self.about["negative"], self.about["empty"]
+        self.parts: dict[str, tuple[str, list[int]]] = {name: tuple(part) for name, part in self.about["parts"].items()}
+        self.text_widths: dict[str, int] = self.about["text_widths"]
+
+    def __len__(self) -> int:
+        return self.about["counts"]["rows"]
+
+    @property
+    def captions(self) -> Captions:
+        """Distinct captions of the rows, in the order of their first rows."""
+        return Captions(self, self.about["counts"]["captions"])
+
+    def fingerprint(self) -> str:
+        """Return a hash of all content, which does not depend on where the set and its encoders are."""
+        decides = {name: value for name, value in self.about.items() if name not in ("encoders", "settings", "counts")}
+        free = {"rows"} if self.parts else {"rows", "fps", "vae_precision", "vae_tiling", "latents", "decoder"}
+        decides["settings"] = {k: v for k, v in self.about["settings"].items() if k not in free}
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+    def caption(self, text: int) -> str:
+        """Return the caption of a text."""
+        begin = self._columns.get("caption.end", text - 1) if text else 0
+        return self._columns.bytes("caption", begin, self._columns.get("caption.end", text)).decode()
+
+    def find(self, caption: str) -> int | None:
+        """Return the text with this caption, or ``None``."""
+        low, high, wanted = 0, self._columns.length("caption.order"), caption.encode()
+        while low < high:
+            middle = (low + high) // 2
+            text = self._columns.get("caption.order", middle)
+            candidate = self.caption(text).encode()
+            if candidate == wanted:
+                return text
+            low, high = (middle + 1, high) if candidate < wanted else (low, middle)
+        return None
+
+    def clip_of(self, row: int) -> int:
+        """Return the clip of a row."""
+        return self._columns.get("row.clip", row)
+
+    def text_of(self, row: int) -> int:
+        """Return the text of a row."""
+        return self._columns.get("row.text", row)
+
+    def first_row(self, text: int) -> int | None:
+        """Return the first row with this text, or ``None``."""
+        rows = np.flatnonzero(self._columns.column("row.text") == text)
+        return int(rows[0]) if len(rows) else None
+
+    def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the tensors of a clip by part, fp32, except the parts to ``leave``.
+
+        Raises:
+            UserError: a damaged shard.
+        """
+        return {
+            part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
+            for part, (dtype, shape) in self.parts.items()
+            if part not in leave
+        }
+
+    def text(self, text: int) -> dict[str, torch.Tensor]:
+        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up.
+
+        Raises:
+            UserError: a damaged shard.
+        """
+        get = self._columns.get
+        shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
+        return {part: self._tensor("text", text, part, "F32", shape) for part, shape in shapes.items()}
+
+    def _tensor(self, kind: str, number: int, part: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        get = self._columns.get
+        file = self.path / shard_name(f"{kind}s", get(f"{kind}.shard", number))
+        size = int(np.prod(shape)) * DTYPES[dtype].itemsize
+        try:
+            place = Place(dtype, shape, get(f"{kind}.{part}.offset", number), size)
+            return read_at(file, place, get(f"{kind}.{part}.crc32", number))
+        except Damaged as error:
+            raise UserError(
+                f"{self.where}: {file} is damaged ({error}); run {COMMAND} --verify {self.path}, then encode it again"
+                " or set data.damaged=skip"
+            ) from error
+
+    # Damage
+
+    def damaged(self) -> tuple[list[int], list[int]]:
+        """Return the clips and the texts in shards that are missing or have another size, or that a verification
+        found to be damaged."""
+        damaged: dict[str, set[int]] = {kind: set() for kind in KINDS}
+        try:
+            noted = read_json(self.path / DAMAGED)
+            if noted.get("index") == self.about["index"]:
+                for kind in KINDS:
+                    damaged[kind] |= set(noted[kind])
+        except (OSError, Damaged, KeyError, TypeError):
+            pass
+        for kind in KINDS:
+            sizes = self._columns.column(f"{kind}.size")
+            wrong = [number for number, size in enumerate(sizes) if self._size(kind, number) != size]
+            if wrong:
+                shards = self._columns.column(f"{kind[:-1]}.shard")
+                damaged[kind] |= set(np.flatnonzero(np.isin(shards, wrong)).tolist())
+        return sorted(damaged["clips"]), sorted(damaged["texts"])
+
+    def _size(self, kind: str, number: int) -> int:
+        try:
+            return (self.path / shard_name(kind, number)).stat().st_size
+        except OSError:
+            return -1
+
+    def shards_of(self, kind: str, numbers: Sequence[int]) -> list[Path]:
+        """Return the shards that hold these clips or texts."""
+        shards = {self._columns.get(f"{kind[:-1]}.shard", number) for number in numbers}
+        return [self.path / shard_name(kind, number) for number in sorted(shards)]
+
+    def rows_without(self, clips: Sequence[int], texts: Sequence[int]) -> np.ndarray:
+        """Return the rows that need none of these clips and texts."""
+        bad = np.isin(self._columns.column("row.text"), list(texts))
+        if len(clips):
+            bad |= np.isin(self._columns.column("row.clip"), list(clips))
+        return np.flatnonzero(~bad)
+
+    def verify_shard(self, kind: str, shard: int) -> list[int]:
+        """Read a shard and return the numbers of its clips or texts whose checksum differs."""
+        members = np.flatnonzero(self._columns.column(f"{kind[:-1]}.shard") == shard).tolist()
+        wrong = []
+        for number in members:
+            try:
+                (self.clip if kind == "clips" else self.text)(number)
+            except UserError:
+                wrong.append(number)
+        return wrong
+
+    def shard_count(self, kind: str) -> int:
+        """Return the number of shards of ``clips`` or ``texts``."""
+        return self._columns.length(f"{kind}.size")
+
+    def write_damaged(self, clips: Sequence[int], texts: Sequence[int]) -> None:
+        """Record what a verification found, for all later readers."""
+        write_json(self.path / DAMAGED, {"index": self.about["index"], "clips": list(clips), "texts": list(texts)})
+
+
+def refuse_earlier(path: Path, where: str) -> None:
+    """Refuse a folder of an earlier version by name. Nothing is deleted.
+
+    Raises:
+        UserError: a cache with one file for each clip, or a folder of trajectories.
+    """
+    if any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text")):
+        raise UserError(
+            f"{where} is a cache of an earlier version, with one file for each clip; use another folder, or make a set"
+            f" with {COMMAND} SOURCE OUT --encoders PIPELINE"
+        )
+    if (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors")):
+        raise UserError(
+            f"{where} is a folder of trajectories of an earlier version; use another folder, and make a set with"
+            " python -m distill.teacher_clips experiment=NAME OUT --states 1.0,..."
+        )
+
+
+def read_notes(file: Path) -> tuple[dict[str, Place], dict[str, Any]] | None:
+    """Return header and notes of a shard, or ``None`` if it is missing or damaged."""
+    try:
+        return read_header(file)
+    except (OSError, Damaged):
+        return None

@@ -1,0 +1,187 @@
+"""Files of an encoded set: tensors with checksums, columns of integers, and JSON, each published atomically.
+
+A tensor file is a safetensors file with one metadata entry, ``set``: a JSON object with the checksum of each tensor
+(``crc32``) and further notes. Equal tensors and notes give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
+"""Tensor types of a set, by their names in safetensors."""
+_ENTRY = "set"
+
+
+class Damaged(Exception):
+    """A file does not hold what was written. The message is the reason, without the file's name."""
+
+
+class Place(NamedTuple):
+    """Place of a tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, counted from the start of the file."""
+    size: int
+    """Bytes."""
+
+
+def publish(file: Path, content: bytes) -> None:
+    """Write a file so that it appears complete or not at all, also after a power failure.
+
+    Raises:
+        OSError: a full disk, or a folder that cannot be written.
+    """
+    part = file.with_name(f".{file.name}.tmp")  # the set's lock lets one process write it
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Publish ``value`` as JSON with sorted keys."""
+    publish(file, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file.
+
+    Raises:
+        Damaged: not a JSON object.
+        OSError: a file that is missing or cannot be read.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"it is not JSON ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(value, dict):
+        raise Damaged("it is not a JSON object")
+    return value
+
+
+def packed(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> bytes:
+    """Return the content of a file with ``tensors``, their checksums and ``notes``."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Empty tensors have strides that no view as bytes takes.
+    data = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items() if tensor.numel()}
+    crc32 = {name: zlib.crc32(data.get(name, b"")) for name in tensors}
+    return save(tensors, metadata={_ENTRY: json.dumps({"crc32": crc32, **notes}, sort_keys=True, ensure_ascii=False)})
+
+
+def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the notes of a file.
+
+    Raises:
+        Damaged: a file that is cut, changed, or not of a set.
+        OSError: a file that is missing or cannot be read.
+    """
+    places, notes = read_header(file)
+    return {name: read_at(file, place, notes["crc32"][name]) for name, place in places.items()}, notes
+
+
+def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
+    """Return the place of each tensor of a file, and its notes, without reading the tensors.
+
+    Raises:
+        Damaged: a file that is not of a set, or is shorter or longer than its header says.
+        OSError: a file that is missing or cannot be read.
+    """
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        length = os.fstat(stream.fileno()).st_size
+        if size > length:
+            raise Damaged("its header is cut")
+        content = stream.read(size)
+    try:
+        header = json.loads(content)
+        notes = json.loads(header.pop("__metadata__")[_ENTRY])
+        places = {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            places[name] = Place(entry["dtype"], tuple(entry["shape"]), 8 + size + begin, end - begin)
+        known = notes["crc32"].keys() == places.keys()
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Damaged(" ".join(f"{type(error).__name__} {error}".split())[:200]) from error
+    if not known or max((place.offset + place.size for place in places.values()), default=8 + size) != length:
+        raise Damaged("its size differs from what its header says")
+    return places, notes
+
+
+def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
+    """Return one tensor with one read.
+
+    Raises:
+        Damaged: a file that is missing or shorter, or other bytes than were written.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            data = bytearray(os.pread(descriptor, place.size, place.offset))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise Damaged(str(error.strerror)) from error
+    if len(data) != place.size:
+        raise Damaged("it is shorter than it was")
+    if zlib.crc32(data) != crc32:
+        raise Damaged("a checksum differs")
+    if not data:
+        return torch.zeros(place.shape, dtype=DTYPES[place.dtype])
+    return torch.frombuffer(data, dtype=DTYPES[place.dtype]).view(place.shape)
+
+
+class Columns:
+    """Columns of integers in a safetensors file, read on demand: opening costs one small read, whatever the length.
+
+    All ranks of a node share the operating system's cache of the file.
+
+    Raises:
+        Damaged: a file that is cut or not a set's index.
+        OSError: a file that is missing or cannot be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._places, self.notes = read_header(file)
+        self._stream = file.open("rb")
+
+    def length(self, name: str) -> int:
+        """Return the number of entries of a column."""
+        return self._places[name].shape[0]
+
+    def get(self, name: str, index: int) -> int:
+        """Return one entry of a column of int64."""
+        return int.from_bytes(self._read(self._places[name].offset + 8 * index, 8), "little", signed=True)
+
+    def bytes(self, name: str, begin: int, end: int) -> bytes:
+        """Return a part of a column of bytes."""
+        return self._read(self._places[name].offset + begin, end - begin)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a whole column."""
+        place = self._places[name]
+        return np.frombuffer(self._read(place.offset, place.size), np.int64 if place.dtype == "I64" else np.uint8)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        parts = []
+        while size:  # a single read gives at most 2 GiB
+            parts.append(os.pread(self._stream.fileno(), size, offset))
+            if not parts[-1]:
+                raise Damaged("it is shorter than it was")
+            offset, size = offset + len(parts[-1]), size - len(parts[-1])
+        return b"".join(parts)

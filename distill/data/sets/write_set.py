@@ -1,0 +1,348 @@
+"""Writing of an encoded set by all ranks together, so that a kill loses no finished clip and the bytes do not depend on
+the ranks.
+
+Shard n of a kind holds the clips (or distinct captions) ``n * per_shard`` to ``(n + 1) * per_shard - 1``. The ranks
+write each of them as a file of ``SET/unfinished``, and one rank joins the files of a shard. The index is made of the
+finished shards alone. ``set.json`` is written last: a folder with it is complete.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.data.sets.encoded_set import (
+    DAMAGED,
+    FORMAT,
+    INDEX,
+    KINDS,
+    LEFT_OUT,
+    SET,
+    EncodedSet,
+    read_notes,
+    refuse_earlier,
+    shard_name,
+    tensor_name,
+)
+from distill.data.sets.files import (
+    Damaged,
+    Place,
+    packed,
+    publish,
+    read_json,
+    read_tensors,
+    write_json,
+)
+from distill.data.shares import Shares
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.progress import progress
+from models.files.shipped import find_shipped
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 256 << 20
+"""Bytes of a shard, about."""
+_BEGUN, _UNFINISHED, _LOCK = "encoding.json", "unfinished", ".lock"
+
+Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], None]
+"""Stores number, tensors by part and notes of a clip or text: ``left_out`` (a reason; then no tensors) or ``cut``."""
+Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
+"""Collective: makes and saves each of the numbers on one rank, and reports how many were done since the last report."""
+
+
+class SetWriter:
+    """A set that is being written. All methods are collective.
+
+    Args:
+        path: the folder.
+        where: setting and folder, for messages.
+        settings: everything that the content depends on, JSON-serializable; a later start must have the same.
+    """
+
+    def __init__(self, path: Path, where: str, settings: Mapping[str, Any]) -> None:
+        self.path, self.where, self.settings = path, where, dict(settings)
+
+    @contextmanager
+    def begun(self) -> Iterator[bool]:
+        """Lock the folder and note what it will hold; yield whether the set is complete and whole already.
+
+        Damaged shards of a complete set are removed, to be written again.
+
+        Raises:
+            UserError: a folder that holds something else or a set of other settings, that another process writes, or
+                that the ranks do not share.
+        """
+        from distill.run.folder import held_run_dir
+
+        on_all_ranks(lambda: refuse_foreign(self.path, self.where, self.settings) if rank() == 0 else None)
+        if on_all_ranks(lambda: self._is_whole() if rank() == 0 else None)[0]:
+            yield True
+            return
+        with ExitStack() as stack:
+            with written(self.where):
+                stack.enter_context(held_run_dir(self.path, self.where.split("=")[0]))
+            on_all_ranks(lambda: self._begin() if rank() == 0 else None)
+            yield False
+
+    def _is_whole(self) -> bool:
+        return (self.path / SET).is_file() and not any(EncodedSet(self.path, self.where).damaged())
+
+    def _begin(self) -> None:
+        with written(self.where):
+            if (self.path / SET).is_file():
+                known = EncodedSet(self.path, self.where)
+                for kind, numbers in zip(KINDS, known.damaged(), strict=True):
+                    for file in known.shards_of(kind, numbers):
+                        logger.warning("%s: %s is damaged; encoding it again", self.where, file.name)
+                        file.unlink(missing_ok=True)
+            write_json(self.path / _BEGUN, self.settings)
+            (self.path / _UNFINISHED).mkdir(exist_ok=True)
+            for name in (SET, DAMAGED):
+                (self.path / name).unlink(missing_ok=True)
+
+    def write(self, kind: str, count: int, per_shard: int, unit: str, make: Maker) -> None:
+        """Write all shards of a kind that are not there yet.
+
+        Args:
+            kind: ``clips`` or ``texts``.
+            count: number of clips or texts.
+            per_shard: number of them in a shard.
+            unit: singular noun for the progress bar.
+            make: makes some of them on all ranks.
+        """
+        shards = [members(n, count, per_shard) for n in range(-(-count // per_shard))]
+        missing = on_all_ranks(lambda: self._missing_shards(kind, len(shards)) if rank() == 0 else [])[0]
+        with progress(sum(len(shards[n]) for n in missing), f"making {kind}", unit) as advance:
+            size = world_size()
+            for group in (missing[first : first + size] for first in range(0, len(missing), size)):
+                numbers = [number for shard in group for number in shards[shard]]
+                done = self._finished(kind, numbers)
+                advance(len(done))
+                make([number for number in numbers if number not in done], partial(self._save, kind), advance)
+                Shares.all().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
+
+    def _missing_shards(self, kind: str, count: int) -> list[int]:
+        return [n for n in range(count) if read_notes(self.path / shard_name(kind, n)) is None]
+
+    def _finished(self, kind: str, numbers: Sequence[int]) -> set[int]:
+        """Return the numbers whose files an earlier start wrote, on every rank."""
+        # Listed, not looked up: a network file system may remember for a while that a file was missing.
+        names = on_all_ranks(lambda: {file.name for file in (self.path / _UNFINISHED).iterdir()} if rank() == 0 else ())
+        there = [number for number in numbers if self._entry(kind, number).name in names[0]]
+
+        def is_whole(i: int) -> bool:
+            try:
+                read_tensors(self._entry(kind, there[i]))
+            except (OSError, Damaged):
+                return False
+            return True
+
+        whole = Shares.all().run(len(there), is_whole)
+        return {number for number, good in zip(there, whole, strict=True) if good}
+
+    def _save(self, kind: str, number: int, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+        with written(self.where):
+            publish(self._entry(kind, number), packed(tensors, notes))
+
+    def _join(self, kind: str, shard: int, numbers: Sequence[int]) -> None:
+        """Write a shard of the files of its members, and remove these."""
+        tensors, notes = {}, {"left_out": {}, "cut": {}}
+        for number in numbers:
+            made, noted = read_tensors(self._entry(kind, number))
+            tensors |= {tensor_name(number, part): tensor for part, tensor in made.items()}
+            for key in notes.keys() & noted.keys():
+                notes[key][str(number)] = noted[key]
+        with written(self.where):
+            publish(self.path / shard_name(kind, shard), packed(tensors, notes))
+            for number in numbers:
+                self._entry(kind, number).unlink()
+
+    def _entry(self, kind: str, number: int) -> Path:
+        return self.path / _UNFINISHED / f"{kind}-{number:08d}.safetensors"
+
+    def _headers(self, kind: str) -> list[tuple[dict[str, Place], dict[str, Any]]]:
+        """Return places and notes of all finished shards of a kind."""
+        headers = []
+        for file in sorted(self.path.glob(f"{kind}-*.safetensors")):
+            header = read_notes(file)
+            if header is None:
+                raise UserError(f"{self.where}: {file} was damaged while the set was being made; start again")
+            headers.append(header)
+        return headers
+
+    def notes(self, kind: str, note: str) -> dict[int, str]:
+        """Return ``left_out`` or ``cut`` of all finished shards of a kind, by number, on every rank."""
+
+        def collect() -> dict[int, str]:
+            return {int(number): text for _, notes in self._headers(kind) for number, text in notes[note].items()}
+
+        return on_all_ranks(lambda: collect() if rank() == 0 else {})[0]
+
+    def finish(
+        self,
+        rows: Sequence[tuple[int, str]],
+        negative: str,
+        *,
+        encoders: str | Path,
+        left_out: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs.
+
+        Args:
+            rows: clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`.
+            negative: the negative caption.
+            encoders: folder of the encoders.
+            left_out: name and reason of each clip or caption.
+        """
+        texts = texts_of(rows, negative)
+        known = {text: number for number, text in enumerate(texts)}
+
+        def work() -> None:
+            columns, shapes = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
+            content = packed(columns, {})
+            table = io.StringIO(newline="")
+            csv.writer(table, lineterminator="\n").writerows([("name", "reason"), *left_out])
+            counts = {"rows": len(rows), "captions": len({caption for _, caption in rows}), "left_out": len(left_out)}
+            counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
+            description = {
+                "encoders": str(find_shipped(encoders).absolute()),
+                "format": FORMAT,
+                "parts": {part: (place.dtype, list(place.shape)) for part, place in shapes["clip"].items()},
+                "text_widths": {part: place.shape[1] for part, place in shapes["text"].items()},
+                "negative": known[negative],
+                "empty": known[""],
+                "counts": counts,
+                "index": hashlib.sha256(content).hexdigest(),
+                "settings": self.settings,
+            }
+            with written(self.where):
+                publish(self.path / INDEX, content)
+                publish(self.path / LEFT_OUT, table.getvalue().encode())
+                write_json(self.path / SET, description)
+                (self.path / _BEGUN).unlink()
+                shutil.rmtree(self.path / _UNFINISHED)
+
+        on_all_ranks(lambda: work() if rank() == 0 else None)
+        on_all_ranks(lambda: EncodedSet(self.path, self.where).fingerprint())  # every node must see it
+
+    def _columns(
+        self, rows: Sequence[tuple[int, int]], texts: Sequence[str]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Place]]]:
+        """Return the columns of the index, and the first place of each part of ``clip`` and of ``text``."""
+        encoded = [text.encode() for text in texts]
+        columns: dict[str, Any] = {
+            "row.clip": [clip for clip, _ in rows],
+            "row.text": [text for _, text in rows],
+            "caption.end": np.cumsum([len(text) for text in encoded]),
+            "caption.order": sorted(range(len(encoded)), key=encoded.__getitem__),
+        }
+        shapes: dict[str, dict[str, Place]] = {"clip": {}, "text": {}}
+        for kind, one in zip(KINDS, shapes, strict=True):
+            headers = self._headers(kind)
+            columns[f"{kind}.size"] = [
+                (self.path / shard_name(kind, shard)).stat().st_size for shard in range(len(headers))
+            ]
+            shard_of: dict[int, int] = {}
+            places: dict[str, list[tuple[int, Place, int]]] = {}
+            for shard, (header, notes) in enumerate(headers):
+                for name, place in header.items():
+                    number, part = name.split(".")
+                    shard_of[int(number)] = shard
+                    places.setdefault(part, []).append((int(number), place, notes["crc32"][name]))
+            columns[f"{one}.shard"] = [shard for _, shard in sorted(shard_of.items())]
+            for part, entries in places.items():
+                entries.sort()
+                shapes[one][part] = entries[0][1]
+                columns[f"{one}.{part}.offset"] = [place.offset for _, place, _ in entries]
+                columns[f"{one}.{part}.crc32"] = [crc32 for _, _, crc32 in entries]
+                if one == "text":
+                    columns[f"{one}.{part}.tokens"] = [place.shape[0] for _, place, _ in entries]
+        tensors = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
+        blob = b"".join(encoded)
+        tensors["caption"] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.zeros(0).byte()
+        return tensors, shapes
+
+
+def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
+    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``).
+
+    Raises:
+        UserError: by name.
+    """
+    refuse_earlier(path, where)
+    known = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, _LOCK}
+    try:
+        names = sorted(file.name for file in path.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{where} cannot be used ({error.strerror}); give an empty or a new folder") from error
+    foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
+    if foreign:
+        raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
+    for name in (SET, _BEGUN):
+        try:
+            recorded = read_json(path / name)
+        except FileNotFoundError:
+            continue
+        except (Damaged, OSError) as error:
+            raise UserError(f"{where}: {name} cannot be read ({error}); give another folder") from error
+        recorded = recorded.get("settings", {}) if name == SET else recorded
+        for key, value in (settings or {}).items():
+            if recorded.get(key) != value:
+                was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
+                raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
+
+
+def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
+    """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one."""
+    return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
+
+
+def members(shard: int, count: int, per_shard: int) -> range:
+    """Return the numbers that a shard holds."""
+    return range(shard * per_shard, min(count, (shard + 1) * per_shard))
+
+
+@contextmanager
+def written(where: str) -> Iterator[None]:
+    """Turn a failure to write into one line.
+
+    Raises:
+        UserError: a full disk, or a folder that cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{where} cannot be written ({error.strerror}); give a folder with space for it; finished clips stay, and"
+            " the same command continues"
+        ) from error
+
+
+def verify(path: Path, where: str) -> tuple[list[int], list[int]]:
+    """Read every shard, shared by all ranks, and note what is damaged for later readers; return it. A collective."""
+    encoded = EncodedSet(path, where)
+    work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
+    with progress(len(work), "verifying", "shard") as advance:
+        damaged = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
+    wrong = {
+        kind: [n for (k, _), numbers in zip(work, damaged, strict=True) if k == kind for n in numbers] for kind in KINDS
+    }
+    clips, texts = wrong["clips"], wrong["texts"]
+    with written(where):
+        on_all_ranks(lambda: encoded.write_damaged(clips, texts) if rank() == 0 else None)
+    return clips, texts

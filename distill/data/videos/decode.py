@@ -1,0 +1,246 @@
+"""Decode one video file into a clip of fixed length and size (PyAV, no process group, no cache).
+
+Shape legend: T frames, H height, W width, 3 channels in the order red, green, blue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from distill.data.videos.colors import ClipError, ToBT709, is_turned, other_colors, upright
+from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:
+    import av
+
+logger = logging.getLogger(__name__)
+
+# Decoding rules that change pixels must change this name: it is part of every latent's key.
+DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
+
+MAX_SIZE = 65536
+"""Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
+FPS = (0.01, 1000.0)
+"""Frame rates that mp4 files can say."""
+_NO_TIMES = 0x80  # AVFMT_NOTIMESTAMPS: raw streams, to which FFmpeg gives 25 fps
+_MOST_B_FRAMES = 16  # in a row, of any codec
+_MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ClipFormat:
+    """Length, size and rate of clips.
+
+    Raises:
+        UserError: a size that is not a whole number or is far too large, or a frame rate that no file can say.
+    """
+
+    num_frames: int
+    """Frames per clip."""
+    height: int
+    """Height in pixels."""
+    width: int
+    """Width in pixels."""
+    fps: float
+    """Frames per second at which the source is sampled."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_frames", "height", "width"):
+            value = getattr(self, name)
+            if type(value) is not int or value > MAX_SIZE:
+                raise UserError(f"data.{name}={value} must be a whole number of at most {MAX_SIZE}")
+        least, most = FPS
+        if type(self.fps) not in (int, float) or not least <= self.fps <= most:  # nan too
+            raise UserError(f"data.fps={self.fps} must be from {least:g} to {most:g} frames per second; use 8")
+
+
+def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
+    """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
+
+    The picked frame is the one nearest in time to ``k / fps`` after the first frame (of two equally near, the earlier),
+    so variable frame rates and rounded time stamps sample evenly. A source slower than ``fps`` repeats frames. Frames
+    are resized one at a time as they are decoded: memory holds the small clip and a few source frames, whatever the
+    source. Where the times of frames do not grow, frames count in the decoder's order at the average rate.
+
+    Colors follow the stream's own matrix and range; an untagged stream is read as BT.601 limited range, as swscale (so
+    ffmpeg, imageio and diffusers' ``export_to_video``) writes and reads it. HDR and wide-gamut colors are converted.
+    Pixel aspect and display matrix (rotation, mirroring) in the file are applied.
+
+    Returns: float32 (3, T, H, W) in [-1, 1].
+    Raises: ``ClipError`` with the reason if the file is missing, broken, too short, interlaced, or changes its shape.
+    """
+    try:
+        return _read(file, clip, in_order=False)
+    except _TimesError as error:
+        video = _read(file, clip, in_order=True)
+        logger.warning("%s: %s; its frames are taken in order, at its average rate", file, error)
+        return video
+
+
+class _TimesError(Exception):
+    """The times of a clip's frames cannot be used; the message is the reason."""
+
+
+@contextmanager
+def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
+    import av  # here alone: a run without video files needs no FFmpeg
+
+    try:
+        # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
+        with av.open(
+            os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
+        ) as container:
+            cover = av.stream.Disposition.attached_pic
+            stream = next((video for video in container.streams.video if not video.disposition & cover), None)
+            if stream is None:
+                raise ClipError("holds no video stream")
+            stream.thread_type = "AUTO"
+            yield container, stream
+    # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
+    except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
+
+
+def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
+    """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
+    from av.video.reformatter import Interpolation as To
+
+    frames: list[torch.Tensor] = []
+    to_bt709 = ToBT709()
+    with _video(file) as (container, stream):
+        first: av.VideoFrame | None = None
+        last: av.VideoFrame | None = None
+        for frame in _pick(container, stream, clip, in_order=in_order):
+            if frame is not last:  # a repeated frame is converted once
+                first, last = first or frame, frame
+                if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
+                    raise ClipError("is interlaced, so its moving edges are combs; deinterlace it")
+                # Recordings of calls change their size with the bandwidth, which is fine, or turn with the phone.
+                if abs(frame.width * first.height / (frame.height * first.width) - 1) > 0.02:
+                    raise ClipError(
+                        f"changes its shape from {first.width} x {first.height} to {frame.width} x {frame.height}"
+                    )
+                colors = other_colors(frame)
+                if colors and frame is first:
+                    logger.info("%s: is %s, converted to BT.709", file, colors)
+                shown = to_bt709(frame) if colors else frame
+                # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
+                to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
+                rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
+                aspect = Fraction(stream.sample_aspect_ratio or 1)  # width of one pixel over its height
+                aspect = 1 / aspect if is_turned(shown) else aspect
+                small = crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
+            frames.append(small)
+        if stream.average_rate and stream.average_rate < clip.fps * 0.999:
+            logger.warning(
+                "%s: its %.3g fps are below data.fps=%g, frames repeat", file, float(stream.average_rate), clip.fps
+            )
+    return torch.stack(frames, dim=1)
+
+
+def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
+    """The first frame of a video, or an image, resized and cropped as :func:`read_clip` does: (3, 1, H, W) in [-1, 1].
+
+    Raises: ``UserError`` for a file that gives none.
+    """
+    try:
+        return read_clip(file, replace(clip, num_frames=1))
+    except ClipError as error:
+        raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
+
+
+def _pick(
+    container: av.container.InputContainer, stream: av.VideoStream, clip: ClipFormat, *, in_order: bool
+) -> Iterator[av.VideoFrame]:
+    """Yield ``clip.num_frames`` decoded frames nearest to the wanted times; stops decoding after the last."""
+    # Exact rationals: with floats 30 fps -> 16 fps picks another frame wherever k/16 rounds across a frame boundary.
+    step = 1 / Fraction(clip.fps).limit_denominator(1001)
+    rate = stream.average_rate or None
+    wanted, previous, previous_time, decoded = 0, None, Fraction(0), 0
+    timed = _timed(container, stream, rate=rate if in_order else None)
+    for frame, time in timed:
+        # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
+        if frame.is_corrupt:
+            raise ClipError(f"is damaged at {float(time):.2f} s")
+        if frame.width * frame.height > _MAX_PIXELS:
+            raise ClipError(f"has frames of {frame.width} x {frame.height} pixels, more than any camera's")
+        decoded += 1
+        while previous is not None and wanted * step <= (previous_time + time) / 2:
+            yield previous
+            wanted += 1
+            if wanted == clip.num_frames:
+                # Times in the order of packets show only after as many frames as there are B-frames in a row.
+                deque(islice(timed, _MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
+                return
+        previous, previous_time = frame, time
+    if previous is None:
+        raise ClipError("holds no frame that can be decoded")
+    if previous.duration and not in_order:
+        duration = previous.duration * previous.time_base
+    else:
+        duration = 1 / rate if rate else step
+    end = previous_time + duration
+    while wanted < clip.num_frames and wanted * step < end:
+        yield previous
+        wanted += 1
+    if wanted < clip.num_frames:
+        needs = (clip.num_frames - 1) * step
+        raise ClipError(
+            f"is too short: {decoded} frames, {float(end):.2f} s; {clip.num_frames} frames at {clip.fps:g} fps need "
+            f"more than {float(needs):.2f} s"
+        )
+
+
+def _timed(
+    container: av.container.InputContainer, stream: av.VideoStream, *, rate: Fraction | None
+) -> Iterator[tuple[av.VideoFrame, Fraction]]:
+    """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps.
+
+    Raises: ``_TimesError`` for time stamps that are missing or do not grow strictly.
+    """
+    start = last = None
+    for index, frame in enumerate(container.decode(stream)):
+        if rate is not None:
+            yield frame, index / rate
+            continue
+        if frame.pts is None or frame.time_base is None:
+            if container.format.flags & _NO_TIMES or not stream.average_rate:
+                raise ClipError("has frames without time stamps, and no frame rate")
+            raise _TimesError("has frames without time stamps")
+        time = frame.pts * frame.time_base
+        start = time if start is None else start
+        if last is not None and time <= last:
+            raise _TimesError(f"the times of its frames do not grow at frame {index}")
+        last = time
+        yield frame, time - start
+
+
+def crop_and_resize(
+    rgb_HWC: torch.Tensor, height: int, width: int, pixel_aspect: Fraction = Fraction(1)
+) -> torch.Tensor:
+    """Return the largest centered part of uint8 ``rgb_HWC`` of the wanted aspect, resized: float32 (3, height, width),
+    from -1 to 1."""
+    source_height, source_width = rgb_HWC.shape[:2]
+    aspect = Fraction(width, height) / pixel_aspect  # in source pixels
+    crop_width = min(source_width, max(1, round(source_height * aspect)))
+    crop_height = min(source_height, max(1, round(source_width / aspect)))
+    top, left = (source_height - crop_height) // 2, (source_width - crop_width) // 2
+    # Cropped while still uint8: a float copy of a whole 4K frame is 100 MB.
+    crop = rgb_HWC[top : top + crop_height, left : left + crop_width].permute(2, 0, 1)[None].float()
+    # Without antialias a large reduction picks single pixels and thin lines flicker from frame to frame.
+    small = F.interpolate(crop, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
+    return small[0].clamp_(0, 255).div_(127.5).sub_(1)  # bicubic overshoots at edges

@@ -1,0 +1,142 @@
+"""Folders of video files with captions.
+
+The folder holds ``metadata.csv`` or ``metadata.jsonl`` with columns ``file_name,caption`` (the layout that Hugging Face
+``datasets`` calls a video folder), or a ``.txt`` file next to each clip; ``file_name`` is relative to the folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distill.data.videos.table import VIDEO_SUFFIXES, column_names, read_table, read_text
+from fsdp_cp.errors import UserError
+
+TABLES = ("metadata.csv", "metadata.jsonl")
+COLUMNS = ("file_name", "caption")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ListedClip:
+    """A row of the table."""
+
+    file: str
+    """The file's name in the folder; the table's own name where no file has it."""
+    caption: str
+    """The caption, or ``""``."""
+    problem: str = ""
+    """Reason to leave the clip out before it is read."""
+
+
+def table_of(path: Path) -> Path | None:
+    """Return the table of the folder ``path``, or ``None`` if each clip has a ``.txt`` file next to it.
+
+    Raises: ``UserError`` for two tables, and for a folder with neither.
+    """
+    if not path.is_dir():
+        raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLES[0]}")
+    tables = [path / name for name in TABLES if (path / name).is_file()]
+    if len(tables) > 1:
+        raise UserError(f"data.path={path} has {' and '.join(TABLES)}; keep one of them there")
+    if not tables and not any(file.with_suffix(".txt").is_file() for file in _videos(path)):
+        raise UserError(
+            f"data.path={path} has no {' or '.join(TABLES)}; add one with the columns {','.join(COLUMNS)}, or a .txt"
+            " file with the caption next to each video"
+        )
+    return tables[0] if tables else None
+
+
+def _videos(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix.lower() in VIDEO_SUFFIXES)
+
+
+def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
+    """Return the names of the folder's videos that no row lists."""
+    # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
+    listed = {os.path.realpath(path / row.file) for row in rows}
+    return [file.name for file in _videos(path) if os.path.realpath(file) not in listed]
+
+
+def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
+    """Return every row of the folder's table, or every video and the text next to it.
+
+    Args:
+        path: the folder.
+        columns: the table's names of ``COLUMNS`` (``data.columns``).
+
+    Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
+        table would damage a caption (:func:`distill.data.videos.table.read_table`), and for a file outside the folder.
+    """
+    names = column_names(COLUMNS, columns)
+    file = table_of(path)
+    if file is None:
+        return [_beside(video) for video in _videos(path)]
+    find, rows = _Finder(path), []
+    for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
+        if not name or not name.strip():
+            raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
+        if "\n" in name or "\r" in name:
+            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {line}; write it on one")
+        # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
+        if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
+            raise UserError(
+                f"data.path: {file} line {line} names {name[:100]!r}, which is outside the folder; use a path"
+                f" relative to {path}, or link the file into it"
+            )
+        clip = find(name)
+        if caption is None or not caption.strip():  # an empty one would train the student to do without
+            clip = replace(clip, problem=clip.problem or f"has no caption in {file.name}")
+        rows.append(replace(clip, caption=caption or ""))
+    if not rows:
+        raise UserError(f"data.path: {file} has no rows; add one per video")
+    return rows
+
+
+def _beside(video: Path) -> ListedClip:
+    text = video.with_suffix(".txt")
+    caption = read_text(text, f"data.path: {text}").strip() if text.is_file() else ""
+    return ListedClip(file=video.name, caption=caption, problem="" if caption else f"has no caption in {text.name}")
+
+
+class _Finder:
+    """Search for the files of a folder by the names that a table has for them.
+
+    A name that a file has is taken as it is. Else names are compared without regard to what changes when tables and
+    files move between systems: composed or decomposed accents, blanks at the ends, backslashes between folders.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names = functools.cache(self._names_in)  # one listing of each folder, not a call for each clip
+
+    def __call__(self, name: str) -> ListedClip:
+        parent, _, last = name.rpartition("/")
+        if last in self._names(parent).get(_plain(last), ()):
+            return ListedClip(file=name, caption="")
+        matches = [""]
+        for part in os.path.normpath(name.replace("\\", "/")).split("/"):
+            matches = [
+                os.path.join(above, entry) for above in matches for entry in self._names(above).get(_plain(part), ())
+            ]
+        if len(matches) == 1:
+            return ListedClip(file=matches[0], caption="")
+        problem = f"could be {' or '.join(map(repr, matches[:3]))}; rename one" if matches else "is missing"
+        return ListedClip(file=name, caption="", problem=problem)
+
+    def _names_in(self, folder: str) -> dict[str, list[str]]:
+        """Names in a sub-folder by their plain form."""
+        names: dict[str, list[str]] = {}
+        try:
+            for name in sorted(os.listdir(self._folder / folder)):
+                names.setdefault(_plain(name), []).append(name)
+        except OSError:  # not a folder, or not there
+            return {}
+        return names
+
+
+def _plain(name: str) -> str:
+    return unicodedata.normalize("NFC", name).strip()

@@ -1,0 +1,104 @@
+"""Encode a folder of videos, or a file of captions, into a set that ``data=encoded`` reads:
+
+``torchrun --nproc-per-node N -m distill.encode SOURCE OUT --encoders PIPELINE [--num-frames N --height H ...]``
+
+SOURCE is what ``data=video_folder`` or ``data=captions`` reads. After a kill the same command continues. At the end
+``OUT/left_out.csv`` names the clips that are left out, and why. ``--verify OUT`` reads a whole set and notes what is
+damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from distill.config.usage import field_docs
+from distill.data.sets.dataset import check_local
+from distill.data.sets.encode import EncodeSettings, Source, describe, encode
+from distill.data.sets.write_set import verify
+from fsdp_cp.choices import words
+from fsdp_cp.errors import UserError, counted, paths_of_the_user
+from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
+from fsdp_cp.runtime.progress import log_to_console
+
+log = logging.getLogger(__name__)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m distill.encode", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("source", nargs="?", help="folder of videos with metadata.csv or .txt files, or file of captions")
+    add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
+    docs, hints = field_docs(EncodeSettings), get_type_hints(EncodeSettings)
+    for item in fields(EncodeSettings):
+        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default), "default": item.default}
+        if choices := words(hints[item.name]):
+            kind = {"choices": choices, "default": item.default}
+        elif item.default is False:
+            kind = {"action": "store_true"}
+        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], **kind)
+    add("--columns", default="", help="names of the table's columns: file_name=video,caption=prompt")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
+    add("--verify", metavar="SET", help="read the whole set and note what is damaged")
+    return parser
+
+
+def _columns(text: str) -> dict[str, str] | None:
+    parts = [part.split("=", 1) for part in text.split(",") if part]
+    if any(len(part) != 2 for part in parts):
+        raise UserError(f"--columns must be like file_name=video,caption=prompt, got {text!r}")
+    return dict(parts) or None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Encode, or verify.
+
+    Raises:
+        UserError: arguments, a source or a folder that do not fit; a set that is damaged.
+    """
+    refuse_separate_worlds()
+    device = choose_device(arguments.device)
+    if arguments.verify is not None:
+        with process_group(device):
+            clips, texts = verify(Path(arguments.verify), f"SET={arguments.verify}")
+        if clips or texts:
+            raise UserError(
+                f"{arguments.verify}: {counted(len(clips), 'clip')} and {counted(len(texts), 'caption')} are damaged;"
+                " run the command that made the set, which encodes their shards again, or set data.damaged=skip"
+            )
+        log.info("%s is whole", arguments.verify)
+        return
+    for name in ("source", "out", "encoders"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name.upper() if name != 'encoders' else '--encoders'} is missing; see --help")
+    settings = EncodeSettings(**{item.name: getattr(arguments, item.name) for item in fields(EncodeSettings)})
+    path = Path(arguments.source).expanduser()
+    out = Path(arguments.out).expanduser().absolute()
+    if path.is_file() and arguments.image is not None:
+        raise UserError(f"--image={arguments.image}: {path} holds captions without clips; give a folder of videos")
+    with process_group(device):
+        columns = _columns(arguments.columns)
+        source = check_local(lambda: Source.read(path, columns, has_clips=not path.is_file()))
+        encode(out, f"OUT={out}", source, settings, device, describe(settings, source))
+    if rank() == 0:
+        log.info("%s is complete; train with data=encoded data.path=%s", out, out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return exit code 0, or 2 with one line for a user's mistake."""
+    arguments = _parser().parse_args(argv)
+    log_to_console()
+
+    @paths_of_the_user()
+    def work() -> None:
+        run(arguments)
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

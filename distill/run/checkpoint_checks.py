@@ -1,0 +1,281 @@
+"""Checks of a run's checkpoints before data and networks are built: what it resumes, and the disk space it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.config import Config
+from distill.methods import METHODS
+from distill.run.setup import RunPlan
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
+from models.roles.role import trained_names
+from models.roles.role_plan import RolePlan
+
+log = logging.getLogger(__name__)
+
+_ADAM = 8
+"""Bytes per parameter of AdamW's two fp32 moments."""
+
+BY_CONTENT = (
+    "teacher.checkpoint",
+    "student.checkpoint",
+    "fake.checkpoint",
+    "data.path",
+    "data.encoders",
+)
+"""Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
+_OF_A_START = {"run_dir", "dry_run", "plan", "world"}
+"""Settings that may differ between starts of a run, and are not compared."""
+_OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
+"""Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Checked start of a run."""
+
+    resume_from: Path | None
+    """Folder of the checkpoint that the run resumes, if any."""
+    step: int
+    """Step of that checkpoint, or 0."""
+    sources: dict[str, Any]
+    """Result of :func:`check_resume`, for the run's checkpoints."""
+    data: str
+    """Number of items of the data set, and where they are."""
+    space: str
+    """Disk space for checkpoints."""
+
+
+def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
+    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
+
+    Raises:
+        UserError: a faulty table, a checkpoint that cannot be resumed, or too little disk space.
+    """
+    # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
+    data = config.data.table_in_words()
+    resume_from, step = find_resume(resume, plan.run_dir / "checkpoints"), 0
+    sources = find_sources(config, plan.roles)
+    if resume_from is not None:
+        sources, step = check_resume(config, resume_from, plan.roles, sources), read_state(resume_from)["step"]
+    space = check_disk(config, plan, config.steps - step, resume)
+    return Start(resume_from=resume_from, step=step, sources=sources, data=data, space=space)
+
+
+def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
+    """Return ``value`` and ``fingerprint`` of each setting in :data:`BY_CONTENT`, or ``None`` for an unused one.
+
+    The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
+
+    Raises:
+        UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
+            cannot be read.
+    """
+    values = _flat(asdict(config))
+    for name in config.checkpoint.accept:
+        if name not in BY_CONTENT and not (name.startswith("data.") and name in values):
+            raise UserError(
+                f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
+            )
+    fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
+    for role in roles:
+        base = role.name
+        if role.lora is not None and role.lora.saved is not None:
+            fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
+            base = "teacher"
+        settings = getattr(config, base)
+        fingerprints[f"{base}.checkpoint"] = (
+            " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
+            if role.folders
+            else json.dumps([settings.architecture, settings.boundary])
+        )
+    return {
+        key: {"value": values.get(key), "fingerprint": fingerprints[key]} if key in fingerprints else None
+        for key in BY_CONTENT
+    }
+
+
+def check_resume(
+    config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (), sources: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
+
+    Args:
+        config: configuration of the run.
+        checkpoint: a ``step_*`` folder.
+        roles: roles of the run. Trained roles must have the checkpoint's networks.
+        sources: result of :func:`find_sources`.
+
+    Returns:
+        ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
+
+    Raises:
+        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or,
+            if the checkpoint has all steps of the run, a changed training setting.
+    """
+    state = read_state(checkpoint)
+    made = f"checkpoint.resume: {checkpoint} was made with"
+    if state["step"] > config.steps:
+        raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
+    for setting, value in (("seed", config.seed), ("method", config.method.name)):
+        if state[setting] != value:
+            raise UserError(
+                f"{made} {setting}={state[setting]}, not {value}; use that, another run_dir, or checkpoint.resume=never"
+            )
+    for role in roles:
+        if role.name in METHODS[config.method.name][0].trained_roles:
+            _check_network(role, state, made, config.checkpoint.accept)
+    before, now = _flat(state["settings"]), _flat(asdict(config))
+    changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
+    sources, earlier = dict(sources or {}), state.get("sources", {})
+    known = sources.keys() & earlier.keys()
+    free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
+    other = _other_contents(earlier, sources)
+    other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
+    if refused := sorted(other - set(config.checkpoint.accept)):
+        values = [
+            f"{key}={before[key]}, not {now[key]}" if key in changed else f"other contents of {key}={now[key]}"
+            for key in refused
+        ]
+        accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
+        raise UserError(
+            f"{made} {'; '.join(values)}; use that, another run_dir, checkpoint.resume=never, or, to allow the change,"
+            f" checkpoint.accept=[{accept}]"
+        )
+    of_training = [key for key in changed if key.startswith(_OF_TRAINING) and key not in BY_CONTENT]
+    done = state["step"] == config.steps
+    if done and of_training:
+        key = of_training[0]
+        raise UserError(
+            f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run, made with {before[key]}; use"
+            f" another run_dir, checkpoint.resume=never, more steps, or {key}={before[key]}"
+        )
+    if rank() == 0:
+        for key in changed:
+            level = logging.WARNING if key in of_training else logging.INFO
+            log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
+        for key in sorted(other.difference(changed)):
+            log.warning("resumed with other contents of %s=%s", key, now[key])
+        if unknown := [key for key in sources if key not in earlier]:
+            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
+        if done:
+            log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
+    for key in other & known:
+        sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
+    return sources
+
+
+def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
+    """Return the settings whose files differ in content between ``earlier``, the checkpoint's, and ``sources``."""
+    known = sources.keys() & earlier.keys()
+    other = {key for key in known if _content(earlier, key) != _content(sources, key)}
+    # A role that starts from the teacher's weights, then and now, changes with the teacher: report only the teacher.
+    if "teacher.checkpoint" in other:
+        follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
+        for side in (earlier, sources):
+            follow = {key for key in follow if _content(side, key) == _content(side, "teacher.checkpoint")}
+        other -= follow
+    return other
+
+
+def _content(sources: Mapping[str, Any], key: str) -> str | None:
+    return (sources.get(key) or {}).get("fingerprint")
+
+
+def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> None:
+    """Refuse a checkpoint in which a trained role has another configuration, other experts or other adapters."""
+    name, config, adapters = role.name, defining(role.config), role.adapters or {}
+    earlier = state.get("adapters", {}).get(name) or {}
+    named = {"_class_name": role.family.class_name}  # checkpoints of earlier versions lack it
+    compared: dict[str, tuple[Any, Any]] = {
+        f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
+        f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
+        f"{name}.experts": (
+            sorted(key for key in state["updates"] if key.partition(".")[0] == name),
+            sorted(trained_names(name, role.boundaries, role.trained_experts)),
+        ),
+        f"{name}.causal": (
+            {key: value for key, value in (state.get("causal", {}).get(name) or {}).items() if key != "frames"},
+            asdict(role.causal) if role.causal is not None else {},
+        ),
+        f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),
+    }
+    if earlier and adapters:
+        alphas = (earlier["scale"] * earlier["rank"], adapters["scale"] * adapters["rank"])
+        compared[f"{name}.lora.alpha"] = alphas
+        compared |= {f"{name}.lora.{key}": (earlier[key], adapters[key]) for key in ("targets", "train")}
+        if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
+            compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
+    for setting, (before, now) in compared.items():
+        if before != now:
+            values = f"={before}, not {now}" if isinstance(now, int | float) else ""
+            raise UserError(f"{made} another {setting}{values}; use the same, or another run_dir to start from scratch")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings by dotted key. A setting whose value is a dictionary stays one entry."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        group = isinstance(value, dict) and key not in ("architecture", "lr_scale")
+        flat |= _flat(value, f"{prefix}{key}.") if group else {f"{prefix}{key}": value}
+    return flat
+
+
+def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
+    """Return the size of one checkpoint in bytes, over all ranks: weights, Adam moments and EMAs of trained roles."""
+    total = 0
+    for role in plan.roles:
+        if role.name in plan.method.trained_roles:
+            count = len(role.trained_experts) * sum(math.prod(shape) for shape in role.own_shapes.values())
+            stored = 2 if role.sharding.master_dtype == "bf16" else 4
+            copies = 2 if getattr(config, role.name).ema.enabled else 1
+            total += count * (copies * stored + _ADAM)
+    return total
+
+
+def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
+    """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
+
+    Args:
+        config, plan, resume: see :func:`check_start`.
+        steps: number of remaining steps.
+
+    Returns:
+        The sizes, as a sentence.
+    """
+    settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
+    existing = len(published_steps(folder)) if resume != "never" else 0
+    new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
+    if settings.keep:
+        for_good = 0
+        if settings.every and settings.keep_every:
+            for_good = steps // math.lcm(settings.every, settings.keep_every)
+        new = min(new, max(1, settings.keep + 1 - existing) + for_good)
+    size = checkpoint_bytes(config, plan)
+    directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(directory).free
+    if size * new > free:
+        raise UserError(
+            f"run_dir={plan.run_dir}: checkpoints need {_gigabytes(size * new)} but only {_gigabytes(free)} are free;"
+            " use another disk or set checkpoint.keep=1"
+        )
+    return (
+        f"{_gigabytes(size)} a checkpoint, up to {new} more (checkpoint.keep={settings.keep},"
+        f" every={settings.every}) next to {existing} in {folder}: {_gigabytes(size * new)} of {_gigabytes(free)}"
+        " free"
+    )
+
+
+def _gigabytes(count: int) -> str:
+    """Format bytes as decimal gigabytes, with three digits: ``1.5 GB``."""
+    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"

@@ -1,0 +1,244 @@
+"""Sample clips from a teacher into an encoded set, which any method trains on with ``data=encoded``:
+
+``torchrun --nproc-per-node N -m distill.teacher_clips experiment=NAME key=value ... OUT [--clips N] [--states 1.0,.9]``
+
+The settings are those of the training: ``teacher.checkpoint``, ``method.guidance_scale``, ``method.shift``,
+``method.teacher_sampler``, ``data`` (captions are enough) and ``seed``. Clip i has the caption (and image) of item i of
+the data, and starts from the noise of ``seed`` and i. After a kill, the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from distill.config import Config, compose_config
+from distill.data import ClipDataset, condition_of
+from distill.data.sets.dataset import STATES
+from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, refuse_foreign, texts_of
+from distill.data.shares import Shares
+from distill.evaluate.sampling import sampling_batch
+from distill.methods.common.few_step import FewStepMethod, FewStepSettings
+from distill.methods.common.sampling import guided_sample, sample_with_states
+from distill.run.checkpoint_checks import find_sources
+from distill.run.open import open_device, open_mesh
+from distill.run.setup import RunPlan, plan_run
+from fsdp_cp.choices import user_path
+from fsdp_cp.errors import UserError, counted, paths_of_the_user
+from fsdp_cp.launch import end_process, exit_code, rank
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.runtime.progress import log_to_console
+from models.roles.condition import FIRST_FRAME
+from models.roles.role import Role
+
+log = logging.getLogger(__name__)
+
+_MAX_STEPS = 10_000
+_IMAGE_PARTS = (FIRST_FRAME, "image_latents", "image_embeds")
+
+
+class _TeacherAlone(FewStepMethod):
+    """Method with only the teacher, which samples."""
+
+    required_roles = ("teacher",)
+    trained_roles = ()
+    settings_read = ("student", "fake")
+
+    def trained_role(self, step: int) -> str:
+        return "teacher"
+
+    def first_role(self, step: int) -> str:
+        return "teacher"
+
+    @classmethod
+    def check_experts(cls, *_: Any) -> None:
+        """Accept two experts: guidance has one scale for each."""
+
+    def losses(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Sampling:
+    """Sampling of one set.
+
+    Args:
+        config: the checked configuration.
+        arguments: the command's options.
+        plan: the plan with only the teacher.
+        data: captions and their embeddings.
+    """
+
+    def __init__(self, config: Config, arguments: argparse.Namespace, plan: RunPlan, data: ClipDataset) -> None:
+        self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
+        self.count = arguments.clips or len(data)
+        self.settings = replace(config.data.encode_settings(), latents=arguments.latents)
+
+    def described(self) -> dict[str, Any]:
+        """Return everything that the set depends on."""
+        method = self.config.method
+        sources = find_sources(self.config, self.plan.roles)
+        teacher = {
+            "weights": sources["teacher.checkpoint"]["fingerprint"],
+            "precision": self.config.teacher.precision,
+            "sampler": method.teacher_sampler,
+            "steps": self.arguments.steps,
+            "guidance_scale": method.guidance,
+            "shift": method.shift,
+            "seed": self.config.seed,
+            STATES: self.arguments.states,
+        }
+        made = {"clips": self.count, "rows": self.data.fingerprint, "teacher": teacher}
+        return json.loads(json.dumps(self.settings.described() | made))
+
+    def write(self, writer: SetWriter, *, teacher: Role, mesh: Mesh, device: torch.device) -> None:
+        """Write the set, or the part of it that is missing. A collective.
+
+        Raises:
+            UserError: a full disk, or samples that are not finite.
+        """
+        captions = [self.data.caption(i) for i in range(min(self.count, len(self.data)))]
+        rows = [(i, captions[i % len(captions)]) for i in range(self.count)]
+        texts = texts_of(rows, self.settings.negative_prompt)
+        bytes_per_clip = self._bytes_per_clip()
+        if rank() == 0:
+            log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
+        batch = sampling_batch([teacher], mesh, device)
+
+        def make_clips(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+            chunk = batch * mesh.dp_size
+            for start in range(0, len(numbers), chunk):
+                # Fill the last chunk by repeating its last clip, without writing the copies.
+                first = start + mesh.dp_rank * batch
+                mine = [numbers[min(i, len(numbers) - 1)] for i in range(first, first + batch)]
+                made = self._sample(mine, teacher, device)
+                written = list(dict.fromkeys(mine)) if mesh.cp_rank == 0 and first < len(numbers) else []
+                on_all_ranks(lambda made=made, written=written: [save(n, made[n], {}) for n in written])
+                advance(min(chunk, len(numbers) - start))
+
+        def copy_texts(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+            Shares.all().run(
+                len(numbers), lambda i: save(numbers[i], self.data.embeddings(texts[numbers[i]]), {}), advance
+            )
+
+        writer.write("clips", self.count, max(1, SHARD_BYTES // bytes_per_clip), "clip", make_clips)
+        text = self.data.embeddings("")
+        per_shard = SHARD_BYTES // max(1, sum(4 * self.settings.max_text_tokens * t.shape[1] for t in text.values()))
+        writer.write("texts", len(texts), max(1, per_shard), "caption", copy_texts)
+        writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
+
+    def _bytes_per_clip(self) -> int:
+        shapes = [self.data.latent_shape] * (1 + len(self.arguments.states))
+        shapes += [self.data.condition_shapes[name] for name in _IMAGE_PARTS if name in self.data.condition_shapes]
+        return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
+
+    def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
+        """Sample clips; return the tensors of each by its number.
+
+        Raises:
+            UserError: numbers that are not finite.
+        """
+        method, states = self.config.method, self.arguments.states
+        items = [self.data[i % len(self.data)] for i in numbers]
+        random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
+        noise = random.normal("teacher_clips/noise", self.data.latent_shape)
+        inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
+        condition = condition_of(inputs, self.data).to(device)
+        how = {"steps": self.arguments.steps, "shift": method.shift, "scale": method.guidance}
+        if states:
+            kept, latents = sample_with_states(teacher, noise, condition, states=states, **how)
+            made = {"latents": latents, STATES: kept}
+        else:
+            made = {"latents": guided_sample(teacher, noise, condition, sampler=method.teacher_sampler, **how)}
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
+        stored = {}
+        for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
+            parts = {name: tensor[k] for name, tensor in made.items()}
+            if not all(tensor.isfinite().all() for tensor in parts.values()):
+                raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
+            parts |= {name: item[name] for name in _IMAGE_PARTS if name in item}
+            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in parts.items()}
+        return stored
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compose and check the settings, build mesh, data and teacher, and write the set.
+
+    Raises:
+        UserError: settings or a folder that do not fit.
+    """
+    overrides = [word for word in arguments.words if "=" in word]
+    names = [word for word in arguments.words if "=" not in word]
+    if len(names) != 1:
+        raise UserError(f"give one folder OUT next to key=value settings, got {' '.join(names) or 'none'}")
+    config = compose_config(overrides)
+    if not isinstance(config.method, FewStepSettings):
+        raise UserError(f"method={config.method.name} has no teacher; use a method that distills one, such as dmd2")
+    if config.dry_run or config.plan:
+        raise UserError("dry_run and plan are settings of train.py; leave them out")
+    for name, most in (("clips", 2**31), ("steps", _MAX_STEPS)):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"--{name} {value} must be from 1 to {most}")
+    if arguments.states and config.method.teacher_sampler != "euler":
+        raise UserError(f"--states needs method.teacher_sampler=euler, not {config.method.teacher_sampler}")
+    out = user_path(names[0], "OUT").absolute()
+    where = f"OUT={out}"
+    device = open_device(config)
+    plan = plan_run(config, _TeacherAlone)
+    with open_mesh(config, plan, device) as mesh:
+        on_all_ranks(lambda: refuse_foreign(out, where) if rank() == 0 else None)
+        data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
+        sampling = _Sampling(config, arguments, plan, data)
+        writer = SetWriter(out, where, on_all_ranks(sampling.described)[0])
+        with writer.begun() as is_whole:
+            if not is_whole:
+                roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+                sampling.write(writer, teacher=roles["teacher"], mesh=mesh, device=device)
+    if rank() == 0:
+        log.info("%s in %s; train with data=encoded data.path=%s", counted(sampling.count, "clip"), out, out)
+
+
+def _times(text: str) -> list[float]:
+    times = sorted({float(word) for word in text.split(",") if word}, reverse=True)
+    if not all(0 < time <= 1 for time in times):
+        raise ValueError
+    return times
+
+
+_times.__name__ = "list of times in (0, 1]"  # as argparse names it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return exit code 0, or 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m distill.teacher_clips", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("words", nargs="+", metavar="key=value | OUT", help="settings as train.py has them, and the folder to write")
+    add("--clips", type=int, help="number of clips; by default one for each item of the data")
+    add("--steps", type=int, default=50, help="steps of the teacher's sampler")
+    add(
+        "--states", type=_times, default=[], help="times whose states are stored, for method=ode_regression: 1.0,.9,.75"
+    )
+    add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents and states")
+    arguments = parser.parse_args(argv)
+    log_to_console()
+
+    @paths_of_the_user()
+    def work() -> None:
+        run(arguments)
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""A teacher's clips as an encoded set: the same on every mesh, also after a stop."""
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from distill import teacher_clips
+from distill.data.sets.encoded_set import EncodedSet
+from distill.data.sets.write_set import SetWriter
+from distill.methods.common.schedules import euler_times
+from distill.methods.ode_regression import OdeRegressionSettings
+from fsdp_cp import build_mesh
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
+from tests.oracles.clips import RandomClips
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+
+slow = pytest.mark.slow
+TIMES = [1.0, 0.8, 0.5]
+COUNT = 5
+DEVICE = torch.device("cpu")
+
+
+class Captions(RandomClips):
+    """Data set of three captions."""
+
+    def __len__(self):
+        return 3
+
+    def caption(self, index):
+        return str(index)
+
+    def embeddings(self, caption):
+        return {"text": self.tensors["text"][int(caption)] if caption else self.empty["text"]}
+
+
+@lru_cache  # each has process groups, with threads of their own
+def _mesh(dp_shard, cp):
+    return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
+
+
+def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None):
+    """Write the set; return how many clips this rank made, or the refusal."""
+    teacher_clips.sampling_batch = lambda *_: 2
+    mesh, plan = _mesh(dp_shard, cp), plan_role("teacher", checkpoint=str(checkpoints / "teacher"))
+    shapes = {"latent_shape": LATENT_SHAPE, "condition_shapes": CONDITION_SHAPES}
+    teacher = build_role(plan, mesh=mesh, device=DEVICE, trainable=False, **shapes)
+    method = OdeRegressionSettings(step_list=TIMES, guidance_scale=3.0, shift=2.0)
+    encoding = SimpleNamespace(latents="fp32", negative_prompt="", max_text_tokens=9, encoders="assets")
+    sampling = object.__new__(teacher_clips._Sampling)
+    sampling.config = SimpleNamespace(method=method, seed=seed)
+    sampling.arguments = SimpleNamespace(steps=4, states=TIMES)
+    sampling.data, sampling.count, sampling.settings = Captions(), COUNT, encoding
+    made = []
+
+    class Writer(SetWriter):
+        def _save(self, kind, number, *arguments):
+            if len(made) == stop_after:
+                raise RuntimeError("stopped")
+            super()._save(kind, number, *arguments)
+            made.append((kind, number))
+
+    writer = Writer(folder, f"OUT={folder}", {"seed": seed})
+    try:
+        with writer.begun() as is_whole:
+            if not is_whole:
+                sampling.write(writer, teacher=teacher, mesh=mesh, device=DEVICE)
+    except UserError as error:
+        return str(error)
+    except RuntimeError:
+        return "stopped"
+    return [number for kind, number in made if kind == "clips"]
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoints):
+    """Return states, latents and caption of each clip, by plain diffusers and Euler's method."""
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher").requires_grad_(False)
+    data, grid = Captions(), sorted({*euler_times(4, 2.0), *TIMES}, reverse=True)
+    found = []
+    for i in range(COUNT):
+        noise = StepRandom(seed=3, step=0, positions=[i]).normal("teacher_clips/noise", LATENT_SHAPE)
+        text, null = data.tensors["text"][[i % 3]], data.null["text"][None]
+        x, states = noise, []
+        for t, following in zip(grid, grid[1:], strict=False):
+            if t in TIMES:
+                states.append(x[0])
+            time = torch.tensor([1000 * t])
+            c, u = (
+                network(hidden_states=x, timestep=time, encoder_hidden_states=e, return_dict=False)[0]
+                for e in (text, null)
+            )
+            x = x + (following - t) * (u + 3.0 * (c - u))
+        found.append((torch.stack(states), x[0], str(i % 3)))
+    return found
+
+
+def _check(folder, truth):
+    encoded = EncodedSet(folder, "OUT")
+    assert len(encoded) == COUNT and list(encoded.captions) == ["0", "1", "2"]
+    for i, (states, latents, caption) in enumerate(truth):
+        ours = encoded.clip(encoded.clip_of(i))
+        for name, wanted in (("states", states), ("latents", latents)):
+            assert ours[name].shape == wanted.shape
+            assert (ours[name] - wanted).norm() < 1e-5 * wanted.norm()
+        assert encoded.caption(encoded.text_of(i)) == caption
+        assert torch.equal(encoded.text(encoded.text_of(i))["text"], Captions().tensors["text"][int(caption)])
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), *(pytest.param(*s, marks=slow) for s in ((2, 1), (1, 3)))])
+def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_path, dp_shard, cp):
+    size, folder = dp_shard * cp, tmp_path / "set"
+
+    def write(*options):
+        return pools[size].run(_write, checkpoints, folder, dp_shard, cp, *options)
+
+    assert write(3, 1) == ["stopped"] * size
+    kept = {file.name: file.stat().st_mtime_ns for file in (folder / "unfinished").glob("clips-*")}
+    assert 1 <= len(kept) < COUNT
+    assert all("seed" in answer for answer in write(4)), "another seed"
+    made = sorted(number for numbers in write() for number in numbers)
+    assert made == sorted(set(range(COUNT)) - {int(name[6:14]) for name in kept})
+    _check(folder, truth)
+    assert write() == [[]] * size

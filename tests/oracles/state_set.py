@@ -1,0 +1,37 @@
+"""A set of a teacher's clips with states, of random numbers, for the sizes of the rendered clips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distill.data import MovingShapesSettings
+from distill.data.sets.write_set import SetWriter, texts_of
+
+SHAPE = (3, 6, 16, 16)
+
+
+def stored(number: int, times: Sequence[float]) -> dict[str, Tensor]:
+    """Return the tensors of a clip of :func:`write_state_set`."""
+    generator = torch.Generator().manual_seed(number)
+    made = {"latents": torch.randn(SHAPE, generator=generator)}
+    return made | ({"states": torch.randn(len(times), *SHAPE, generator=generator)} if times else {})
+
+
+def write_state_set(path: Path, count: int, times: Sequence[float], per_shard: int = 2) -> None:
+    """Write a set of ``count`` clips with states at ``times``."""
+    settings = MovingShapesSettings().encode_settings()
+    data = MovingShapesSettings().build(seed=0)
+    about = {"clips": count, "rows": "", "teacher": {"states": list(times)}}
+    writer = SetWriter(path, f"OUT={path}", settings.described() | about)
+    rows = [(i, data.caption(i)) for i in range(count)]
+    texts = texts_of(rows, "")
+    with writer.begun():
+        writer.write("clips", count, per_shard, "clip", lambda ns, save, _: [save(n, stored(n, times), {}) for n in ns])
+        writer.write(
+            "texts", len(texts), 100, "text", lambda ns, save, _: [save(n, data.embeddings(texts[n]), {}) for n in ns]
+        )
+        writer.finish(rows, "", encoders=settings.encoders)
