@@ -36,7 +36,7 @@ def local_token_count(total: int, cp: int) -> int:
         UserError: ``total`` is not an integer of at least 1.
     """
     if not is_count(total):
-        raise UserError(f"total must be an int >= 1, got {total!r}")
+        raise UserError(f"total must be a number of tokens >= 1, got {total!r}")
     return -(-total // cp)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EVERYTHING = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "train.py")
 EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", "tests")
-UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py", "distill/data/")  # the checker, its test, old prose
+UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py")  # the checker and its test
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
-    "README.md": 830,
-    "ARCHITECTURE.md": 680,
+    "README.md": 870,
+    "ARCHITECTURE.md": 710,
     "CONTRIBUTING.md": 450,
     "docs/getting_started.md": 850,
     "docs/data.md": 1100,

@@ -41,7 +41,7 @@ class MeshSettings:
 
 @dataclass(kw_only=True)
 class AttentionSettings:
-    """``attention.*``, for all roles; see docs/attention.md."""
+    """``attention.*``, for all roles; see docs/library.md."""
 
     backend: str = "auto"
     """Local attention kernel; ``auto`` selects the best available one and logs its name."""
@@ -107,7 +107,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
+    """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/models.md)."""
     causal: CausalSettings = field(default_factory=CausalSettings)
 
 
@@ -212,7 +212,7 @@ class LogSettings:
 
 @dataclass(kw_only=True)
 class ProfileSettings:
-    """``profile.*``: time and memory of chosen steps; see docs/run.md."""
+    """``profile.*``: time and memory of chosen steps; see docs/running.md."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step to profile, e.g. ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
@@ -314,7 +314,7 @@ class Config:
     ``expert_draws``)."""
     expert_draws: int = 1
     """Number of parts of a batch for roles with two experts (Wan 2.2 A14B). Each part draws the expert that it runs and
-    the length of DMD2's rollout (docs/methods/experts.md)."""
+    the length of DMD2's rollout (docs/models.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of compute, ``fp32`` or ``bf16``; masters, reductions and optimizer state are fp32 unless a role sets
     them."""

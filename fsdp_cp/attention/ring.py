@@ -43,13 +43,13 @@ class Ring:
 
     def start_hop(self, send: Tensor | None, receive: Tensor | None, tag: int) -> list[dist.Work]:
         """Start to send to the next rank and to receive from the previous one. ``None`` skips that side."""
-        assert self.group is not None, "a ring of one has no neighbours"
-        ahead, behind = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
+        assert self.group is not None, "a ring of one has no neighbors"
+        following, previous = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
         ops = []
         if send is not None:
-            ops.append(dist.P2POp(dist.isend, send, ahead, self.group, tag))
+            ops.append(dist.P2POp(dist.isend, send, following, self.group, tag))
         if receive is not None:
-            ops.append(dist.P2POp(dist.irecv, receive, behind, self.group, tag))
+            ops.append(dist.P2POp(dist.irecv, receive, previous, self.group, tag))
         return dist.batch_isend_irecv(ops) if ops else []
 
 

@@ -26,7 +26,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 @dataclass(kw_only=True)
 class ShardSettings:
-    """Sharding settings of one network; docs/sharding.md lists their costs.
+    """Sharding settings of one network; docs/configuration.md lists their costs.
 
     Strategy names and the states that they shard follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
     2020).

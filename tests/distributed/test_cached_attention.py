@@ -164,7 +164,10 @@ def _traffic(mesh, history):
 
 
 def _expected_traffic(mesh):
-    """With n elements of bf16 in a rank's queries and n / D log-sum-exps of fp32; P = ulysses, R = ring."""
+    """Return the calls and bytes of forward and backward, for P = ulysses and R = ring.
+
+    A rank's queries have n elements of bf16; the log-sum-exps have n / D of fp32.
+    """
     r, p = mesh.context.ring_size, mesh.context.ulysses_size
     n = BATCH * 4 * 2 * p * HEAD_DIM
     calls = {"all_to_all": 2} if p > 1 else {}

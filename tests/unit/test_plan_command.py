@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def simulation(config, plan, **arguments):
-    """What a simulation would have found."""
+    """Return results in the form of a simulation's."""
     resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 7 * GIB, ("fake", "optimizer"): 2 * GIB,
                ("student", "ema"): GIB}  # fmt: skip
     peak = {**resting, ("student", "activations"): 16 * GIB, ("teacher", "gathered"): GIB}

@@ -63,7 +63,7 @@ def check_refused(capsys, named, *arguments) -> None:
 
 
 def test_a_causal_student_makes_clips_of_any_length(causal_run, capsys):
-    """With a window, clips may be longer than the 64 positions of the network."""
+    """Clips can be longer than the 64 positions of the network, since a window limits what a chunk sees."""
     for frames, chunks in (("6", 3), ("66", 33)):
         assert main([str(causal_run), "--frames", frames, "--count", "1", "--steps", "1"]) == 0
         assert re.search(r"first chunk after [\d.e+-]+ s, then [\d.e+-]+ s per chunk", capsys.readouterr().out)

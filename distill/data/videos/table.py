@@ -183,7 +183,8 @@ def _check_swallowed(
     """
     names = columns[0] if len(columns) > 1 else "file_name"
     for number, text in enumerate(inner, start=line + 1):
-        parts = [part.strip().strip('"') for part in text.split(",")]
+        # Only text before the closing quote was swallowed; the record's own fields may follow it.
+        parts = [part.strip() for part in text.replace('""', "").partition('"')[0].split(",")]
         if names in header:
             at = header.index(names)
             name = parts[at] if len(parts) == len(header) or len(parts) > at + 1 else ""

@@ -4,7 +4,7 @@ A forward runs one expert, the same on every rank. So the times of a part (``exp
 must lie in one range of every role that is evaluated at them. A pilot draw from a stream that all ranks share selects
 the range; each sample then redraws from its own stream until its time is inside. Over many steps the distribution of
 times is unchanged, since ranges and the times inside them follow the method's distribution. Within one part it is not,
-so gradients vary more from step to step than with a separate range per sample (docs/methods/experts.md).
+so gradients vary more from step to step than with a separate range per sample (docs/models.md).
 """
 
 from __future__ import annotations
