@@ -127,7 +127,7 @@ def test_bounds_are_checked_before_anything_is_built(good, setting, value):
     typed = str(value).replace("'", "").replace("True", "true")
     with pytest.raises(UserError) as caught:
         compose_config([*words, f"{setting}={typed}"])
-    assert str(caught.value).startswith(f"{setting}=") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(setting) and "\n" not in str(caught.value)
 
 
 def test_values_that_mean_none_are_allowed(good):
