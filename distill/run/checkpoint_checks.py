@@ -59,6 +59,8 @@ class Start:
 def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
     """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
 
+    Rank 0 calls it alone, so nothing in it may communicate.
+
     Raises:
         UserError: a faulty table, a checkpoint that cannot be resumed, or too little disk space.
     """

@@ -111,8 +111,11 @@ def _newest_whole(checkpoints: Path) -> Path | None:
     return None
 
 
+@paths_of_the_user()
 def find_resume(setting: str, checkpoints: Path) -> Path | None:
-    """Return the checkpoint that ``checkpoint.resume`` selects, the same on every rank; ``None`` to start from scratch.
+    """Return the checkpoint that ``checkpoint.resume`` selects; ``None`` to start from scratch.
+
+    One rank must decide for all: on a network file system ranks may see a rename at different times.
 
     A folder name starts a run from that folder. When the same command is started again (for example by a scheduler),
     it resumes from this run's newest whole checkpoint; ``branch_of`` in its state records where the run began.
@@ -127,12 +130,6 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
     """
     if setting == "never":
         return None
-    # Rank 0 decides: on a network file system ranks may see a rename at different times.
-    return on_all_ranks(lambda: _find_resume(setting, checkpoints) if rank() == 0 else None)[0]
-
-
-@paths_of_the_user()
-def _find_resume(setting: str, checkpoints: Path) -> Path | None:
     newest = _newest_whole(checkpoints)
     steps = published_steps(checkpoints)
     if steps and newest is None:  # starting from scratch would discard weeks of work
