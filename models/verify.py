@@ -46,7 +46,7 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
         if optional:
             given = f"{name}, {' and '.join(optional)} given"
             good &= _table(given, folder, family, ranks, expert, optional=True)
-    if can_be_causal(folder, family):
+    if experts == 1 and can_be_causal(folder, family):
         good &= _table(f"{title}, causal", folder, family, ranks, 0, optional=bool(optional), causal=True)
     return good
 
