@@ -60,8 +60,9 @@ class _PlainRole(Role):
     """Role that calls its diffusers network directly."""
 
     def _outputs(
-        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
+        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0, causal: object = None
     ) -> tuple[Tensor, ...]:
+        assert causal is None, "_PlainCausalRole calls causal networks"
         given = condition.tensors
         if network.family.name in _CALLED_AS:
             return _CALLED_AS[network.family.name](network.module, x, t, given)
