@@ -158,11 +158,11 @@ def test_a_plan_counts_the_cache(cp):
     """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
     shapes = ((4, 7, 8, 8), CONDITION_SHAPES)
     role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
-    run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan])
+    run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan], shapes=shapes)
     with fake_world(cp) as fakes:
         mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
         storages = AttributedStorages(fakes=True)
-        role = build_watched(run, shapes, mesh, storages, fakes, {})["student"]
+        role = build_watched(run, mesh, storages, fakes, {})["student"]
         with fakes, storages:
             x, condition = torch.zeros(2, *shapes[0]), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
             cache = role.cache(condition)
