@@ -111,7 +111,7 @@ class CausalSettings:
         return (teacher_forcing if clean else block_causal)(blocks, window=self.window, sink=self.sink)
 
     def sees(self, number: int, earlier: int) -> bool:
-        """Return whether chunk ``number`` attends to chunk ``earlier``."""
+        """Return whether chunk ``number`` attends to chunk ``earlier``: the rule of :mod:`fsdp_cp.attention.mask`."""
         return earlier < self.sink or self.window is None or earlier >= number - self.window
 
     def merged(self, saved: CausalSettings, where: str, folder: Path) -> CausalSettings:
