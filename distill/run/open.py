@@ -17,7 +17,7 @@ from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
 from distill.run.summary import summary
-from fsdp_cp.checkpoint.folder import published_steps, refuse_overtaken
+from fsdp_cp.checkpoint.folder import published_steps, refuse_overtaken, step_folder
 from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
@@ -80,7 +80,13 @@ class Run:
         if rank() == 0:
             for line in summary(self.config, self.plan, self.start.data):
                 log.info("%s", line)
-        with recorded_end(run_dir), watch_for_hangs(lambda: f"after {step()} of {self.config.steps} steps"):
+
+        def progress() -> str:
+            saved = published_steps(run_dir / "checkpoints")
+            newest = f"newest checkpoint {step_folder(run_dir, saved[-1]).name}" if saved else "no checkpoint yet"
+            return f"after {step()} of {self.config.steps} steps ({newest})"
+
+        with recorded_end(run_dir), watch_for_hangs(progress):
             yield
         if rank() == 0:
             log.info("finished %s; all output is in %s", counted(step(), "step"), run_dir)

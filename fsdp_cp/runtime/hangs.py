@@ -27,7 +27,7 @@ def watch_for_hangs(progress: Callable[[], str] = str) -> Iterator[None]:
     the phase. A thread logs, since the main one waits.
 
     Args:
-        progress: function that returns the number of steps done, in words, for the line.
+        progress: function that returns what is done so far, in words, for the line.
     """
     ended = threading.Event()
 
