@@ -1,13 +1,44 @@
-"""Interface of all data sets."""
+"""Interface of all data sets, and the settings of encoding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from models.roles.condition import Condition
+
+VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(kw_only=True)
+class EncodingFields:
+    """Settings that decide what a clip and a caption become."""
+
+    encoders: str | None = None
+    """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
+    num_frames: int = 17
+    """Frames of a clip; 4k + 1 for Wan's VAE."""
+    height: int = 64
+    """Pixels, after resizing and cropping."""
+    width: int = 112
+    """Pixels, after resizing and cropping."""
+    fps: float = 8.0
+    """Frames per second at which clips are sampled."""
+    negative_prompt: str = ""
+    """Caption of the unconditional branch of guidance."""
+    max_text_tokens: int = 512
+    """Tokens of a caption; longer ones are cut, and that is logged."""
+    vae_precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
+    vae_tiling: bool = False
+    """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
+    image: Literal["first_frame"] | None = None
+    """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
+    noisy frame); null for none."""
 
 
 class ClipDataset(Protocol):

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from distill.config import Config
+from distill.data.base import VAE_PRECISIONS
 from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
 from distill.data.encoders.image import SIGLIP
 from distill.data.encoders.ltx import LTX_VAE_CLASS
 from distill.data.encoders.words import table_file
-from distill.data.settings import VAE_PRECISIONS, EncodedSettings, VideoFolderSettings
+from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_tensors

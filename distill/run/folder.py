@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import platform
-import re
 import shlex
 import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -28,6 +26,7 @@ from omegaconf import OmegaConf
 from distill.config import Config
 from distill.report.media import atomic_path
 from fsdp_cp.checkpoint.folder import published_steps
+from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
@@ -59,9 +58,6 @@ OUTPUTS = (
     STATUS,
 )
 """Names of a run's output files. ``cache`` (keyed, so later runs can use it), ``wandb`` and ``previous`` stay."""
-_LOCK = ".lock"
-_HOLDER = re.compile(r"(process \d+ on .*\n)?")
-"""Content of a lock file. A kill during the write leaves it empty."""
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
 
 
@@ -102,62 +98,10 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
         setting: name of the user's setting, for messages.
 
     Raises:
-        UserError: a directory that cannot be made or written, that another run uses, or that the nodes do not share
-            (checkpoint shards would be lost).
+        UserError: see :func:`refuse_foreign` and :func:`fsdp_cp.checkpoint.lock.held_directory`.
     """
-    with ExitStack() as stack:
-
-        def take() -> str | None:
-            if rank() != 0:
-                return None
-            refuse_foreign(run_dir, setting)
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                return _lock(stack.enter_context(_open_lock(run_dir)), run_dir, setting)
-            except OSError as error:
-                raise UserError(f"{setting}={run_dir} cannot be written ({error.strerror}); use another") from error
-
-        holder = on_all_ranks(take)[0]
-
-        def look() -> None:
-            with suppress(OSError):
-                if (run_dir / _LOCK).read_text() == holder:
-                    return
-            raise UserError(f"{setting}={run_dir} must be the same directory on all nodes; use a shared file system")
-
-        on_all_ranks(look)
+    with held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting)):
         yield
-
-
-def _open_lock(run_dir: Path) -> IO[str]:
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could lead to another user's file
-
-    return open(run_dir / _LOCK, "a+", errors="replace", opener=opener)
-
-
-def _lock(stream: IO[str], run_dir: Path, setting: str) -> str:
-    """Lock the file and write this process into it. The kernel unlocks the file when the process dies.
-
-    Without a lock, two runs in one directory would overwrite each other's checkpoints.
-    """
-    stream.seek(0)
-    holder = stream.read()
-    if not _HOLDER.fullmatch(holder):
-        raise UserError(f"{setting}={run_dir} contains a {_LOCK} that no run wrote; choose another directory")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        who = holder.strip() or "another process"
-        raise UserError(f"{setting}={run_dir} is in use by {who}; wait for it, or use another {setting}") from error
-    except OSError as failure:  # not every network file system has locks
-        log.warning("%s=%s cannot be locked (%s): do not start a second run in it", setting, run_dir, failure.strerror)
-    holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-    stream.truncate(0)
-    stream.write(holder)
-    stream.flush()
-    os.fsync(stream.fileno())  # other nodes read it
-    return holder
 
 
 def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:

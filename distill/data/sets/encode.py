@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 
+from distill.data.base import VAE_PRECISIONS, EncodingFields
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.first_frame import ImageInput
 from distill.data.encoders.image import ImageEncoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
 from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
-from distill.data.settings import VAE_PRECISIONS, EncodingFields
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.captions import read_captions
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip

@@ -45,6 +45,7 @@ from distill.data.sets.files import (
     write_json,
 )
 from distill.data.shares import Shares
+from fsdp_cp.checkpoint.lock import LOCK, held_directory
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.reduce import on_all_ranks
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 256 << 20
 """Bytes of a shard, about."""
-_BEGUN, _UNFINISHED, _LOCK = "encoding.json", "unfinished", ".lock"
+_BEGUN, _UNFINISHED = "encoding.json", "unfinished"
 
 Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], None]
 """Stores number, tensors by part and notes of a clip or text: ``left_out`` (a reason; then no tensors) or ``cut``."""
@@ -85,15 +86,13 @@ class SetWriter:
             UserError: a folder that holds something else or a set of other settings, that another process writes, or
                 that the ranks do not share.
         """
-        from distill.run.folder import held_run_dir
-
         on_all_ranks(lambda: refuse_foreign(self.path, self.where, self.settings) if rank() == 0 else None)
         if on_all_ranks(lambda: self._is_whole() if rank() == 0 else None)[0]:
             yield True
             return
         with ExitStack() as stack:
             with written(self.where):
-                stack.enter_context(held_run_dir(self.path, self.where.split("=")[0]))
+                stack.enter_context(held_directory(self.path, self.where.split("=")[0]))
             on_all_ranks(lambda: self._begin() if rank() == 0 else None)
             yield False
 
@@ -283,7 +282,7 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         UserError: by name.
     """
     refuse_earlier(path, where)
-    known = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, _LOCK}
+    known = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, LOCK}
     try:
         names = sorted(file.name for file in path.iterdir())
     except FileNotFoundError:
