@@ -289,7 +289,10 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         return
     except OSError as error:
         raise UserError(f"{where} cannot be used ({error.strerror}); give an empty or a new folder") from error
-    foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
+    if {SET, _BEGUN}.isdisjoint(names):  # no encoding began here, so files with a set's names are the user's
+        foreign = [n for n in names if n not in (LOCK, f".{_BEGUN}.tmp")]
+    else:
+        foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
     if foreign:
         raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
     for name in (SET, _BEGUN):
