@@ -195,6 +195,11 @@ class Method(ABC):
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """Sample clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the role's sampler."""
 
+    def joined_chunks(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
+        """Sample a clip of a causal role: the chunks of :meth:`stream`, joined. Arguments as for :meth:`generate`."""
+        chunks = noise.split(self.roles[role].causal.chunks(noise.shape[2]), dim=2)
+        return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
+
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:

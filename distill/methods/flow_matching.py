@@ -127,9 +127,8 @@ class FlowMatching(Method):
         return steps if self.settings.guidance_scale == 1 else 2 * steps
 
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if (causal := self.roles[role].causal) is not None:
-            chunks = noise.split(causal.chunks(noise.shape[2]), dim=2)
-            return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
+        if self.roles[role].causal is not None:
+            return self.joined_chunks(role, noise, condition, steps, random)
         return guided_sample(self.roles[role], noise, condition, **self._sampling(steps))
 
     def stream(

@@ -1,5 +1,7 @@
 """The teacher's samplers: UniPC against diffusers' own pipeline and against the exact flow of a Gaussian."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
@@ -16,6 +18,8 @@ from tests.unit.refused import refused
 
 class Wan:
     """Plain diffusers network as a role. ``truncated``: it gets times as diffusers' UniPC loop passes them."""
+
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
