@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.accumulation import kept_gathered
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
@@ -191,7 +192,7 @@ class Role:
             at: as for :meth:`network_at`.
 
         Returns:
-            ``(B, C, T, H, W)`` in the dtype of ``x``.
+            ``(B, C, T, H, W)`` in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
 
         Raises:
             ValueError: times have another shape or span several experts; ``clean`` for a role that is not causal; or,
@@ -326,7 +327,8 @@ class Role:
         self.flops += int(flops * x.shape[0])
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
-            x, condition = x.to(dtype), condition.to(dtype)
+            # Chunks of a clip, and the clip, are split differently.
+            x, condition = with_whole_gradient(x, network.mesh).to(dtype), condition.to(dtype)
             if causal is None:
                 return network.family.outputs(network.module, x, t, condition)
             return network.family.causal_outputs(network.module, x, t, condition, causal)
