@@ -102,8 +102,12 @@ class Method(ABC):
         return {}
 
     @classmethod
-    def check_files(cls, config: Any) -> None:
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings]) -> None:
         """Check the files that only this method reads, before anything is built.
+
+        Args:
+            config: the configuration (:class:`distill.config.Config`).
+            causal: settings of each causal role, by role.
 
         Raises:
             UserError: files that the method cannot use.
@@ -142,7 +146,7 @@ class Method(ABC):
         for name, role in causal.items():
             raise UserError(
                 f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
-                f" method=flow_matching, or {name}.causal.chunk=null"
+                f" method=flow_matching, dcm, scm or ode_regression, or {name}.causal.chunk=null"
             )
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
@@ -217,22 +221,31 @@ Guidance = float | tuple[float, float]
 
 
 def guided_velocity(
-    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance, at: float | None = None
+    role: Role,
+    x: Tensor,
+    t: Tensor,
+    condition: Condition,
+    scale: Guidance,
+    at: float | None = None,
+    *,
+    clean: Tensor | None = None,
 ) -> Tensor:
     """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call.
 
     Args:
         role: the network.
         x: noisy latents ``(B, C, T, H, W)``.
-        t: times ``(B,)``.
+        t: times ``(B,)``, or ``(B, T)`` for a time per latent frame.
         condition: conditions of the B samples; ``u`` gets its ``null``.
         scale: ``w``. If it is 1, only the conditional velocity is computed.
         at: time that selects the expert (:meth:`models.roles.role.Role.network_at`).
+        clean: history of a causal role (:meth:`models.roles.role.Role.velocity`), the same for ``c`` and ``u``.
     """
     w = scale_at(role, scale, at)
     if w == 1.0:
-        return role.velocity(x, t, condition, at=at)
-    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), Condition.cat([condition, condition.null]), at=at)
+        return role.velocity(x, t, condition, at=at, clean=clean)
+    branches, history = Condition.cat([condition, condition.null]), None if clean is None else torch.cat([clean, clean])
+    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history)
     conditional, unconditional = both.chunk(2)
     return unconditional + w * (conditional - unconditional)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
-from distill.methods.common.sampling import euler_sample, guided, guided_sample, unipc_sample
-from distill.methods.common.schedules import euler_times
+from distill.methods.common.sampling import guided, guided_sample, integrate, unipc_sample
 from models.roles.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
@@ -20,7 +19,7 @@ class Wan:
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         t = (1000 * t).floor() if self.truncated else 1000 * t
         return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
 
@@ -106,7 +105,7 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         out = method.generate(role, noise, batch.condition, 6, random_at(0))
         velocity = guided(method.roles[role], batch.condition, 2.5)
         if sampler == "euler":
-            expected = euler_sample(velocity, noise, times=euler_times(6, 3.0))
+            (expected,) = integrate(velocity, noise, sampler="euler", steps=6, shift=3.0)
         else:
             expected = unipc_sample(velocity, noise, steps=6, shift=3.0)
         assert torch.equal(out, expected)

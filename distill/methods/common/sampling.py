@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from distill.methods.base import Guidance, guided_velocity
+from distill.methods.base import Guidance, guided_velocity, scale_at
 from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
@@ -50,7 +50,7 @@ def guided_sample(
         shift: time shift.
         scale: guidance ``w``.
     """
-    return integrate(guided(role, condition, scale), noise, sampler=sampler, steps=steps, shift=shift)
+    return integrate(guided(role, condition, scale), noise, sampler=sampler, steps=steps, shift=shift)[-1]
 
 
 def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
@@ -62,7 +62,6 @@ def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
     return velocity
 
 
-@torch.no_grad()
 def guided_chunks(
     role: Role,
     noise: Iterable[Tensor],
@@ -74,13 +73,32 @@ def guided_chunks(
     shift: float,
     scale: float,
 ) -> Iterator[Tensor]:
-    """Sample a causal role along the guided velocity, one chunk after another. A chunk is yielded once it is finished.
+    """Sample a role chunk by chunk as :func:`guided_states` does. Yield the clean latents of each chunk."""
+    sampling = {"sampler": sampler, "steps": steps, "shift": shift, "scale": scale}
+    return (chunk[-1] for chunk in guided_states(role, noise, condition, random, **sampling))
+
+
+@torch.no_grad()
+def guided_states(
+    role: Role,
+    noise: Iterable[Tensor],
+    condition: Condition,
+    random: StepRandom,
+    *,
+    sampler: Sampler,
+    steps: int,
+    shift: float,
+    scale: Guidance,
+    states: Sequence[float] = (),
+) -> Iterator[list[Tensor]]:
+    """Sample a role along the guided velocity, one chunk after another. A chunk is yielded once it is finished.
 
     With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
-    call. A first frame in the condition is the first chunk, which the new cache holds already.
+    call. A first frame in the condition is the first chunk, which the new cache holds already; its states lie on the
+    line from its noise.
 
     Args:
-        role: a causal role.
+        role: the role; a bidirectional one has one chunk, the whole clip.
         noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
         condition: conditions of the B samples.
         random: random streams of the noise on finished chunks, ``sample/context/CHUNK``, if the role caches them at a
@@ -89,86 +107,64 @@ def guided_chunks(
         steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
         shift: time shift.
         scale: guidance ``w``.
+        states: as for :func:`integrate`.
 
     Yields:
-        Clean latents of the next chunk, in the shape of its noise.
+        States of the next chunk and its clean latents, each in the shape of its noise.
     """
-    branches = [condition] if scale == 1.0 else [condition, condition.null]
+    how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
+    if role.causal is None:
+        for x in noise:
+            yield integrate(guided(role, condition, scale), x, **how)
+        return
+    w = scale_at(role, scale, None)
+    branches = [condition] if w == 1.0 else [condition, condition.null]
     cache = role.cache(Condition.cat(branches))
 
     def velocity(x: Tensor, t: float) -> Tensor:
         times = torch.full((len(branches) * len(x),), t, dtype=x.dtype, device=x.device)
         v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
-        if scale == 1.0:
+        if w == 1.0:
             return v
         conditional, unconditional = v.chunk(2)
-        return unconditional + scale * (conditional - unconditional)
+        return unconditional + w * (conditional - unconditional)
 
     given, finished = condition.tensors.get(FIRST_FRAME), None
     for i, x in enumerate(noise):
         if i == 0 and given is not None:
-            yield given.to(x.dtype)
+            frame = given.to(x.dtype)
+            yield [add_noise(frame, x, x.new_full((len(x),), t)) for t in (*states, 0.0)]
             continue
         if finished is not None:
             cache = cache.with_chunk(finished.repeat(len(branches), 1, 1, 1, 1))
-        x0 = integrate(velocity, x, sampler=sampler, steps=steps, shift=shift)
-        finished = context_chunk(role.causal, x0, random, f"sample/context/{i}")
-        yield x0
-
-
-def integrate(velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float) -> Tensor:
-    """Follow ``velocity`` from ``noise`` at time 1 to time 0 in ``steps`` steps of ``sampler``."""
-    if sampler == "unipc":
-        return unipc_sample(velocity, noise, steps=steps, shift=shift)
-    return euler_sample(velocity, noise, times=euler_times(steps, shift))
+        chunk = integrate(velocity, x, **how)
+        finished = context_chunk(role.causal, chunk[-1], random, f"sample/context/{i}")
+        yield chunk
 
 
 @torch.no_grad()
-def euler_sample(velocity: Velocity, noise: Tensor, *, times: list[float]) -> Tensor:
-    """Integrate ``velocity`` by Euler's method from ``times[0]`` to ``times[-1]`` (1 to 0 for a sample).
+def integrate(
+    velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
+) -> list[Tensor]:
+    """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
 
     Args:
         velocity: velocity of a state at a time.
-        noise: state at ``times[0]``, ``(B, C, T, H, W)``.
-        times: descending times, one more than the steps.
-    """
-    x = noise
-    for t, t_next in zip(times[:-1], times[1:], strict=True):
-        x = x + (t_next - t) * velocity(x, t)
-    return x
-
-
-def sample_with_states(
-    role: Role,
-    noise: Tensor,
-    condition: Condition,
-    *,
-    states: Sequence[float],
-    steps: int,
-    shift: float,
-    scale: Guidance,
-) -> tuple[Tensor, Tensor]:
-    """Sample by Euler's method; return the states at some times, and the clean latents.
-
-    Args:
-        role: the network.
         noise: ``(B, C, T, H, W)``.
-        condition: conditions of the B samples.
-        states: K times in (0, 1], descending; they are added to the times of the steps.
-        steps: number of steps without them.
+        sampler: ``euler`` or ``unipc``; with ``states``, ``euler``.
+        steps: number of steps without ``states``.
         shift: time shift.
-        scale: guidance ``w``.
-
-    Returns:
-        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
+        states: times in (0, 1], descending; they are added to the times of the steps.
     """
-    times = sorted({*euler_times(steps, shift), *states}, reverse=True)
-    x, kept, velocity = noise, [], guided(role, condition, scale)
-    for start, end in pairwise(sorted({1.0, *states, 0.0}, reverse=True)):
-        if start in states:
+    if sampler == "unipc":
+        assert not states, "UniPC's steps depend on each other"
+        return [unipc_sample(velocity, noise, steps=steps, shift=shift)]
+    times, x, kept = sorted({*euler_times(steps, shift), *states}, reverse=True), noise, []
+    for t, t_next in pairwise(times):
+        if t in states:
             kept.append(x)
-        x = euler_sample(velocity, x, times=[time for time in times if end <= time <= start])
-    return torch.stack(kept, dim=1), x
+        x = x + (t_next - t) * velocity(x, t)
+    return [*kept, x]
 
 
 @torch.no_grad()
