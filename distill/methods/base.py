@@ -102,12 +102,12 @@ class Method(ABC):
         return {}
 
     @classmethod
-    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check the files that only this method reads, before anything is built.
 
         Args:
             config: the configuration (:class:`distill.config.Config`).
-            causal: settings of each causal role, by role.
+            causal: as for :meth:`check_causal`.
 
         Raises:
             UserError: files that the method cannot use.
@@ -133,21 +133,22 @@ class Method(ABC):
             )
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check that this method can train and evaluate the roles that are causal.
 
         Args:
             settings: the method's settings.
-            causal: settings of each causal role, by role.
+            causal: causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
 
         Raises:
             UserError: a role that the method cannot handle; by default, any causal role.
         """
         for name, role in causal.items():
-            raise UserError(
-                f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
-                f" method=flow_matching, dcm, scm or ode_regression, or {name}.causal.chunk=null"
-            )
+            if role is not None:
+                raise UserError(
+                    f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
+                    f" method=flow_matching, dcm, scm or ode_regression, or {name}.causal.chunk=null"
+                )
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         """Return the position of the expert that each loss of ``step`` trains, by loss name; empty without experts.

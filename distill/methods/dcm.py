@@ -59,7 +59,7 @@ class Dcm(FewStepMethod):
             raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         check_same_chunks(causal)
 
     def trained_role(self, step: int) -> str:

@@ -81,8 +81,8 @@ class FlowMatching(Method):
         return
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
-        if settings.history == "clean" and "student" not in causal:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+        if settings.history == "clean" and causal["student"] is None:
             raise UserError(
                 "method.history=clean is for a causal student; set student.causal.chunk, or use method.history=noisy"
             )

@@ -55,11 +55,11 @@ class OdeRegression(FewStepMethod):
         return False
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         return
 
     @classmethod
-    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         from distill.data.sets.dataset import states_at
 
         if not isinstance(config.data, EncodedSettings):
@@ -69,16 +69,16 @@ class OdeRegression(FewStepMethod):
             )
         encoded = config.data.open()
         states_at(encoded, config.method.step_list)
-        made_by = encoded.about["settings"]["teacher"].get("causal")
-        if made_by is not None and "student" in causal:
+        teacher, student = encoded.about["settings"]["teacher"].get("causal"), causal["student"]
+        if teacher is not None and student is not None:
             try:
-                check_same_chunks({"teacher": CausalSettings(**made_by), **causal})
+                check_same_chunks({"teacher": CausalSettings(**teacher), "student": student})
             except UserError as error:
                 raise UserError(f"{encoded.where} has states of another teacher: {error}") from None
         if rank() == 0:
-            kind = "bidirectional" if made_by is None else f"causal (chunk={made_by['chunk']})"
-            poor = made_by is None and "student" in causal
-            log.info("%s has states of a %s teacher%s", encoded.where, kind, _POOR if poor else "")
+            kind = "bidirectional" if teacher is None else f"causal (chunk={teacher['chunk']})"
+            poor = _POOR if teacher is None and student is not None else ""
+            log.info("%s has states of a %s teacher%s", encoded.where, kind, poor)
 
     def training_data(self, data: ClipDataset) -> ClipDataset:
         return data.with_states(self.settings.step_list)

@@ -74,7 +74,7 @@ class Rcm(Scm):
         return {"fake": ("last_step",)} if settings.fake_knows_last_step else {}
 
     @classmethod
-    def check_causal(cls, settings: RcmSettings, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: RcmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
         super(Scm, cls).check_causal(settings, causal)  # unlike Scm
 
     def trained_role(self, step: int) -> str:

@@ -121,7 +121,7 @@ class Scm(FewStepMethod):
         return
 
     @classmethod
-    def check_causal(cls, settings: ScmSettings, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: ScmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
         check_same_chunks(causal)
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:

@@ -102,7 +102,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
-    causal = {role.name: role.causal for role in roles if role.causal is not None}
+    causal = {role.name: role.causal for role in roles}
     method.check_causal(config.method, causal)
     if runs_here:
         method.check_files(config, causal)

@@ -1,5 +1,6 @@
 """ode_regression: its loss by the formula, states against Euler's method, the set that it reads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from distill.methods.common.sampling import guided_states
 from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.roles.condition import text_condition
 from tests.oracles.state_set import stored, write_state_set
 from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
@@ -130,7 +132,7 @@ def test_training_needs_a_set_with_the_states_of_its_step_list(tmp_path):
 
     def check(data, *times):
         config = SimpleNamespace(method=OdeRegressionSettings(step_list=[1.0, *times]), data=data)
-        OdeRegression.check_files(config, {})
+        OdeRegression.check_files(config, {"student": None})
 
     encoded = EncodedSettings(path=str(tmp_path / "set"))
     check(encoded, 0.5)
@@ -140,6 +142,26 @@ def test_training_needs_a_set_with_the_states_of_its_step_list(tmp_path):
         check(MovingShapesSettings(), 0.5)
     with refused("distill.encode"):
         check(EncodedSettings(path=str(tmp_path)), 0.5)
+
+
+def test_a_set_says_whose_states_it_has(tmp_path, caplog):
+    def check(path, student):
+        config = SimpleNamespace(method=OdeRegressionSettings(step_list=TIMES), data=EncodedSettings(path=str(path)))
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            OdeRegression.check_files(config, {"student": student})
+        return caplog.text
+
+    causal = CausalSettings(chunk=2, first_chunk=1)
+    write_state_set(tmp_path / "of all frames", 2, TIMES)
+    write_state_set(tmp_path / "by chunks", 2, TIMES, causal=causal)
+    assert "bidirectional" in (line := check(tmp_path / "of all frames", None)) and "poor" not in line
+    assert "poor" in check(tmp_path / "of all frames", causal)
+    assert "causal (chunk=2)" in check(tmp_path / "by chunks", replace(causal, window=1))
+    assert "causal" in check(tmp_path / "by chunks", None)
+    for name, value in {"chunk": 3, "first_chunk": 2, "context_time": 0.1}.items():
+        with refused(f"student.causal.{name}"):
+            check(tmp_path / "by chunks", replace(causal, **{name: value}))
 
 
 def test_trajectories_of_earlier_versions_are_refused_and_stay(tmp_path):

@@ -84,16 +84,17 @@ def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> T
     return torch.cat(parts, dim=2)
 
 
-def check_same_chunks(causal: Mapping[str, CausalSettings]) -> None:
+def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
     """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
 
     Args:
-        causal: settings of each causal role, by role.
+        causal: settings of each role, by role. Without a teacher, any student fits.
 
     Raises:
         UserError: they differ in a setting, by its name.
     """
-    teacher, student = (causal.get(role, CausalSettings()) for role in ("teacher", "student"))
+    student = causal["student"] or CausalSettings()
+    teacher = causal.get("teacher", student) or CausalSettings()
     for name, theirs, ours in (
         ("chunk", teacher.chunk, student.chunk),
         ("first_chunk", teacher.first_chunk or teacher.chunk, student.first_chunk or student.chunk),
