@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
+from distill.methods.common.chunks import split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -199,6 +200,11 @@ class Method(ABC):
     @abstractmethod
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """Sample clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the role's sampler."""
+
+    def joined_chunks(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
+        """Sample a clip: the chunks of :meth:`stream`, joined. Arguments are as for :meth:`generate`."""
+        chunks = split_chunks(self.roles[role], noise)
+        return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
 
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom

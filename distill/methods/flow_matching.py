@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.common.chunks import chunk_draws, chunk_noise, clean_history, split_chunks
+from distill.methods.common.chunks import chunk_draws, chunk_noise, clean_history
 from distill.methods.common.expert_times import draw_times, expert_of_step
 from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
-from distill.methods.common.sampling import Sampler, guided_chunks, guided_sample
+from distill.methods.common.sampling import Sampler, guided_chunks
 from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
@@ -126,16 +126,11 @@ class FlowMatching(Method):
         return steps if self.settings.guidance_scale == 1 else 2 * steps
 
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if self.roles[role].causal is not None:
-            chunks = split_chunks(self.roles[role], noise)
-            return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
-        return guided_sample(self.roles[role], noise, condition, **self._sampling(steps))
+        return self.joined_chunks(role, noise, condition, steps, random)
 
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
-        if self.roles[role].causal is None:
-            return super().stream(role, noise, condition, steps, random)
         return guided_chunks(self.roles[role], noise, condition, random, **self._sampling(steps))
 
     def _sampling(self, steps: int) -> dict[str, Any]:

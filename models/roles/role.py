@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.sharding.accumulation import kept_gathered
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
@@ -389,6 +390,15 @@ class Role:
             return
         if settings_of(self.network).gather_early:
             gather_first_block_early(self.network, self.family.blocks(self.network)[0])
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Keep gathered parameters between the forwards in this context, if the settings keep them within a step
+        (``keep_gathered``), and free them on exit. Within a micro-batch of the role the step frees them."""
+        with ExitStack() as stack:
+            for network in self.networks:
+                stack.enter_context(kept_gathered(network.module))
+            yield
 
     def rest(self) -> None:
         """Free gathered parameters. Gathered copies would hide later updates of the shards."""

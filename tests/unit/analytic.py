@@ -3,6 +3,8 @@
 Shapes: x is ``(B, *SHAPE)``, t and s are ``(B,)``. Flow maps are made of differentiable operations, forward mode too.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
 class Gaussian:
     """Data distributed as N(mean, covariance) over all N elements of a sample, with a full covariance matrix."""
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), seed=0):
         self.shape = shape
@@ -64,7 +66,7 @@ class Gaussian:
 class Mixture:
     """Data whose elements are all drawn from one mixture of Gaussians in one dimension."""
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), weights=(0.3, 0.7), means=(-1.2, 0.8), stds=(0.3, 0.5)):
         self.shape = shape
@@ -134,7 +136,7 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 class ExactStudent(nn.Module):
     """Consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem):
         super().__init__()
@@ -162,7 +164,7 @@ class SmallNet(nn.Module):
     other.
     """
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=48, seed=0):
         super().__init__()

@@ -1,5 +1,6 @@
 """meanflow in fp64 against the formulas, and against data whose mean velocities are known in closed form."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,8 @@ IDS = ["gaussian", "mixture"]
 class ExactMean(nn.Module):
     """``u(x_t, r, t)`` of ``problem``, which is the velocity at r = t. Its parameters are 0."""
 
+    has_experts, causal, kept_gathered = False, None, nullcontext
+
     def __init__(self, problem):
         super().__init__()
         self.problem = problem
@@ -38,6 +41,8 @@ class ExactMean(nn.Module):
 
 class SmallNet(nn.Module):
     """Velocity of ``problem`` plus a network of each element and both times, zero at first. It records its calls."""
+
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=32, seed=0, zero=True):
         super().__init__()

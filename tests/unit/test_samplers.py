@@ -1,10 +1,12 @@
 """The teacher's samplers: UniPC against diffusers' own pipeline and against the exact flow of a Gaussian."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
-from distill.methods.common.sampling import guided, guided_sample, integrate, unipc_sample
+from distill.methods.common.sampling import guided, integrate, unipc_sample
 from models.roles.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
@@ -15,6 +17,8 @@ from tests.unit.refused import refused
 
 class Wan:
     """Plain diffusers network as a role. ``truncated``: it gets times as diffusers' UniPC loop passes them."""
+
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
@@ -55,7 +59,7 @@ def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
 
     def ours(truncated):
         role = Wan(pipeline.transformer, truncated=truncated)
-        return guided_sample(role, noise, condition, sampler="unipc", steps=steps, shift=shift, scale=scale)
+        return integrate(guided(role, condition, scale), noise, sampler="unipc", steps=steps, shift=shift)[0]
 
     def off(a, b):
         return (a - b).norm() / b.norm()
@@ -76,7 +80,7 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     noise = normal(2, *SHAPE, seed=4)
     exact = text[:, 0, 0].view(-1, 1, 1, 1, 1) + std * noise
     role = Gaussian(std=std)
-    out = guided_sample(role, noise, text_condition(text), sampler=sampler, steps=steps, shift=shift, scale=1.0)
+    (out,) = integrate(guided(role, text_condition(text), 1.0), noise, sampler=sampler, steps=steps, shift=shift)
     assert len(role.calls) == steps and out.dtype == torch.float64 and not out.requires_grad
     return ((out - exact).norm() / exact.norm()).item()
 
