@@ -62,14 +62,15 @@ class SelfForcing(Dmd2):
     settings: SelfForcingSettings
 
     @classmethod
-    def check_causal(cls, settings: SelfForcingSettings, causal: Mapping[str, CausalSettings]) -> None:
-        if "student" not in causal:
+    def check_causal(cls, settings: SelfForcingSettings, causal: Mapping[str, CausalSettings | None]) -> None:
+        if causal["student"] is None:
             raise UserError("method=self_forcing is for a causal student; set student.causal.chunk, or use method=dmd2")
-        for name in sorted(causal.keys() - {"student"}):
-            raise UserError(
-                f"{name}.causal.chunk={causal[name].chunk}: method=self_forcing compares scores of whole clips; give"
-                f" a bidirectional {name}.checkpoint"
-            )
+        for name, role in causal.items():
+            if name != "student" and role is not None:
+                raise UserError(
+                    f"{name}.causal.chunk={role.chunk}: method=self_forcing compares scores of whole clips; give a"
+                    f" bidirectional {name}.checkpoint"
+                )
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         times, first = self.sampling_times(steps), self.settings.step_list_first

@@ -145,7 +145,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
         kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
-        if setup.causal is not None and name == "student":
+        if setup.causal is not None and name != "fake":
             roles[name] = _PlainCausalRole(**kwargs, causal=setup.causal)
         else:
             roles[name] = _PlainRole(**kwargs)

@@ -42,7 +42,13 @@ class Gaussian:
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
@@ -89,7 +95,13 @@ class Mixture:
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         z, deviation, t = self._standardized(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
@@ -133,7 +145,13 @@ class ExactStudent(nn.Module):
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
@@ -164,7 +182,13 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.bias)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)

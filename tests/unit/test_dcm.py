@@ -30,7 +30,7 @@ class EulerMap(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         y = x
         for time, following in zip(self.grid, self.grid[1:], strict=False):
             started = per_sample(t >= time - 1e-9, x)
@@ -49,7 +49,7 @@ class Net(nn.Module):
         self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
         self.calls = []
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         text = condition.tensors["text"]
         self.calls.append((x, t, text, torch.is_grad_enabled()))
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))

@@ -31,7 +31,7 @@ class ExactMean(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         instant = r == t
         interval = per_sample(torch.where(instant, 1.0, t - r), x)
         u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
@@ -56,7 +56,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(self.body[-1].weight)
             nn.init.zeros_(self.body[-1].bias)
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         assert r.shape == t.shape == (len(x),) and (r <= t).all()
         self.calls.append((x, t, r, torch.is_grad_enabled()))
         rows = torch.stack([x, *(per_sample(time, x).expand_as(x) for time in (t, r, t * r))], -1)
@@ -99,7 +99,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     """The test above can fail: the teacher's velocity is not the mean velocity."""
 
     class Velocity(ExactMean):
-        def velocity(self, x, t, condition, r=None, at=None):
+        def velocity(self, x, t, condition, r=None, at=None, clean=None):
             return (1 + self.scale) * self.problem.velocity(x, t, condition) + self.offset
 
     student = Velocity(PROBLEMS[0])
@@ -191,7 +191,7 @@ def test_gradient_equals_a_dense_reference(velocity, power):
 
 def test_the_velocity_is_the_teachers_with_guidance():
     class Captioned(nn.Module):
-        def velocity(self, x, t, condition, r=None, at=None):
+        def velocity(self, x, t, condition, r=None, at=None, clean=None):
             return per_sample(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
 
     student = SmallNet(PROBLEMS[0], zero=False)

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, Method
 from distill.methods.common.expert_times import Times
-from distill.methods.common.sampling import (
-    Sampler,
-    StudentSampler,
-    guided_chunks,
-    guided_sample,
-    rollout,
-    rollout_chunks,
-)
+from distill.methods.common.sampling import Sampler, StudentSampler, guided_chunks, rollout, rollout_chunks
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -137,11 +130,9 @@ class FewStepMethod(Method):
 
     @torch.no_grad()
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if self.roles[role].causal is not None:
-            return self.joined_chunks(role, noise, condition, steps, random)
-        if role == "student":
+        if role == "student" and self.roles[role].causal is None:
             return self._student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
-        return guided_sample(self.roles[role], noise, condition, **self._guided_sampling(steps))
+        return self.joined_chunks(role, noise, condition, steps, random)
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""
@@ -151,18 +142,19 @@ class FewStepMethod(Method):
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
+        settings = self.settings
+        if role != "student":
+            return guided_chunks(
+                self.roles[role],
+                noise,
+                condition,
+                random,
+                sampler=settings.teacher_sampler,
+                steps=steps,
+                shift=settings.shift,
+                scale=settings.guidance,
+            )
         if self.roles[role].causal is None:
             return super().stream(role, noise, condition, steps, random)
-        if role == "student":
-            times, sampler = self.chunk_times(steps), self.settings.student_sampler
-            return rollout_chunks(self.roles[role], noise, condition, times, random, "sample", sampler=sampler)
-        return guided_chunks(self.roles[role], noise, condition, random, **self._guided_sampling(steps))
-
-    def _guided_sampling(self, steps: int) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "sampler": settings.teacher_sampler,
-            "steps": steps,
-            "shift": settings.shift,
-            "scale": settings.guidance,
-        }
+        times, sampler = self.chunk_times(steps), settings.student_sampler
+        return rollout_chunks(self.roles[role], noise, condition, times, random, "sample", sampler=sampler)
