@@ -200,8 +200,13 @@ def renders(config: Config, count: int) -> Row:
     return Row(name="held-out renders", steps=None, measures=measures)
 
 
-def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
-    """Sample clips, uint8 ``(n, T, H, W, 3)``, of the network in ``folder`` with the sampler of the method."""
+def clips_of(
+    config: Config, role_name: str, folder: Path, steps: int, captions: list[str], frames: int | None = None
+) -> np.ndarray:
+    """Sample clips, uint8 ``(n, T, H, W, 3)``, of the network in ``folder`` with the sampler of the method.
+
+    A causal network makes clips of any number of ``frames``; the default is that of the data.
+    """
     device = torch.device("cpu")
     data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
     with process_group(device):
@@ -226,6 +231,7 @@ def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions:
             device=device,
             seed=SAMPLE_SEED,
             batch=64,
+            latent_shape=(data.latent_shape[0], frames or data.latent_shape[1], *data.latent_shape[2:]),
         )
     return data.decode(latents).numpy()
 
