@@ -148,7 +148,7 @@ class Method(ABC):
             if role is not None:
                 raise UserError(
                     f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
-                    f" method=flow_matching, dcm, scm or ode_regression, or {name}.causal.chunk=null"
+                    f" method=flow_matching, dcm, scm, ode_regression or self_forcing, or {name}.causal.chunk=null"
                 )
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
