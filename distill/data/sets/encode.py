@@ -22,7 +22,7 @@ from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.first_frame import ImageInput
 from distill.data.encoders.image import ImageEncoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
-from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
+from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.captions import read_captions
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
@@ -218,8 +218,7 @@ class _Job:
     def run(self) -> None:
         """Write clips, texts and index."""
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
-        per_shard = max(1, SHARD_BYTES // max(1, self._clip_bytes()))
-        writer.write("clips", len(self.files), per_shard, "clip", self._make_clips)
+        writer.write("clips", len(self.files), self._clip_bytes(), "clip", self._make_clips)
         self._codec = self._image_encoder = None
         release_memory(self.device)
         reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
@@ -239,8 +238,7 @@ class _Job:
             )
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
-        per_shard = max(1, SHARD_BYTES * _TEXT_FILL // self._text_bytes())
-        writer.write("texts", len(self._texts), per_shard, "caption", self._make_texts)
+        writer.write("texts", len(self._texts), self._text_bytes() // _TEXT_FILL, "caption", self._make_texts)
         self._text_encoder = None
         release_memory(self.device)
         cut = writer.notes("texts", "cut")

@@ -112,17 +112,18 @@ class SetWriter:
             for name in (SET, DAMAGED):
                 (self.path / name).unlink(missing_ok=True)
 
-    def write(self, kind: str, count: int, per_shard: int, unit: str, make: Maker) -> None:
+    def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
         """Write all shards of a kind that are not there yet.
 
         Args:
             kind: ``clips`` or ``texts``.
             count: number of clips or texts.
-            per_shard: number of them in a shard.
+            size: bytes of one of them, about.
             unit: singular noun for the progress bar.
             make: makes some of them on all ranks.
         """
-        shards = [members(n, count, per_shard) for n in range(-(-count // per_shard))]
+        per_shard = max(1, SHARD_BYTES // max(1, size))
+        shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
         missing = on_all_ranks(lambda: self._missing_shards(kind, len(shards)) if rank() == 0 else [])[0]
         with progress(sum(len(shards[n]) for n in missing), f"making {kind}", unit) as advance:
             size = world_size()
@@ -312,11 +313,6 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
 def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
     """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one."""
     return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
-
-
-def members(shard: int, count: int, per_shard: int) -> range:
-    """Return the numbers that a shard holds."""
-    return range(shard * per_shard, min(count, (shard + 1) * per_shard))
 
 
 @contextmanager
