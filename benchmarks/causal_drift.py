@@ -16,12 +16,9 @@ from distill.config import load_config
 from distill.data.moving_shapes import BLINK_PERIOD, MovingShapes
 from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import decode, generate
-from distill.methods import build_method
 from distill.report.measures import measure
-from distill.sample import plan_student
+from distill.sample import build_student, plan_student
 from fsdp_cp.launch import process_group
-from fsdp_cp.mesh import build_mesh
-from models.roles.load import build_role
 
 COLUMNS = ("colour_accuracy", "motion_accuracy", "distance/area", "distance/compactness", "distance/edge_sharpness")
 
@@ -41,12 +38,11 @@ def windows(run_dir: Path, *, frames: int, count: int, steps: int) -> dict[str, 
     numbers = [i for i in range(len(renders.captions()) * 32) if renders[i]["caption"] in blinking]
     reference = renders.decode(torch.stack([renders[i]["latents"] for i in numbers])).numpy()
     with process_group(device):
-        plan, mesh = plan_student(config, run_dir / "export" / "student"), build_mesh(cp=1, device_type="cpu")
-        shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
-        role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
+        plan = plan_student(config, run_dir / "export" / "student")
+        method, mesh = build_student(config, plan, data, device)
         channels, length, *sizes = data.latent_shape
         latents = generate(
-            build_method(config.method, {"student": role}),
+            method,
             "student",
             steps=steps,
             captions=captions,
