@@ -69,7 +69,7 @@ def plan_student(config: Config, student: Path) -> RolePlan:
         additions=additions,
         causal=trained.causal,
     )
-    method.check_causal(config.method, {} if plan.causal is None else {"student": plan.causal})
+    method.check_causal(config.method, {"student": plan.causal})
     if any(set(additions) - named_additions(folder.additions) for folder in plan.folders):
         raise UserError(
             f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"

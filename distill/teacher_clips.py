@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from distill.data.sets.dataset import STATES
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
 from distill.data.shares import Shares
 from distill.evaluate.sampling import sampling_batch
+from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
-from distill.methods.common.sampling import guided_sample, sample_with_states
+from distill.methods.common.sampling import guided_states
 from distill.run.checkpoint_checks import find_sources
 from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan, plan_run
@@ -65,6 +66,10 @@ class _TeacherAlone(FewStepMethod):
     def check_experts(cls, *_: Any) -> None:
         """Accept two experts: guidance has one scale for each."""
 
+    @classmethod
+    def check_causal(cls, *_: Any) -> None:
+        """Accept a causal teacher, which makes its clips chunk by chunk."""
+
     def losses(self, *_: Any) -> Any:
         raise NotImplementedError
 
@@ -98,6 +103,9 @@ class _Sampling:
             "seed": self.config.seed,
             STATES: self.arguments.states,
         }
+        (role,) = self.plan.roles
+        if role.causal is not None:
+            teacher["causal"] = asdict(role.causal)
         made = {"clips": self.count, "rows": self.data.fingerprint, "teacher": teacher}
         return json.loads(json.dumps(self.settings.described() | made))
 
@@ -151,15 +159,22 @@ class _Sampling:
         method, states = self.config.method, self.arguments.states
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
-        noise = random.normal("teacher_clips/noise", self.data.latent_shape)
+        noise = chunk_noise(teacher, random, "teacher_clips/noise", self.data.latent_shape)
         inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
         condition = condition_of(inputs, self.data).to(device)
-        how = {"steps": self.arguments.steps, "shift": method.shift, "scale": method.guidance}
-        if states:
-            kept, latents = sample_with_states(teacher, noise, condition, states=states, **how)
-            made = {"latents": latents, STATES: kept}
-        else:
-            made = {"latents": guided_sample(teacher, noise, condition, sampler=method.teacher_sampler, **how)}
+        chunks = guided_states(
+            teacher,
+            noise,
+            condition,
+            random,
+            sampler=method.teacher_sampler,
+            steps=self.arguments.steps,
+            shift=method.shift,
+            scale=method.guidance,
+            states=states,
+        )
+        *kept, latents = (torch.cat(parts, dim=2) for parts in zip(*chunks, strict=True))
+        made = {"latents": latents} | ({STATES: torch.stack(kept, dim=1)} if kept else {})
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
         stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):

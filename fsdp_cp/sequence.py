@@ -122,6 +122,25 @@ def gather_tokens(
     return _Gather.apply(x, group, total, dim, partial_grad)
 
 
+def with_whole_gradient(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return ``x``, whose gradient becomes the whole gradient on every rank of the ``cp`` group: the sum of the parts.
+
+    Use it on the full input of a split network if something else than this network's split follows in backward, such
+    as the gather of a clip that was made in chunks: a rank's tokens of a chunk are not its tokens of the clip.
+    """
+    if mesh.cp_size == 1 or not x.requires_grad:
+        return x
+
+    def summed(gradient: Tensor) -> Tensor:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=mesh.cp.get_group())
+        return whole
+
+    x = x.view_as(x)  # a hook on x itself would also see gradients that reach it on other ways
+    x.register_hook(summed)
+    return x
+
+
 def _checked_dim(x: Tensor, mesh: Mesh, dim: int) -> int:
     """Check the arguments that splitting and gathering share; return ``dim`` as a non-negative index."""
     check_mesh(mesh)

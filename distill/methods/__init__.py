@@ -23,6 +23,7 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
+from distill.methods.self_forcing import SelfForcing, SelfForcingSettings
 from fsdp_cp.choices import installed_names, load_installed
 from fsdp_cp.errors import UserError
 
@@ -41,6 +42,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "meanflow": (MeanFlow, MeanFlowSettings),
     "dcm": (Dcm, DcmSettings),
     "ode_regression": (OdeRegression, OdeRegressionSettings),
+    "self_forcing": (SelfForcing, SelfForcingSettings),
 }
 """Class and settings of each method, by name."""
 INSTALLED: dict[str, Path] = {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
+from distill.methods.common.chunks import split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -102,8 +103,12 @@ class Method(ABC):
         return {}
 
     @classmethod
-    def check_files(cls, config: Any) -> None:
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check the files that only this method reads, before anything is built.
+
+        Args:
+            config: the configuration (:class:`distill.config.Config`).
+            causal: as for :meth:`check_causal`.
 
         Raises:
             UserError: files that the method cannot use.
@@ -129,21 +134,22 @@ class Method(ABC):
             )
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check that this method can train and evaluate the roles that are causal.
 
         Args:
             settings: the method's settings.
-            causal: settings of each causal role, by role.
+            causal: causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
 
         Raises:
             UserError: a role that the method cannot handle; by default, any causal role.
         """
         for name, role in causal.items():
-            raise UserError(
-                f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
-                f" method=flow_matching, or {name}.causal.chunk=null"
-            )
+            if role is not None:
+                raise UserError(
+                    f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
+                    f" method=flow_matching, dcm, scm or ode_regression, or {name}.causal.chunk=null"
+                )
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         """Return the position of the expert that each loss of ``step`` trains, by loss name; empty without experts.
@@ -195,6 +201,11 @@ class Method(ABC):
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """Sample clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the role's sampler."""
 
+    def joined_chunks(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
+        """Sample a clip: the chunks of :meth:`stream`, joined. Arguments are as for :meth:`generate`."""
+        chunks = split_chunks(self.roles[role], noise)
+        return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
+
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
@@ -217,22 +228,31 @@ Guidance = float | tuple[float, float]
 
 
 def guided_velocity(
-    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance, at: float | None = None
+    role: Role,
+    x: Tensor,
+    t: Tensor,
+    condition: Condition,
+    scale: Guidance,
+    at: float | None = None,
+    *,
+    clean: Tensor | None = None,
 ) -> Tensor:
     """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call.
 
     Args:
         role: the network.
         x: noisy latents ``(B, C, T, H, W)``.
-        t: times ``(B,)``.
+        t: times ``(B,)``, or ``(B, T)`` for a time per latent frame.
         condition: conditions of the B samples; ``u`` gets its ``null``.
         scale: ``w``. If it is 1, only the conditional velocity is computed.
         at: time that selects the expert (:meth:`models.roles.role.Role.network_at`).
+        clean: history of a causal role (:meth:`models.roles.role.Role.velocity`), the same for ``c`` and ``u``.
     """
     w = scale_at(role, scale, at)
     if w == 1.0:
-        return role.velocity(x, t, condition, at=at)
-    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), Condition.cat([condition, condition.null]), at=at)
+        return role.velocity(x, t, condition, at=at, clean=clean)
+    branches, history = Condition.cat([condition, condition.null]), None if clean is None else torch.cat([clean, clean])
+    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history)
     conditional, unconditional = both.chunk(2)
     return unconditional + w * (conditional - unconditional)
 

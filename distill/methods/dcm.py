@@ -2,25 +2,30 @@
 
 On a grid of times from 1 to 0, one Euler step of the teacher leads from each node to the next. The student's prediction
 at a node is trained towards its prediction at the next node. The optimum is the map of the Euler sampler on that grid.
+Causal roles see the clean clip as their history, and each chunk has its own node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.common.chunks import check_same_chunks, chunk_draws, chunk_noise, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)
@@ -39,7 +44,10 @@ class DcmSettings(StepListSettings):
 
 
 class Dcm(FewStepMethod):
-    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step."""
+    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step.
+
+    Causal roles draw j per chunk, and all three predictions see x0 of the earlier chunks.
+    """
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
@@ -49,6 +57,10 @@ class Dcm(FewStepMethod):
     def check(cls, config: Any) -> None:
         if config.method.target == "ema" and not config.student.ema.enabled:
             raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
+
+    @classmethod
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+        check_same_chunks(causal)
 
     def trained_role(self, step: int) -> str:
         return "student"
@@ -61,22 +73,27 @@ class Dcm(FewStepMethod):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
-        # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last node.
-        node = (settings.grid_steps * random.uniform("dcm/node", torch.float64)).long()
+
+        def draw(purpose: str) -> Tensor:
+            # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last node.
+            return (settings.grid_steps * random.uniform(purpose, torch.float64)).long()
+
+        node = chunk_draws(student, batch.shape[1], draw, "dcm/node")
         grid = torch.tensor(
             euler_times(settings.grid_steps, settings.shift), dtype=batch.dtype, device=batch.latents.device
         )
         t, next_t = grid[node], grid[node + 1]
-        x = add_noise(batch.latents, random.normal("dcm/noise", batch.shape, batch.dtype), t)
+        noise = torch.cat([*chunk_noise(student, random, "dcm/noise", batch.shape, batch.dtype)], dim=2)
+        x, clean = add_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "dcm/context")
         with torch.no_grad():
             scale = settings.guidance_scale
-            v = guided_velocity(self.roles["teacher"], x, t, batch.condition, scale)
+            v = guided_velocity(self.roles["teacher"], x, t, batch.condition, scale, clean=clean)
             next_x = x + per_sample(next_t - t, x) * v
             with self.student_average() if settings.target == "ema" else nullcontext():
                 # At t = 0, after the last node, this is next_x itself.
-                target = denoise(next_x, student.velocity(next_x, next_t, batch.condition), next_t)
-        prediction = denoise(x, student.velocity(x, t, batch.condition), t)
-        errors = per_sample_mean((prediction - target).square())
+                target = denoise(next_x, student.velocity(next_x, next_t, batch.condition, clean=clean), next_t)
+        prediction = denoise(x, student.velocity(x, t, batch.condition, clean=clean), t)
+        errors = per_time_mean((prediction - target).square(), t)
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "prediction", prediction)
         observe_latents(self.observations, "data", batch.latents)

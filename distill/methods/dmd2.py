@@ -127,12 +127,11 @@ class Dmd2(FewStepMethod):
         return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        times = self._rollout_times(random)
-        last = self._last_step(batch, times)
+        last = self._last_step(batch, random)
         if self.trained_role(step) == "student":
-            yield Loss("dmd", lambda: self._student_loss(batch, times, last, random), 1.0)
+            yield from self._student_losses(batch, last, random)
             return
-        sample = Shared(lambda: self.own_sample(batch, times, random), uses=2 if self.settings.gan else 1)
+        sample = Shared(lambda: self._rollout(batch, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
             weight = self.settings.gan_weight_head
             yield Loss("gan", lambda: self._head_loss(batch, sample.take(), last, random), weight)
@@ -176,14 +175,23 @@ class Dmd2(FewStepMethod):
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
-    def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
+    def _rollout(self, batch: Batch, random: StepRandom) -> Tensor:
+        """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
+        return self.own_sample(batch, self._rollout_times(random), random)
+
+    def _last_step(self, batch: Batch, random: StepRandom) -> Tensor | None:
         """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         if not self.settings.fake_knows_last_step:
             return None
-        return torch.full((len(batch.condition),), times[-1], dtype=batch.dtype, device=batch.condition.device)
+        time = self._rollout_times(random)[-1]
+        return torch.full((len(batch.condition),), time, dtype=batch.dtype, device=batch.condition.device)
 
-    def _student_loss(self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom) -> Tensor:
-        sample = self.own_sample(batch, times, random)
+    def _student_losses(self, batch: Batch, last: Tensor | None, random: StepRandom) -> Iterator[Loss]:
+        """Yield the losses of a student step."""
+        yield Loss("dmd", lambda: self._sample_loss(self._rollout(batch, random), batch, last, random), 1.0)
+
+    def _sample_loss(self, sample: Tensor, batch: Batch, last: Tensor | None, random: StepRandom) -> Tensor:
+        """Return the DMD loss of ``sample``, ``x_G``, plus the weighted GAN loss."""
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.common.chunks import chunk_noise, chunk_times, context_frames
+from distill.methods.common.chunks import chunk_draws, chunk_noise, clean_history
 from distill.methods.common.expert_times import draw_times, expert_of_step
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.methods.common.sampling import Sampler, guided_chunks, guided_sample
+from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
+from distill.methods.common.sampling import Sampler, guided_chunks
 from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
@@ -81,8 +81,8 @@ class FlowMatching(Method):
         return
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
-        if settings.history == "clean" and "student" not in causal:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+        if settings.history == "clean" and causal["student"] is None:
             raise UserError(
                 "method.history=clean is for a causal student; set student.causal.chunk, or use method.history=noisy"
             )
@@ -102,10 +102,9 @@ class FlowMatching(Method):
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
         clean = None
         if self.settings.history == "clean":
-            clean = context_frames(student.causal, x0, random, "flow_matching/context")
+            clean = clean_history(student, x0, random, "flow_matching/context")
         v = student.velocity(add_noise(x0, noise, t), t, condition, at=at, clean=clean)
-        squares = (v - (noise - x0)).square()
-        errors = per_sample_mean(squares) if t.ndim == 1 else squares.mean((1, 3, 4))  # each frame has its own time
+        errors = per_time_mean((v - (noise - x0)).square(), t)
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
         return errors.mean()
@@ -120,23 +119,18 @@ class FlowMatching(Method):
         def draw(name: str) -> Tensor:
             return self._draw(random, name, x0.dtype)[0]
 
-        return chunk_times(student.causal, x0.shape[2], draw, purpose), None
+        return chunk_draws(student, x0.shape[2], draw, purpose), None
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
         return steps if self.settings.guidance_scale == 1 else 2 * steps
 
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if (causal := self.roles[role].causal) is not None:
-            chunks = noise.split(causal.chunks(noise.shape[2]), dim=2)
-            return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
-        return guided_sample(self.roles[role], noise, condition, **self._sampling(steps))
+        return self.joined_chunks(role, noise, condition, steps, random)
 
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
-        if self.roles[role].causal is None:
-            return super().stream(role, noise, condition, steps, random)
         return guided_chunks(self.roles[role], noise, condition, random, **self._sampling(steps))
 
     def _sampling(self, steps: int) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2025, arXiv:2412.07772, section 4.3).
 ``python -m distill.teacher_clips --states`` makes an encoded set with them before training, which needs no teacher.
+A causal student sees the set's clip as its history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,18 @@ from torch import Tensor
 
 from distill.data import ClipDataset, EncodedSettings
 from distill.methods.base import Batch, Loss
+from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_latents, per_sample_mean
-from distill.methods.common.schedules import denoise
+from distill.methods.common.observations import observe_latents, per_time_mean
+from distill.methods.common.schedules import denoise, per_sample
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
+
+log = logging.getLogger(__name__)
+
+_POOR = ", a poor target for a causal student, which averages over what it cannot see (docs/causal.md)"
 
 
 @dataclass(kw_only=True)
@@ -32,7 +41,8 @@ class OdeRegressionSettings(StepListSettings):
 class OdeRegression(FewStepMethod):
     """Regression ``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0.
 
-    Each sample draws its t from the step list.
+    Each sample draws its t from the step list; for a causal student each of its chunks does, and the prediction sees x0
+    of the earlier chunks.
     """
 
     required_roles = ("student",)
@@ -45,7 +55,11 @@ class OdeRegression(FewStepMethod):
         return False
 
     @classmethod
-    def check_files(cls, config: Any) -> None:
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+        return
+
+    @classmethod
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         from distill.data.sets.dataset import states_at
 
         if not isinstance(config.data, EncodedSettings):
@@ -53,7 +67,18 @@ class OdeRegression(FewStepMethod):
                 f"data={config.data.name} has no states of a teacher, on which method=ode_regression trains; make a set"
                 " with python -m distill.teacher_clips --states, and use data=encoded"
             )
-        states_at(config.data.open(), config.method.step_list)
+        encoded = config.data.open()
+        states_at(encoded, config.method.step_list)
+        teacher, student = encoded.about["settings"]["teacher"].get("causal"), causal["student"]
+        if teacher is not None and student is not None:
+            try:
+                check_same_chunks({"teacher": CausalSettings(**teacher), "student": student})
+            except UserError as error:
+                raise UserError(f"{encoded.where} has states of another teacher: {error}") from None
+        if rank() == 0:
+            kind = "bidirectional" if teacher is None else f"causal (chunk={teacher['chunk']})"
+            poor = _POOR if teacher is None and student is not None else ""
+            log.info("%s has states of a %s teacher%s", encoded.where, kind, poor)
 
     def training_data(self, data: ClipDataset) -> ClipDataset:
         return data.with_states(self.settings.step_list)
@@ -65,13 +90,18 @@ class OdeRegression(FewStepMethod):
         yield Loss("ode_regression", lambda: self._loss(batch, random), 1.0)
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
-        times = self.settings.student_times()
-        # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
-        index = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
+        times, student = self.settings.student_times(), self.roles["student"]
+
+        def draw(purpose: str) -> Tensor:
+            # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
+            return (len(times) * random.uniform(purpose, torch.float64)).long()
+
+        index = chunk_draws(student, batch.shape[1], draw, "ode_regression/step")
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
-        x = batch.states[torch.arange(len(index), device=index.device), index]
-        prediction = denoise(x, self.roles["student"].velocity(x, t, batch.condition), t)
-        errors = per_sample_mean((prediction - batch.latents).square())
+        x = batch.states.gather(1, per_sample(index, batch.latents).expand_as(batch.latents)[:, None])[:, 0]
+        clean = clean_history(student, batch.latents, random, "ode_regression/context")
+        prediction = denoise(x, student.velocity(x, t, batch.condition, clean=clean), t)
+        errors = per_time_mean((prediction - batch.latents).square(), t)
         for i, time in enumerate(times):
             self.observations.add(f"loss/t{time:.4f}", errors, where=index == i)
         observe_latents(self.observations, "prediction", prediction)

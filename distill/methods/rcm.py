@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)
@@ -69,6 +72,10 @@ class Rcm(Scm):
     @classmethod
     def additions(cls, settings: RcmSettings) -> dict[str, Chosen]:
         return {"fake": ("last_step",)} if settings.fake_knows_last_step else {}
+
+    @classmethod
+    def check_causal(cls, settings: RcmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
+        super(Scm, cls).check_causal(settings, causal)  # unlike Scm
 
     def trained_role(self, step: int) -> str:
         joint = step - self.settings.consistency_steps

@@ -2,7 +2,8 @@
 
 The student's field ``F`` gives ``f(x_t, t) = cos(t) x_t - sin(t) F(x_t, t)``, which training makes constant along the
 teacher's trajectories. The derivative of ``f`` along a trajectory, the *tangent*, needs ``dF/dt`` along it: one
-forward-mode pass. Times are TrigFlow's, in [0, pi/2].
+forward-mode pass. Times are TrigFlow's, in [0, pi/2]. Causal roles see the clean clip as their history, which no
+derivative moves, and each chunk has its own time and tangent norm.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
+from distill.methods.common.chunks import check_same_chunks, chunk_draws, chunk_noise, clean_history, split_chunks
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.expert_times import draw_times, expert_of_step
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, per_time_mean
 from distill.methods.common.schedules import per_sample
 from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
 
 Tangent = Literal["lu_song", "rcm"]
 
@@ -115,6 +120,10 @@ class Scm(FewStepMethod):
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         return
 
+    @classmethod
+    def check_causal(cls, settings: ScmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
+        check_same_chunks(causal)
+
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         return {"scm": self._consistency_expert(random)}
 
@@ -130,29 +139,29 @@ class Scm(FewStepMethod):
     def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
         """Return ``mean (F - sg(F) - g)^2``. Only the logged gradient norm uses ``weight``, the weight of this loss."""
         settings, student = self.settings, self.roles["student"]
-        evaluated = [(), (student, self.roles["teacher"])]
-        (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
-        x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
+        t, at = self._times(batch, random)
+        noise = torch.cat([*chunk_noise(student, random, "scm/noise", batch.shape, batch.dtype)], dim=2)
+        x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")
         with torch.no_grad():
-            teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at)
+            teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at, clean=clean)
         # Multiply by cos t sin t after the derivative: as part of its direction, a small factor would make a finite
         # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
         # flow time is at most as long as in TrigFlow time.
         over = student.has_experts and settings.jvp == "finite_difference"
         with student.differences(settings.jvp_step) if over else nullcontext():
             derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
-                lambda x, t: trig_field(student, x, t, batch.condition, at=at),
+                lambda x, t: trig_field(student, x, t, batch.condition, at=at, clean=clean),
                 (x, t),
                 (teacher, torch.ones_like(t)),
                 mode=settings.jvp,
                 step=settings.jvp_step,
             )
-        prediction = trig_field(student, x, t, batch.condition, at=at)
+        prediction = trig_field(student, x, t, batch.condition, at=at, clean=clean)
         warmup = settings.tangent_warmup
         r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
         raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)
-        g = normalise_tangent(raw)
-        errors = per_sample_mean((prediction - prediction.detach() - g).square())
+        g = torch.cat([normalise_tangent(part) for part in split_chunks(student, raw)], dim=2)
+        errors = per_time_mean((prediction - prediction.detach() - g).square(), t)
         self.observations.add("tangent_norm", per_sample_norm(raw))
         self.observations.add("jvp_norm", per_sample_norm(derivative))
         self.observations.add("output_gradient/scm", 2 * weight * per_sample_norm(g))
@@ -160,6 +169,19 @@ class Scm(FewStepMethod):
         observe_latents(self.observations, "prediction", trig_denoise(x, prediction, t))
         observe_latents(self.observations, "data", batch.latents)
         return errors.mean()
+
+    def _times(self, batch: Batch, random: StepRandom) -> tuple[Tensor, float | None]:
+        """Draw TrigFlow times: ``(B,)`` with the flow time that selects the expert, or ``(B, T)`` by chunks."""
+        student, teacher = self.roles["student"], self.roles["teacher"]
+        if student.causal is None:
+            evaluated = [(), (student, teacher)]
+            (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
+            return t, at
+
+        def draw(purpose: str) -> Tensor:
+            return self._draw_time(random, purpose, batch.dtype)[0]
+
+        return chunk_draws(student, batch.shape[1], draw, "scm/time"), None
 
 
 def consistency_tangent(
@@ -172,7 +194,7 @@ def consistency_tangent(
         teacher: the teacher's ``F_T``, with guidance.
         derivative: ``J = cos t sin t dF/dt`` along the trajectory.
         x: ``x_t``.
-        t: TrigFlow times ``(B,)``.
+        t: TrigFlow times ``(B,)`` or ``(B, T)``.
         r: warm-up factor in [0, 1] (section 4.2).
         form: ``lu_song`` or ``rcm``; equal at ``r = 1``.
     """
@@ -187,6 +209,8 @@ def consistency_tangent(
 
 def normalise_tangent(g: Tensor) -> Tensor:
     """Return ``sqrt(N) g / (||g|| + 0.1)``, with the norm over each sample's N elements (Lu & Song 2024, section 4.2).
+
+    A causal student's tangent is normalized chunk by chunk, since each chunk has its own time.
 
     Without the root, the gradient of the mean would shrink with the resolution, finally below Adam's epsilon.
     """

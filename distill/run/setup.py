@@ -85,8 +85,6 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
     runs_here = shapes is None
-    if runs_here:
-        method.check_files(config)
     needed = method.roles_needed(config.method)
     saved = {name: find_adapters(getattr(config, name).checkpoint) for name in needed}
     unused = {"teacher", "student", "fake"} - {*needed, *method.settings_read}
@@ -104,7 +102,10 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
-    method.check_causal(config.method, {role.name: role.causal for role in roles if role.causal is not None})
+    causal = {role.name: role.causal for role in roles}
+    method.check_causal(config.method, causal)
+    if runs_here:
+        method.check_files(config, causal)
     for role in roles:
         _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
     patches = {role.family.patch_size(role.config) for role in roles}

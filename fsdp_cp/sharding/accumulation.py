@@ -83,6 +83,26 @@ def _apply(root: ShardedModule, is_last: bool | None) -> None:
             unit.set_reshard_after_forward(is_last is None, recurse=False)
 
 
+@contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[None]:
+    """Keep parameters gathered between several forwards without a backward, and free them on exit.
+
+    This holds for settings that keep parameters gathered within a step (:attr:`ShardSettings.keeps_gathered`); with
+    others nothing changes. Within a :func:`microbatch` of ``model`` that context decides, and frees them.
+    """
+    root = _root(model)
+    if root.__dict__.get("_open_microbatches") or not settings_of(root).keeps_gathered:
+        yield
+        return
+    for unit in fsdp_modules(root):
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        _apply(root, None)
+        reshard(root)
+
+
 def discard_step(model: nn.Module) -> None:
     """Drop an unfinished accumulation: gradients, pending reductions, gathered parameters.
 

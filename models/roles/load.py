@@ -176,6 +176,7 @@ def build_network(
         family=family,
         config=plan.config,
         module=network,
+        mesh=mesh,
         precision=settings.precision,
         tokens=tokens,
         forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.settings import Precision
 from models.families.base import Family
 from models.lora.serving import Serving
@@ -40,6 +41,8 @@ class Network:
     """Configuration of the network, as in its ``config.json``."""
     module: nn.Module
     """FSDP root."""
+    mesh: Mesh
+    """Mesh over which its tokens are split."""
     precision: Precision
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
     tokens: int

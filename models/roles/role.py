@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.sequence import with_whole_gradient
+from fsdp_cp.sharding.accumulation import kept_gathered
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
@@ -190,7 +192,7 @@ class Role:
             at: as for :meth:`network_at`.
 
         Returns:
-            ``(B, C, T, H, W)`` in the dtype of ``x``.
+            ``(B, C, T, H, W)`` in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
 
         Raises:
             ValueError: times have another shape or span several experts; ``clean`` for a role that is not causal; or,
@@ -325,7 +327,8 @@ class Role:
         self.flops += int(flops * x.shape[0])
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
-            x, condition = x.to(dtype), condition.to(dtype)
+            # Chunks of a clip, and the clip, are split differently.
+            x, condition = with_whole_gradient(x, network.mesh).to(dtype), condition.to(dtype)
             if causal is None:
                 return network.family.outputs(network.module, x, t, condition)
             return network.family.causal_outputs(network.module, x, t, condition, causal)
@@ -389,6 +392,15 @@ class Role:
             return
         if settings_of(self.network).gather_early:
             gather_first_block_early(self.network, self.family.blocks(self.network)[0])
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Keep gathered parameters between the forwards in this context, if the settings keep them within a step
+        (``keep_gathered``), and free them on exit. Within a micro-batch of the role the step frees them."""
+        with ExitStack() as stack:
+            for network in self.networks:
+                stack.enter_context(kept_gathered(network.module))
+            yield
 
     def rest(self) -> None:
         """Free gathered parameters. Gathered copies would hide later updates of the shards."""

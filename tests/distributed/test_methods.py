@@ -9,6 +9,7 @@ import pytest
 
 from distill.config import EmaSettings
 from models.causal import CausalSettings
+from models.lora.settings import LoraSettings
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
@@ -35,6 +36,19 @@ def test_four_steps(pools, checkpoints, method, sizes):
     difference = compare(trace, oracle_trace(setup, checkpoints))
     assert difference.largest < 1e-5, difference
     assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [("dcm", FAST), pytest.param("dcm", RING, marks=slow), pytest.param("scm", RING, marks=slow)],
+    ids=str,
+)
+def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, sizes):
+    causal, lora = CausalSettings(chunk=1, window=1, context_time=0.1), {"student": LoraSettings(rank=2)}
+    setup = Setup(**sizes, steps=3, method=METHODS[method], causal=causal, lora=lora)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    assert compare(trace, oracle_trace(setup, checkpoints)).largest < 1e-5
+    assert all(norm > 1e-4 for norm in trace.norms), "nothing to compare"
 
 
 @pytest.mark.parametrize(

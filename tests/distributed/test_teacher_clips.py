@@ -15,8 +15,10 @@ from distill.methods.ode_regression import OdeRegressionSettings
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.causal_wan import CausalWan
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
@@ -44,10 +46,13 @@ def _mesh(dp_shard, cp):
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
 
 
-def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None):
+CAUSAL = CausalSettings(chunk=1, window=1, context_time=0.1)
+
+
+def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=None):
     """Write the set; return how many clips this rank made, or the refusal."""
     teacher_clips.sampling_batch = lambda *_: 2
-    mesh, plan = _mesh(dp_shard, cp), plan_role("teacher", checkpoint=str(checkpoints / "teacher"))
+    mesh, plan = _mesh(dp_shard, cp), plan_role("teacher", checkpoint=str(checkpoints / "teacher"), causal=causal)
     shapes = {"latent_shape": LATENT_SHAPE, "condition_shapes": CONDITION_SHAPES}
     teacher = build_role(plan, mesh=mesh, device=DEVICE, trainable=False, **shapes)
     method = OdeRegressionSettings(step_list=TIMES, guidance_scale=3.0, shift=2.0)
@@ -100,6 +105,32 @@ def truth(checkpoints):
     return found
 
 
+@pytest.fixture(scope="module")
+def causal_truth(checkpoints):
+    """Return the same of a causal teacher, with lists as caches: a chunk's states see the clip before it."""
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher").requires_grad_(False)
+    data, grid, (channels, frames, *sizes) = (
+        Captions(), sorted({*euler_times(4, 2.0), *TIMES}, reverse=True), LATENT_SHAPE,
+    )  # fmt: skip
+    found = []
+    for i in range(COUNT):
+        random, oracle = StepRandom(seed=3, step=0, positions=[i]), CausalWan(network, [1] * frames, window=1)
+        texts, chunks = torch.stack([data.tensors["text"][i % 3], data.null["text"]]), []
+        for n in range(frames):
+            x, states = random.normal(f"teacher_clips/noise/{n}", (channels, 1, *sizes)), []
+            for t, following in zip(grid, grid[1:], strict=False):
+                if t in TIMES:
+                    states.append(x[0])
+                c, u = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
+                x = x + (following - t) * (u + 3.0 * (c - u))
+            kept = torch.lerp(x, random.normal(f"sample/context/{n}", (channels, 1, *sizes)), 0.1)
+            oracle.remember(kept.repeat(2, 1, 1, 1, 1), texts, 0.1)
+            chunks.append((torch.stack(states), x[0]))
+        states, latents = zip(*chunks, strict=True)
+        found.append((torch.cat(states, 2), torch.cat(latents, 1), str(i % 3)))
+    return found
+
+
 def _check(folder, truth):
     encoded = EncodedSet(folder, "OUT")
     assert len(encoded) == COUNT and list(encoded.captions) == ["0", "1", "2"]
@@ -127,3 +158,11 @@ def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_p
     assert made == sorted(set(range(COUNT)) - {int(name[6:14]) for name in kept})
     _check(folder, truth)
     assert write() == [[]] * size
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), *(pytest.param(*s, marks=slow) for s in ((1, 1), (1, 3)))])
+def test_a_causal_teacher_rolls_out_chunk_by_chunk(pools, checkpoints, causal_truth, tmp_path, dp_shard, cp):
+    options = checkpoints, tmp_path / "set", dp_shard, cp, 3, None, CAUSAL
+    made = pools[dp_shard * cp].run(_write, *options)
+    assert sorted(number for numbers in made for number in numbers) == list(range(COUNT))
+    _check(tmp_path / "set", causal_truth)

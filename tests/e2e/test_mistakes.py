@@ -90,6 +90,10 @@ MISTAKES = {
         ("experiment=quickstart_ode_regression method.trajectories=x", "distill.teacher_clips"),
         ("experiment=quickstart_teacher method.history=clean", "method.history"),
         ("student.causal.chunk=1", "method=dmd2"),
+        ("experiment=quickstart_rcm student.causal.chunk=1 teacher.causal.chunk=1", "method=rcm"),
+        ("experiment=quickstart_meanflow student.causal.chunk=1", "method=meanflow"),
+        ("experiment=quickstart_dcm student.causal.chunk=1", "teacher.causal.chunk=null"),
+        ("experiment=quickstart_scm student.causal.chunk=2 teacher.causal.chunk=1", "student.causal.chunk=2"),
     ],
     "runs and checkpoints": [
         ("run_dir={things}", "run_dir"),

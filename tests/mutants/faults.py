@@ -163,7 +163,7 @@ FAULTS = (
         name="renoise_repeats",
         room="methods: renoise",
         harm="every step of a rollout and of a sample gets the same noise: the student learns to rely on it",
-        old='random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype)',
+        old='random.normal(f"{purpose}_{k}", x.shape[1:], x.dtype)',
         new="random.normal(purpose, x.shape[1:], x.dtype)",
         killed_by="unit/test_dmd2.py::test_rollout_follows_backward_simulation",
     ),

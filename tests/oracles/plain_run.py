@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.config import EmaSettings
 from distill.data.order import clip_at
-from distill.methods import METHODS, Batch, build_method
+from distill.methods import METHODS, Batch
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
@@ -29,6 +29,7 @@ from models.roles.role import Role
 from models.roles.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.causal_wan import CausalWan
+from tests.oracles.joint_self_forcing import JointSelfForcing
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
 
@@ -121,7 +122,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     """Run the steps of ``setup`` with plain networks, in one process, on the whole batch at once."""
     data = random_clips(setup)
     config = make_config(setup, folder)
-    kind, roles, family = METHODS[config.method.name][0], {}, FAMILIES[setup.family]
+    kind = {"self_forcing": JointSelfForcing}.get(config.method.name, METHODS[config.method.name][0])
+    roles, family = {}, FAMILIES[setup.family]
     for name in kind.roles_needed(config.method):
         trainable = name in kind.trained_roles
         networks = []
@@ -137,17 +139,17 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
                 value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
             torch.nn.Module.to(network, data.latents.dtype)
             plain = Network(
-                family=family, config={}, module=network, precision="fp32",
+                family=family, config={}, module=network, mesh=_ONE_RANK, precision="fp32",
                 tokens=family.tokens(network.config, setup.latent_shape), forward_flops=0,
             )  # fmt: skip
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
         kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
-        if setup.causal is not None and name == "student":
+        if setup.causal is not None and name != "fake":
             roles[name] = _PlainCausalRole(**kwargs, causal=setup.causal)
         else:
             roles[name] = _PlainRole(**kwargs)
-    method = build_method(config.method, roles)
+    method = kind(config.method, roles)
     settings = config.optim.student
     optimizers = {
         name: torch.optim.AdamW(

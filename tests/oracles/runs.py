@@ -82,7 +82,7 @@ class Setup:
     """Boundaries of the roles that are two experts."""
     expert_draws: int = 1
     causal: CausalSettings | None = None
-    """Settings of a causal student."""
+    """Settings of a causal student and teacher."""
 
     @property
     def world_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from distill.data import MovingShapesSettings
 from distill.data.sets.write_set import SHARD_BYTES, SetWriter, texts_of
+from models.causal import CausalSettings
 
 SHAPE = (3, 6, 16, 16)
 
@@ -21,11 +23,14 @@ def stored(number: int, times: Sequence[float]) -> dict[str, Tensor]:
     return made | ({"states": torch.randn(len(times), *SHAPE, generator=generator)} if times else {})
 
 
-def write_state_set(path: Path, count: int, times: Sequence[float], per_shard: int = 2) -> None:
-    """Write a set of ``count`` clips with states at ``times``."""
+def write_state_set(
+    path: Path, count: int, times: Sequence[float], per_shard: int = 2, causal: CausalSettings | None = None
+) -> None:
+    """Write a set of ``count`` clips with states at ``times``, of a teacher that is ``causal``."""
     settings = MovingShapesSettings().encode_settings()
     data = MovingShapesSettings().build(seed=0)
-    about = {"clips": count, "rows": "", "teacher": {"states": list(times)}}
+    teacher = {"states": list(times)} | ({"causal": asdict(causal)} if causal else {})
+    about = {"clips": count, "rows": "", "teacher": teacher}
     writer = SetWriter(path, f"OUT={path}", settings.described() | about)
     rows = [(i, data.caption(i)) for i in range(count)]
     texts = texts_of(rows, "")

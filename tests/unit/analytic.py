@@ -3,6 +3,8 @@
 Shapes: x is ``(B, *SHAPE)``, t and s are ``(B,)``. Flow maps are made of differentiable operations, forward mode too.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
 class Gaussian:
     """Data distributed as N(mean, covariance) over all N elements of a sample, with a full covariance matrix."""
 
-    has_experts = False
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), seed=0):
         self.shape = shape
@@ -40,7 +42,13 @@ class Gaussian:
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
@@ -58,7 +66,7 @@ class Gaussian:
 class Mixture:
     """Data whose elements are all drawn from one mixture of Gaussians in one dimension."""
 
-    has_experts = False
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), weights=(0.3, 0.7), means=(-1.2, 0.8), stds=(0.3, 0.5)):
         self.shape = shape
@@ -87,7 +95,13 @@ class Mixture:
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         z, deviation, t = self._standardized(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
@@ -122,7 +136,7 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 class ExactStudent(nn.Module):
     """Consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
 
-    has_experts = False
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem):
         super().__init__()
@@ -131,7 +145,13 @@ class ExactStudent(nn.Module):
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
@@ -144,7 +164,7 @@ class SmallNet(nn.Module):
     other.
     """
 
-    has_experts = False
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=48, seed=0):
         super().__init__()
@@ -162,7 +182,13 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.bias)
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)

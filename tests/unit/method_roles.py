@@ -3,6 +3,7 @@ times. All in fp64; B samples of N elements.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Call:
 class Recorder(nn.Module):
     """Role that records its calls."""
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """DCM in float64, against its formulas and against the map of its own Euler grid."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,13 +22,15 @@ STEPS, SHIFT = 6, 3.0
 class EulerMap(nn.Module):
     """Student whose ``x0`` is the end of Euler's method on the grid. Its parameters are 0."""
 
+    has_experts, causal, kept_gathered = False, None, nullcontext
+
     def __init__(self, teacher, steps=STEPS):
         super().__init__()
         self.teacher, self.grid = teacher, euler_times(steps, SHIFT)
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         y = x
         for time, following in zip(self.grid, self.grid[1:], strict=False):
             started = per_sample(t >= time - 1e-9, x)
@@ -40,12 +42,14 @@ class EulerMap(nn.Module):
 class Net(nn.Module):
     """Nonlinear network of time and caption that records its calls."""
 
+    has_experts, causal, kept_gathered = False, None, nullcontext
+
     def __init__(self, seed):
         super().__init__()
         self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
         self.calls = []
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         text = condition.tensors["text"]
         self.calls.append((x, t, text, torch.is_grad_enabled()))
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))

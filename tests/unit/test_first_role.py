@@ -1,5 +1,7 @@
 """``first_role`` names the role whose forward is the first of a step. Only its gather may start early."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ class Alarm(torch.nn.Module):
         super().__init__()
         self.name = name
 
-    has_experts, causal = False, None
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def velocity(self, *arguments, at=None, clean=None):
         raise Called(self.name)

@@ -1,5 +1,6 @@
 """meanflow in fp64 against the formulas, and against data whose mean velocities are known in closed form."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,15 @@ IDS = ["gaussian", "mixture"]
 class ExactMean(nn.Module):
     """``u(x_t, r, t)`` of ``problem``, which is the velocity at r = t. Its parameters are 0."""
 
+    has_experts, causal, kept_gathered = False, None, nullcontext
+
     def __init__(self, problem):
         super().__init__()
         self.problem = problem
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         instant = r == t
         interval = per_sample(torch.where(instant, 1.0, t - r), x)
         u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
@@ -38,6 +41,8 @@ class ExactMean(nn.Module):
 
 class SmallNet(nn.Module):
     """Velocity of ``problem`` plus a network of each element and both times, zero at first. It records its calls."""
+
+    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=32, seed=0, zero=True):
         super().__init__()
@@ -51,7 +56,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(self.body[-1].weight)
             nn.init.zeros_(self.body[-1].bias)
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         assert r.shape == t.shape == (len(x),) and (r <= t).all()
         self.calls.append((x, t, r, torch.is_grad_enabled()))
         rows = torch.stack([x, *(per_sample(time, x).expand_as(x) for time in (t, r, t * r))], -1)
@@ -94,7 +99,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     """The test above can fail: the teacher's velocity is not the mean velocity."""
 
     class Velocity(ExactMean):
-        def velocity(self, x, t, condition, r=None, at=None):
+        def velocity(self, x, t, condition, r=None, at=None, clean=None):
             return (1 + self.scale) * self.problem.velocity(x, t, condition) + self.offset
 
     student = Velocity(PROBLEMS[0])
@@ -186,7 +191,7 @@ def test_gradient_equals_a_dense_reference(velocity, power):
 
 def test_the_velocity_is_the_teachers_with_guidance():
     class Captioned(nn.Module):
-        def velocity(self, x, t, condition, r=None, at=None):
+        def velocity(self, x, t, condition, r=None, at=None, clean=None):
             return per_sample(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
 
     student = SmallNet(PROBLEMS[0], zero=False)

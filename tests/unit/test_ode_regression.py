@@ -1,5 +1,6 @@
 """ode_regression: its loss by the formula, states against Euler's method, the set that it reads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ from distill.data.sets.dataset import open_set
 from distill.data.sets.write_set import refuse_foreign
 from distill.methods import build_method
 from distill.methods.base import Batch
-from distill.methods.common.sampling import sample_with_states
+from distill.methods.common.sampling import guided_states
 from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.roles.condition import text_condition
 from tests.oracles.state_set import stored, write_state_set
 from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
@@ -94,9 +96,9 @@ def test_a_mean_over_samples():
 def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
     teacher = Net(8)
     noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(*TEXT, seed=3)
-    states, latents = sample_with_states(
-        teacher, noise, text_condition(text, null), states=times, steps=7, shift=3.0, scale=2.5
-    )
+    how = {"sampler": "euler", "steps": 7, "shift": 3.0, "scale": 2.5, "states": times}
+    random = StepRandom(seed=5, step=0, positions=[0, 1])
+    ((*states, latents),) = guided_states(teacher, [noise], text_condition(text, null), random, **how)
     grid = sorted({*euler_times(7, 3.0), *times}, reverse=True)
     x, wanted = noise, {}
     for t, following in zip(grid, grid[1:], strict=False):
@@ -104,9 +106,9 @@ def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
         at = torch.full((2,), t, dtype=torch.float64)
         c, u = teacher.formula(x, at, text), teacher.formula(x, at, null.expand_as(text))
         x = x + (following - t) * (u + 2.5 * (c - u))
-    assert states.shape == (2, len(times), *SHAPE) and close(latents, x)
-    for k, time in enumerate(times):
-        assert close(states[:, k], wanted[time])
+    assert len(states) == len(times) and close(latents, x)
+    for state, time in zip(states, times, strict=True):
+        assert close(state, wanted[time])
 
 
 # ---------------------------------------------------------------- the data
@@ -130,7 +132,7 @@ def test_training_needs_a_set_with_the_states_of_its_step_list(tmp_path):
 
     def check(data, *times):
         config = SimpleNamespace(method=OdeRegressionSettings(step_list=[1.0, *times]), data=data)
-        OdeRegression.check_files(config)
+        OdeRegression.check_files(config, {"student": None})
 
     encoded = EncodedSettings(path=str(tmp_path / "set"))
     check(encoded, 0.5)
@@ -140,6 +142,26 @@ def test_training_needs_a_set_with_the_states_of_its_step_list(tmp_path):
         check(MovingShapesSettings(), 0.5)
     with refused("distill.encode"):
         check(EncodedSettings(path=str(tmp_path)), 0.5)
+
+
+def test_a_set_says_whose_states_it_has(tmp_path, caplog):
+    def check(path, student):
+        config = SimpleNamespace(method=OdeRegressionSettings(step_list=TIMES), data=EncodedSettings(path=str(path)))
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            OdeRegression.check_files(config, {"student": student})
+        return caplog.text
+
+    causal = CausalSettings(chunk=2, first_chunk=1)
+    write_state_set(tmp_path / "of all frames", 2, TIMES)
+    write_state_set(tmp_path / "by chunks", 2, TIMES, causal=causal)
+    assert "bidirectional" in (line := check(tmp_path / "of all frames", None)) and "poor" not in line
+    assert "poor" in check(tmp_path / "of all frames", causal)
+    assert "causal (chunk=2)" in check(tmp_path / "by chunks", replace(causal, window=1))
+    assert "causal" in check(tmp_path / "by chunks", None)
+    for name, value in {"chunk": 3, "first_chunk": 2, "context_time": 0.1}.items():
+        with refused(f"student.causal.{name}"):
+            check(tmp_path / "by chunks", replace(causal, **{name: value}))
 
 
 def test_trajectories_of_earlier_versions_are_refused_and_stay(tmp_path):

@@ -21,7 +21,9 @@ def role(seed=0):
     network = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
     return Role(
         name="student",
-        networks=(Network(family=Wan(), config={}, module=network, precision="fp32", tokens=1, forward_flops=1),),
+        networks=(
+            Network(family=Wan(), config={}, module=network, mesh=None, precision="fp32", tokens=1, forward_flops=1),
+        ),
         trainable=True,
     )
 

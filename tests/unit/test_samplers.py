@@ -1,11 +1,12 @@
 """The teacher's samplers: UniPC against diffusers' own pipeline and against the exact flow of a Gaussian."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
-from distill.methods.common.sampling import euler_sample, guided, guided_sample, unipc_sample
-from distill.methods.common.schedules import euler_times
+from distill.methods.common.sampling import guided, integrate, unipc_sample
 from models.roles.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
@@ -17,10 +18,12 @@ from tests.unit.refused import refused
 class Wan:
     """Plain diffusers network as a role. ``truncated``: it gets times as diffusers' UniPC loop passes them."""
 
+    has_experts, causal, kept_gathered = False, None, nullcontext
+
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         t = (1000 * t).floor() if self.truncated else 1000 * t
         return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
 
@@ -56,7 +59,7 @@ def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
 
     def ours(truncated):
         role = Wan(pipeline.transformer, truncated=truncated)
-        return guided_sample(role, noise, condition, sampler="unipc", steps=steps, shift=shift, scale=scale)
+        return integrate(guided(role, condition, scale), noise, sampler="unipc", steps=steps, shift=shift)[0]
 
     def off(a, b):
         return (a - b).norm() / b.norm()
@@ -77,7 +80,7 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     noise = normal(2, *SHAPE, seed=4)
     exact = text[:, 0, 0].view(-1, 1, 1, 1, 1) + std * noise
     role = Gaussian(std=std)
-    out = guided_sample(role, noise, text_condition(text), sampler=sampler, steps=steps, shift=shift, scale=1.0)
+    (out,) = integrate(guided(role, text_condition(text), 1.0), noise, sampler=sampler, steps=steps, shift=shift)
     assert len(role.calls) == steps and out.dtype == torch.float64 and not out.requires_grad
     return ((out - exact).norm() / exact.norm()).item()
 
@@ -106,7 +109,7 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         out = method.generate(role, noise, batch.condition, 6, random_at(0))
         velocity = guided(method.roles[role], batch.condition, 2.5)
         if sampler == "euler":
-            expected = euler_sample(velocity, noise, times=euler_times(6, 3.0))
+            (expected,) = integrate(velocity, noise, sampler="euler", steps=6, shift=3.0)
         else:
             expected = unipc_sample(velocity, noise, steps=6, shift=3.0)
         assert torch.equal(out, expected)

@@ -1,7 +1,9 @@
 """Training times of each recipe: the share of draws near each sampling time of the student must be large enough."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ RECIPES = [
 class Recorder(nn.Module):
     """Role that records the times at which it trains."""
 
-    has_experts = False
+    has_experts, kept_gathered = False, nullcontext
 
     def __init__(self, causal):
         super().__init__()
@@ -49,13 +51,23 @@ class Recorder(nn.Module):
     def logits(self, x, t, condition, r=None, at=None):
         return (x * self.scale).flatten(1)
 
+    def cache(self, condition):
+        cache = SimpleNamespace(role=self, condition=condition)
+        cache.with_chunk = lambda x0: cache
+        return cache
+
+    def chunk_velocity(self, x, t, cache):
+        return self.velocity(x, t, cache.condition)
+
 
 def training_times(settings):
     """Return ``t`` and, if the student has a second time, ``r`` of its updates in the latter half of a long run."""
     kind = METHODS[settings.name][0]
     if getattr(settings, "guidance_scale_2", None) is not None:  # only for two experts; times do not depend on it
         settings = replace(settings, guidance_scale_2=None)
-    causal = CausalSettings(chunk=1) if getattr(settings, "history", None) == "clean" else None
+    causal = None
+    if settings.name == "self_forcing" or getattr(settings, "history", None) == "clean":
+        causal = CausalSettings(chunk=1)
     method = build_method(settings, {name: Recorder(causal) for name in kind.roles_needed(settings)})
     ones = torch.ones(COUNT, *SHAPE, dtype=torch.float64)
     text = torch.zeros(COUNT, 1, 1, dtype=torch.float64)

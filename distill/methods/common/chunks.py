@@ -1,4 +1,4 @@
-"""Chunks of a causal role: draws per chunk, and the noise on the history.
+"""Chunks of a causal role: draws per chunk, and the clean history.
 
 Every draw is keyed by the chunk's position, so a longer clip begins with the draws of a shorter one. A bidirectional
 role has one chunk, the whole clip, whose draws have no position in their name.
@@ -6,17 +6,18 @@ role has one chunk, the whole clip, whose draws have no position in their name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from distill.methods.common.schedules import add_noise
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 
 if TYPE_CHECKING:
-    from models.causal import CausalSettings
     from models.roles.role import Role
 
 
@@ -40,18 +41,27 @@ def chunk_noise(
         yield random.normal(f"{purpose}/{i}", (channels, count, *sizes), dtype)
 
 
-def chunk_times(causal: CausalSettings, frames: int, draw: Callable[[str], Tensor], purpose: str) -> Tensor:
-    """Draw one time per chunk and sample, and return the times of the latent frames, ``(B, T)``.
+def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose: str) -> Tensor:
+    """Draw one number, such as a time, per chunk and sample.
 
     Args:
-        causal: settings of the role.
+        role: the role.
         frames: number of latent frames, T.
-        draw: draws the times ``(B,)`` of one chunk by name.
-        purpose: name of the draws: chunk i has ``PURPOSE/i``.
+        draw: draws the numbers ``(B,)`` of one chunk by name.
+        purpose: name of the draws: chunk i of a causal role has ``PURPOSE/i``.
+
+    Returns:
+        Number of each latent frame, ``(B, T)``; of each sample, ``(B,)``, for a bidirectional role.
     """
-    chunks = causal.chunks(frames)
-    times = [draw(f"{purpose}/{i}")[:, None].expand(-1, count) for i, count in enumerate(chunks)]
-    return torch.cat(times, dim=1)
+    if role.causal is None:
+        return draw(purpose)
+    chunks = role.causal.chunks(frames)
+    return torch.cat([draw(f"{purpose}/{i}")[:, None].expand(-1, count) for i, count in enumerate(chunks)], dim=1)
+
+
+def split_chunks(role: Role, x: Tensor) -> tuple[Tensor, ...]:
+    """Return the chunks of ``x`` ``(B, C, T, H, W)``; for a bidirectional role ``x`` alone."""
+    return (x,) if role.causal is None else x.split(role.causal.chunks(x.shape[2]), dim=2)
 
 
 def context_chunk(causal: CausalSettings, x0: Tensor, random: StepRandom, purpose: str) -> Tensor:
@@ -62,10 +72,36 @@ def context_chunk(causal: CausalSettings, x0: Tensor, random: StepRandom, purpos
     return add_noise(x0, noise, x0.new_full((len(x0),), causal.context_time))
 
 
-def context_frames(causal: CausalSettings, x0: Tensor, random: StepRandom, purpose: str) -> Tensor:
+def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> Tensor | None:
     """Return the clip ``x0`` as the clean half of teacher forcing sees it: chunk by chunk at ``context_time``.
 
-    Chunk i has the noise ``PURPOSE/i``. The role replaces a first frame that the condition gives.
+    Chunk i has the noise ``PURPOSE/i``. The role replaces a first frame that the condition gives. A bidirectional role
+    has no history, ``None``.
     """
-    parts = x0.split(causal.chunks(x0.shape[2]), dim=2)
-    return torch.cat([context_chunk(causal, part, random, f"{purpose}/{i}") for i, part in enumerate(parts)], dim=2)
+    if role.causal is None:
+        return None
+    parts = [context_chunk(role.causal, x, random, f"{purpose}/{i}") for i, x in enumerate(split_chunks(role, x0))]
+    return torch.cat(parts, dim=2)
+
+
+def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
+    """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
+
+    Args:
+        causal: settings of each role, by role. Without a teacher, any student fits.
+
+    Raises:
+        UserError: they differ in a setting, by its name.
+    """
+    student = causal["student"] or CausalSettings()
+    teacher = causal.get("teacher", student) or CausalSettings()
+    for name, theirs, ours in (
+        ("chunk", teacher.chunk, student.chunk),
+        ("first_chunk", teacher.first_chunk or teacher.chunk, student.first_chunk or student.chunk),
+        ("context_time", teacher.context_time, student.context_time),
+    ):
+        if theirs != ours:
+            raise UserError(
+                f"student.causal.{name}={shown(ours)} and teacher.causal.{name}={shown(theirs)}: both see the same"
+                " history; use the same value"
+            )

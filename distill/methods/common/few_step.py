@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, Method
 from distill.methods.common.expert_times import Times
-from distill.methods.common.sampling import Sampler, StudentSampler, guided_sample, rollout
+from distill.methods.common.sampling import Sampler, StudentSampler, guided_chunks, rollout, rollout_chunks
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -111,32 +111,50 @@ class FewStepMethod(Method):
         stochastic = self.settings.student_sampler == "renoise"
         return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, pipeline_times=pipeline_times)
 
-    def student_sample(
-        self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
-    ) -> Tensor:
-        """Sample the student by :func:`distill.methods.common.sampling.rollout` with the ``student_sampler``."""
-        sampler = self.settings.student_sampler
-        return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
-
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
         name = self.settings.name
         noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
-        return self.student_sample(noise, batch.condition, times, random, f"{name}/renoise")
+        return self._student_sample(noise, batch.condition, times, random, f"{name}/renoise")
+
+    def _student_sample(
+        self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
+    ) -> Tensor:
+        student, sampler = self.roles["student"], self.settings.student_sampler
+        with student.kept_gathered():
+            return rollout(student, noise, condition, times, random, purpose, sampler=sampler)
 
     def evaluations(self, role: str, steps: int) -> int:
+        steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
         return steps if role == "student" or self.settings.guidance == 1 else 2 * steps
 
     @torch.no_grad()
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if role == "student":
-            return self.student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
-        return guided_sample(
-            self.roles[role],
-            noise,
-            condition,
-            sampler=self.settings.teacher_sampler,
-            steps=steps,
-            shift=self.settings.shift,
-            scale=self.settings.guidance,
-        )
+        if role == "student" and self.roles[role].causal is None:
+            return self._student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
+        return self.joined_chunks(role, noise, condition, steps, random)
+
+    def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
+        """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""
+        times = self.sampling_times(steps)
+        return lambda chunk: times
+
+    def stream(
+        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Tensor]:
+        settings = self.settings
+        if role != "student":
+            return guided_chunks(
+                self.roles[role],
+                noise,
+                condition,
+                random,
+                sampler=settings.teacher_sampler,
+                steps=steps,
+                shift=settings.shift,
+                scale=settings.guidance,
+            )
+        if self.roles[role].causal is None:
+            return super().stream(role, noise, condition, steps, random)
+        times, sampler = self.chunk_times(steps), settings.student_sampler
+        return rollout_chunks(self.roles[role], noise, condition, times, random, "sample", sampler=sampler)

@@ -41,6 +41,11 @@ def per_sample_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
 
+def per_time_mean(x: Tensor, t: Tensor) -> Tensor:
+    """Return the mean of ``x`` ``(B, C, T, H, W)`` for each of the times ``t``, ``(B,)`` or ``(B, T)``."""
+    return per_sample_mean(x) if t.ndim == 1 else x.mean((1, 3, 4))
+
+
 def per_sample_norm(x: Tensor) -> Tensor:
     """Return the root mean square over all but the first dimension, ``(B,)``. It does not grow with the resolution."""
     return x.flatten(1).square().mean(1).sqrt()

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from distill.methods.base import Guidance, guided_velocity
+from distill.methods.base import Guidance, guided_velocity, scale_at
 from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.rng import StepRandom
+from models.causal import Cache
 from models.roles.condition import FIRST_FRAME, Condition
 
 if TYPE_CHECKING:
@@ -29,30 +30,6 @@ Velocity = Callable[[Tensor, float], Tensor]
 """Velocity of a state ``(B, C, T, H, W)`` at a time that all samples share."""
 
 
-def guided_sample(
-    role: Role,
-    noise: Tensor,
-    condition: Condition,
-    *,
-    sampler: Sampler,
-    steps: int,
-    shift: float,
-    scale: Guidance,
-) -> Tensor:
-    """Sample clean latents from ``noise`` along the guided velocity.
-
-    Args:
-        role: the network.
-        noise: ``(B, C, T, H, W)``.
-        condition: conditions of the B samples.
-        sampler: ``euler`` or ``unipc``.
-        steps: number of network calls.
-        shift: time shift.
-        scale: guidance ``w``.
-    """
-    return integrate(guided(role, condition, scale), noise, sampler=sampler, steps=steps, shift=shift)
-
-
 def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
     """Return the velocity of ``role`` for the B samples of ``condition``, with guidance ``w = scale``."""
 
@@ -62,8 +39,14 @@ def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
     return velocity
 
 
-@torch.no_grad()
 def guided_chunks(
+    role: Role, noise: Iterable[Tensor], condition: Condition, random: StepRandom, **sampling: Any
+) -> Iterator[Tensor]:
+    """Yield the clean latents of each chunk of :func:`guided_states`, which has the same arguments."""
+    return (chunk[-1] for chunk in guided_states(role, noise, condition, random, **sampling))
+
+
+def guided_states(
     role: Role,
     noise: Iterable[Tensor],
     condition: Condition,
@@ -72,103 +55,108 @@ def guided_chunks(
     sampler: Sampler,
     steps: int,
     shift: float,
-    scale: float,
-) -> Iterator[Tensor]:
-    """Sample a causal role along the guided velocity, one chunk after another. A chunk is yielded once it is finished.
+    scale: Guidance,
+    states: Sequence[float] = (),
+) -> Iterator[list[Tensor]]:
+    """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`).
 
     With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
-    call. A first frame in the condition is the first chunk, which the new cache holds already.
+    call.
 
     Args:
-        role: a causal role.
+        role: the role; a bidirectional one has one chunk, the whole clip.
         noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
         condition: conditions of the B samples.
-        random: random streams of the noise on finished chunks, ``sample/context/CHUNK``, if the role caches them at a
-            ``context_time`` above 0.
+        random: random streams of the noise on finished chunks, ``sample/context/CHUNK``.
         sampler: ``euler`` or ``unipc``.
         steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
         shift: time shift.
         scale: guidance ``w``.
+        states: as for :func:`integrate`.
 
     Yields:
-        Clean latents of the next chunk, in the shape of its noise.
+        States of the next chunk and last its clean latents, each in the shape of its noise.
     """
-    branches = [condition] if scale == 1.0 else [condition, condition.null]
-    cache = role.cache(Condition.cat(branches))
+    how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
+    if role.causal is None:
+        return (integrate(guided(role, condition, scale), x, **how) for x in noise)
+    w = scale_at(role, scale, None)
+    branches = [condition] if w == 1.0 else [condition, condition.null]
 
-    def velocity(x: Tensor, t: float) -> Tensor:
-        times = torch.full((len(branches) * len(x),), t, dtype=x.dtype, device=x.device)
-        v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
-        if scale == 1.0:
-            return v
-        conditional, unconditional = v.chunk(2)
-        return unconditional + scale * (conditional - unconditional)
+    def sample(_: int, noise: Tensor, cache: Cache) -> list[Tensor]:
+        def velocity(x: Tensor, t: float) -> Tensor:
+            times = torch.full((len(cache.condition),), t, dtype=x.dtype, device=x.device)
+            v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
+            if w == 1.0:
+                return v
+            conditional, unconditional = v.chunk(2)
+            return unconditional + w * (conditional - unconditional)
 
-    given, finished = condition.tensors.get(FIRST_FRAME), None
-    for i, x in enumerate(noise):
-        if i == 0 and given is not None:
-            yield given.to(x.dtype)
-            continue
-        if finished is not None:
-            cache = cache.with_chunk(finished.repeat(len(branches), 1, 1, 1, 1))
-        x0 = integrate(velocity, x, sampler=sampler, steps=steps, shift=shift)
-        finished = context_chunk(role.causal, x0, random, f"sample/context/{i}")
-        yield x0
+        return integrate(velocity, noise, **how)
 
-
-def integrate(velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float) -> Tensor:
-    """Follow ``velocity`` from ``noise`` at time 1 to time 0 in ``steps`` steps of ``sampler``."""
-    if sampler == "unipc":
-        return unipc_sample(velocity, noise, steps=steps, shift=shift)
-    return euler_sample(velocity, noise, times=euler_times(steps, shift))
+    return by_chunks(role.cache(Condition.cat(branches)), noise, random, "sample/context", sample, states)
 
 
 @torch.no_grad()
-def euler_sample(velocity: Velocity, noise: Tensor, *, times: list[float]) -> Tensor:
-    """Integrate ``velocity`` by Euler's method from ``times[0]`` to ``times[-1]`` (1 to 0 for a sample).
+def by_chunks(
+    cache: Cache,
+    noise: Iterable[Tensor],
+    random: StepRandom,
+    purpose: str,
+    sample: Callable[[int, Tensor, Cache], list[Tensor]],
+    states: Sequence[float] = (),
+) -> Iterator[list[Tensor]]:
+    """Sample a causal role chunk by chunk, without gradient. A chunk is yielded once it is finished.
+
+    A finished chunk enters the cache when the next one begins. A first frame in the condition is the first chunk, which
+    a new cache holds already; its states lie on the line from its noise.
+
+    Args:
+        cache: new cache of the role, for the B samples or for several branches of them (guidance).
+        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
+        random: random streams of the noise on finished chunks, if the role caches them at a ``context_time`` above 0.
+        purpose: name of these draws: chunk i has ``PURPOSE/i``.
+        sample: function of a chunk's number, noise and cache that returns its states, and last its clean latents.
+        states: times of these states.
+    """
+    causal, finished = cache.role.causal, None
+    assert causal is not None
+    frame = cache.condition.tensors.get(FIRST_FRAME)
+    for i, x in enumerate(noise):
+        if i == 0 and frame is not None:
+            x0 = frame[: len(x)].to(x.dtype)
+            yield [add_noise(x0, x, x.new_full((len(x),), t)) for t in (*states, 0.0)]
+            continue
+        if finished is not None:
+            cache = cache.with_chunk(finished.repeat(len(cache.condition) // len(x), 1, 1, 1, 1))
+        chunk = sample(i, x, cache)
+        finished = context_chunk(causal, chunk[-1], random, f"{purpose}/{i}")
+        yield chunk
+
+
+@torch.no_grad()
+def integrate(
+    velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
+) -> list[Tensor]:
+    """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
 
     Args:
         velocity: velocity of a state at a time.
-        noise: state at ``times[0]``, ``(B, C, T, H, W)``.
-        times: descending times, one more than the steps.
-    """
-    x = noise
-    for t, t_next in zip(times[:-1], times[1:], strict=True):
-        x = x + (t_next - t) * velocity(x, t)
-    return x
-
-
-def sample_with_states(
-    role: Role,
-    noise: Tensor,
-    condition: Condition,
-    *,
-    states: Sequence[float],
-    steps: int,
-    shift: float,
-    scale: Guidance,
-) -> tuple[Tensor, Tensor]:
-    """Sample by Euler's method; return the states at some times, and the clean latents.
-
-    Args:
-        role: the network.
         noise: ``(B, C, T, H, W)``.
-        condition: conditions of the B samples.
-        states: K times in (0, 1], descending; they are added to the times of the steps.
-        steps: number of steps without them.
+        sampler: ``euler`` or ``unipc``; with ``states``, ``euler``.
+        steps: number of steps without ``states``.
         shift: time shift.
-        scale: guidance ``w``.
-
-    Returns:
-        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
+        states: times in (0, 1], descending; they are added to the times of the steps.
     """
-    times = sorted({*euler_times(steps, shift), *states}, reverse=True)
-    x, kept, velocity = noise, [], guided(role, condition, scale)
-    for start, end in pairwise(sorted({1.0, *states, 0.0}, reverse=True)):
-        if start in states:
+    if sampler == "unipc":
+        assert not states, "UniPC's steps depend on each other"
+        return [unipc_sample(velocity, noise, steps=steps, shift=shift)]
+    times, x, kept = sorted({*euler_times(steps, shift), *states}, reverse=True), noise, []
+    for t, t_next in pairwise(times):
+        if t in states:
             kept.append(x)
-        x = euler_sample(velocity, x, times=[time for time in times if end <= time <= start])
-    return torch.stack(kept, dim=1), x
+        x = x + (t_next - t) * velocity(x, t)
+    return [*kept, x]
 
 
 @torch.no_grad()
@@ -204,7 +192,7 @@ def rollout(
     random: StepRandom,
     purpose: str,
     *,
-    sampler: str,
+    sampler: StudentSampler,
 ) -> Tensor:
     """Sample the few-step student: denoise, move to the next time, and repeat.
 
@@ -218,25 +206,104 @@ def rollout(
             dtype of ``noise``.
         random: random streams of the fresh noise.
         purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
+        sampler: as for :func:`last_input`.
+    """
+
+    def velocity(x: Tensor, step: Times) -> Tensor:
+        return student.velocity(x, step.t, condition, at=step.at)
+
+    steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
+    x = last_input(velocity, noise, steps, random, purpose, sampler=sampler)
+    return denoise(x, velocity(x, steps[-1]), steps[-1].t)
+
+
+@torch.no_grad()
+def last_input(
+    velocity: Callable[[Tensor, Times], Tensor],
+    noise: Tensor,
+    steps: Sequence[Times],
+    random: StepRandom,
+    purpose: str,
+    *,
+    sampler: StudentSampler,
+) -> Tensor:
+    """Return the input ``x_t`` of the last of a few-step student's ``steps``, without gradient.
+
+    Args:
+        velocity: the student's velocity of a state ``(B, C, T, H, W)`` at a time.
+        noise: the first input is the noise times the first time.
+        steps: descending times.
+        random: random streams of the fresh noise.
+        purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
         sampler: step to the next time ``t'``: ``renoise`` is ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2);
             ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
     """
     assert sampler in get_args(StudentSampler), sampler
-    steps = [
-        time
-        if isinstance(time, Times)
-        else Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)
-        for time in times
-    ]
     x = per_sample(steps[0].t, noise) * noise
-    for k, (t, at) in enumerate(steps):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
-            v = student.velocity(x, t, condition, at=at)
-            x0 = denoise(x, v, t)
-        if k == len(times) - 1:
-            break
+    for k, (step, (next_t, _)) in enumerate(pairwise(steps), start=1):
+        v = velocity(x, step)
+        x0 = denoise(x, v, step.t)
         if sampler == "ode":
-            x = x0 + per_sample(steps[k + 1].t, v) * v
+            x = x0 + per_sample(next_t, v) * v
         else:
-            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), steps[k + 1].t)
-    return x0
+            x = add_noise(x0, random.normal(f"{purpose}_{k}", x.shape[1:], x.dtype), next_t)
+    return x
+
+
+class LastStep(NamedTuple):
+    """Last step of a chunk in a rollout. It can be computed again with a gradient: nothing that it holds changes."""
+
+    x: Tensor
+    """Input ``x_t``, ``(B, C, frames of the chunk, H, W)``."""
+    t: Tensor
+    """Times ``(B,)``."""
+    cache: Cache
+    """Earlier chunks."""
+
+    def x0(self) -> Tensor:
+        """Return the student's prediction, which is the chunk. Its graph reaches the network, not the cache."""
+        return denoise(self.x, self.cache.role.chunk_velocity(self.x, self.t, self.cache), self.t)
+
+
+def rollout_chunks(
+    student: Role,
+    noise: Iterable[Tensor],
+    condition: Condition,
+    times: Callable[[int], Sequence[float]],
+    random: StepRandom,
+    purpose: str,
+    *,
+    sampler: StudentSampler,
+    last_steps: list[LastStep] | None = None,
+) -> Iterator[Tensor]:
+    """Sample a causal few-step student chunk by chunk (:func:`by_chunks`), each as :func:`rollout` samples a clip.
+
+    Args:
+        student: a causal role.
+        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
+        condition: conditions of the B samples.
+        times: function of a chunk's number that returns its times, descending, above 0.
+        random: random streams of the fresh noise.
+        purpose: name of the draws: the k-th fresh noise of chunk i is ``PURPOSE/renoise/i_k``, and the noise on its
+            finished latents ``PURPOSE/context/i``.
+        sampler: as for :func:`last_input`.
+        last_steps: receives the last step of each chunk that is sampled, if given.
+    """
+
+    def sample(i: int, noise: Tensor, cache: Cache) -> list[Tensor]:
+        def velocity(x: Tensor, step: Times) -> Tensor:
+            return student.chunk_velocity(x, step.t, cache)
+
+        steps = [_for_all(time, noise) for time in times(i)]
+        x = last_input(velocity, noise, steps, random, f"{purpose}/renoise/{i}", sampler=sampler)
+        last = LastStep(x, steps[-1].t, cache)
+        if last_steps is not None:
+            last_steps.append(last)
+        return [last.x0()]
+
+    return (x0 for (x0,) in by_chunks(student.cache(condition), noise, random, f"{purpose}/context", sample))
+
+
+def _for_all(time: float, noise: Tensor) -> Times:
+    """Return ``time`` for each of the samples of ``noise``."""
+    return Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)

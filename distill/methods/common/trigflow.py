@@ -1,7 +1,8 @@
 """TrigFlow (Lu & Song 2024, arXiv:2410.11081, section 3) on a rectified-flow network, without retraining it.
 
 ``x_t = cos(t) x0 + sin(t) e`` with ``t`` in [0, pi/2]; dividing by ``k = cos t + sin t`` gives the rectified-flow
-state at time ``sin(t) / k``. Shapes: x, e, v, F are ``(B, C, T, H, W)``; t is ``(B,)``, fp32 or better.
+state at time ``sin(t) / k``. Shapes: x, e, v, F are ``(B, C, T, H, W)``; t is ``(B,)``, or ``(B, T)`` for a time per
+latent frame, fp32 or better.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ def flow_time_of(t: float) -> float:
 
 
 def trig_field(
-    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance = 1.0, at: float | None = None
+    role: Role,
+    x: Tensor,
+    t: Tensor,
+    condition: Condition,
+    scale: Guidance = 1.0,
+    at: float | None = None,
+    *,
+    clean: Tensor | None = None,
 ) -> Tensor:
     """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
@@ -50,10 +58,11 @@ def trig_field(
         condition: conditions of the B samples.
         scale: guidance ``w``.
         at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
+        clean: history of a causal role, a rectified-flow state (:meth:`models.roles.role.Role.velocity`).
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
-    v = guided_velocity(role, x / k, flow_time(t), condition, scale, at)
+    v = guided_velocity(role, x / k, flow_time(t), condition, scale, at, clean=clean)
     return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
 
 

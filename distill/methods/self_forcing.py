@@ -1,0 +1,141 @@
+"""Self-forcing (Huang et al. 2025, arXiv:2506.08009): DMD2 on whole clips that a causal student makes chunk by chunk.
+
+A chunk is denoised along the step list up to an *exit* step. Its prediction is the chunk, which enters the student's
+cache as the history of the next one. The scores are bidirectional and see the whole clip, as in :mod:`dmd2`.
+
+Gradients pass through the exit steps alone, and the cache is constant. So ``x_G`` depends on the weights through one
+forward per chunk, and the gradient can be *replayed*: roll out without gradient, take ``dL/dx_G`` once, then compute
+the exit step of one chunk after another with a graph, each with its own backward. One chunk's graph is alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Batch, Loss
+from distill.methods.common.chunks import chunk_noise
+from distill.methods.common.sampling import LastStep, rollout_chunks
+from distill.methods.dmd2 import Dmd2, Dmd2Settings
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.roles.condition import FIRST_FRAME
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
+
+
+@dataclass(kw_only=True)
+class SelfForcingSettings(Dmd2Settings):
+    """``method=self_forcing``."""
+
+    name: str = "self_forcing"
+    exit: Literal["shared", "each"] = "shared"
+    """Exit steps of a rollout: one draw for all chunks (``shared``), or one for ``each`` chunk."""
+    step_list_first: list[float] | None = None
+    """Times of the first chunk's steps, like ``step_list``; null for ``step_list``. Its exit is drawn separately.
+    Causal Forcing++ takes 4 steps here and 1 or 2 after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first = self.step_list_first
+        if first is not None and (
+            not first or first[0] != 1.0 or first[-1] <= 0 or any(a <= b for a, b in pairwise(first))
+        ):
+            raise UserError(f"method.step_list_first={list(first)} must descend from 1.0 and stay above 0, or be null")
+        if self.fake_knows_last_step and (self.exit == "each" or first is not None):
+            raise UserError(
+                "method.fake_knows_last_step=true needs one last step for all chunks; use method.exit=shared and"
+                " method.step_list_first=null"
+            )
+
+
+class SelfForcing(Dmd2):
+    """DMD2 with a causal student that is rolled out chunk by chunk."""
+
+    settings: SelfForcingSettings
+
+    @classmethod
+    def check_causal(cls, settings: SelfForcingSettings, causal: Mapping[str, CausalSettings | None]) -> None:
+        if causal["student"] is None:
+            raise UserError("method=self_forcing is for a causal student; set student.causal.chunk, or use method=dmd2")
+        for name, role in causal.items():
+            if name != "student" and role is not None:
+                raise UserError(
+                    f"{name}.causal.chunk={role.chunk}: method=self_forcing compares scores of whole clips; give a"
+                    f" bidirectional {name}.checkpoint"
+                )
+
+    def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
+        times, first = self.sampling_times(steps), self.settings.step_list_first
+        return lambda chunk: times if chunk or first is None else first
+
+    def _exit_times(self, random: StepRandom) -> Callable[[int], Sequence[float]]:
+        """Return a function of a chunk's number that returns its times up to the exit step.
+
+        The draws are the same on every rank and in every micro-batch of a part of the batch.
+        """
+        settings = self.settings
+
+        def times(chunk: int) -> Sequence[float]:
+            if chunk == 0 and settings.step_list_first is not None:
+                chosen, purpose = settings.step_list_first, "self_forcing/exit_first"
+            elif settings.exit == "each":
+                chosen, purpose = settings.student_times(), f"self_forcing/exit/{chunk}"
+            else:
+                return self._rollout_times(random)
+            if settings.rollout == "full":
+                return chosen
+            return chosen[: random.shared_integer(purpose, 1, len(chosen))]
+
+        return times
+
+    def _rollout(self, batch: Batch, random: StepRandom, last_steps: list[LastStep] | None = None) -> Tensor:
+        student = self.roles["student"]
+        with torch.no_grad(), student.kept_gathered():
+            chunks = rollout_chunks(
+                student,
+                chunk_noise(student, random, "self_forcing/noise", batch.shape, batch.dtype),
+                batch.condition,
+                self._exit_times(random),
+                random,
+                "self_forcing",
+                sampler=self.settings.student_sampler,
+                last_steps=last_steps,
+            )
+            return torch.cat([*chunks], dim=2)
+
+    def _student_losses(self, batch: Batch, last: Tensor | None, random: StepRandom) -> Iterator[Loss]:
+        sizes = self.roles["student"].causal.chunks(batch.shape[1])
+        replay: list[tuple[LastStep, Tensor]] = []
+        """Exit steps of the chunks that are still to be replayed, and ``dL/dx_G`` of these chunks."""
+
+        def rollout_loss() -> Tensor:
+            steps: list[LastStep] = []
+            clip = self._rollout(batch, random, steps).requires_grad_()
+            loss = self._sample_loss(clip, batch, last, random)
+            loss.backward()
+            # A given first frame is a chunk without an exit step.
+            replay.extend(zip(steps, clip.grad.split(sizes, dim=2)[-len(steps) :], strict=True))
+            return loss.detach()
+
+        def replayed(value: Callable[[], Tensor]) -> Tensor:
+            """Return a loss with this value, and with the gradient of the next chunk."""
+            loss = value()
+            step, gradient = replay.pop(0)
+            inner = (step.x0() * gradient).sum()
+            return loss + (inner - inner.detach())
+
+        def nothing() -> Tensor:
+            return torch.zeros((), dtype=batch.dtype, device=batch.condition.device)
+
+        first = int(FIRST_FRAME in batch.condition.tensors)
+        for chunk in range(first, len(sizes)):
+            value = rollout_loss if chunk == first else nothing
+            yield Loss("dmd", partial(replayed, value), 1.0)

@@ -1,0 +1,101 @@
+"""Self-forcing on every mesh against diffusers' network in one process, with lists as caches and one backward."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distill.methods.self_forcing import SelfForcingSettings
+from models.causal import CausalSettings
+from models.lora.settings import LoraSettings
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+
+SHARED = SelfForcingSettings(
+    fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0,
+    fake_knows_last_step=True,
+)  # fmt: skip
+EACH = replace(
+    SHARED, exit="each", step_list_first=[1.0, 0.9, 0.7, 0.3], student_sampler="ode", fake_knows_last_step=False,
+    gan_weight_student=0.3,
+)  # fmt: skip
+WINDOW = CausalSettings(chunk=1, window=1, context_time=0.1)
+CASES = {
+    "shared exit": Setup(steps=6, method=SHARED, causal=CausalSettings(chunk=2, first_chunk=1)),
+    "an exit each, GAN, window": Setup(steps=4, method=EACH, causal=WINDOW),
+}
+SLOW = pytest.mark.slow
+REPLICAS = {"dp_replicate": 2, "cp": 2, "changes": {"fake": {"reduce_unused": True}}}
+MESHES = [
+    ("shared exit", {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}),
+    ("an exit each, GAN, window", {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}),
+    pytest.param("shared exit", {}, marks=SLOW),
+    pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=SLOW),
+    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=SLOW),
+    pytest.param("an exit each, GAN, window", {"dp_shard": 2, "changes": {"all": {"keep_gathered": True}}}, marks=SLOW),
+    pytest.param("an exit each, GAN, window", REPLICAS, marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoints):
+    return {name: oracle_trace(setup, checkpoints) for name, setup in CASES.items()}
+
+
+@pytest.mark.parametrize(("case", "sizes"), MESHES, ids=str)
+def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, case, sizes):
+    """Losses, all gradients, clip norms and weights: replayed backward is one backward of the whole rollout."""
+    setup = replace(CASES[case], **sizes)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    difference = compare(trace, truth[case])
+    print(f"\n{case}, {sizes}: {difference}")
+    assert trace.roles[:2] == ["student", "fake"]
+    assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
+
+
+def test_adapters(pools, checkpoints):
+    """Student and fake score are adapters on the teacher's network, on a ring."""
+    lora = {name: LoraSettings(rank=2) for name in ("student", "fake")}
+    setup = replace(CASES["shared exit"], steps=2, lora=lora)
+    trace, alone = (
+        trace_on_ranks(replace(setup, **sizes), checkpoints, pools[sizes.get("cp", 1)])
+        for sizes in ({"cp": 3, "micro_batch_size": 4}, {"micro_batch_size": 4})
+    )
+    difference = compare(trace, alone)
+    assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
+
+
+class _Saved:
+    """Tensor that a graph keeps for its backward."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def _most_saved(folder, sizes):
+    """Return the most bytes that the graphs of a student step keep at once."""
+    alive, most = weakref.WeakSet(), 0
+
+    def pack(tensor):
+        nonlocal most
+        saved = _Saved(tensor)
+        alive.add(saved)
+        storages = {each.tensor.untyped_storage().data_ptr(): each.tensor.untyped_storage() for each in alive}
+        most = max(most, sum(storage.nbytes() for storage in storages.values()))
+        return saved
+
+    setup = Setup(steps=1, method=SHARED, causal=WINDOW, latent_shape=sizes, batch_size=1)
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    weights = sum(p.nbytes for p in trainer.roles["student"].parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        trainer.record()
+    return most - weights
+
+
+def test_one_chunks_graph_is_alive(pools, checkpoints):
+    """A clip of three times the chunks keeps as much for backward as a short one, except for its history."""
+    ((short,), (long,)) = (pools[1].run(_most_saved, checkpoints, (4, frames, 8, 8)) for frames in (2, 6))
+    assert 0 < long < 1.2 * short, (short, long)
