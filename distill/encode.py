@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -54,6 +57,20 @@ def _columns(text: str) -> dict[str, str] | None:
     return dict(parts) or None
 
 
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Name the arguments of this command, in place of the settings of a training, in the message of a mistake."""
+    names = "|".join(item.name for item in fields(EncodeSettings))
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(r"(?<![\w./])data\.path\b", "SOURCE", str(error))
+        known = rf"(?<![\w./])data\.({names}|columns)\b"
+        raise UserError(re.sub(known, lambda match: f"--{match[1].replace('_', '-')}", message)) from error
+
+
+@_named_as_here()
+@paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
     """Encode, or verify.
 
@@ -92,12 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 with one line for a user's mistake."""
     arguments = _parser().parse_args(argv)
     log_to_console()
-
-    @paths_of_the_user()
-    def work() -> None:
-        run(arguments)
-
-    return exit_code(work)
+    return exit_code(lambda: run(arguments))
 
 
 if __name__ == "__main__":

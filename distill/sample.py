@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
+from distill.data import ClipDataset
 from distill.evaluate.sampling import decode, generate, sample_captions
-from distill.methods import METHODS, build_method
+from distill.methods import METHODS, Method, build_method
 from distill.report.media import contact_sheet, write_mp4
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
@@ -32,7 +34,7 @@ from fsdp_cp.launch import (
     refuse_separate_worlds,
     world_size,
 )
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console, progress
 from fsdp_cp.runtime.torchrun import recorded
@@ -74,6 +76,14 @@ def plan_student(config: Config, student: Path) -> RolePlan:
             f" method={config.method.name} trained; give a folder that has"
         )
     return plan
+
+
+def build_student(config: Config, plan: RolePlan, data: ClipDataset, device: torch.device) -> tuple[Method, Mesh]:
+    """Build the student over all ranks, and the run's method, which samples it. All ranks must call this."""
+    mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
+    shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
+    role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
+    return build_method(config.method, {"student": role}), mesh
 
 
 def sampled_shape(config: Config, plan: RolePlan, frames: int | None) -> LatentShape:
@@ -170,15 +180,13 @@ def sample(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack, process_group(device):
         # Open the output before any work, to find now that it cannot be written.
         folder = on_all_ranks(lambda: stack.enter_context(atomic_folder(out, about)) if rank() == 0 else None)[0]
-        mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
-        shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
-        role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
+        method, mesh = build_student(config, plan, data, device)
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
-                build_method(config.method, {"student": role}),
+                method,
                 "student",
                 steps=steps,
                 captions=captions,

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from distill.config import Config, compose_config
 from distill.data import ClipDataset, condition_of
 from distill.data.sets.dataset import STATES
-from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, refuse_foreign, texts_of
+from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
 from distill.data.shares import Shares
 from distill.evaluate.sampling import sampling_batch
 from distill.methods.common.chunks import chunk_noise
@@ -139,10 +139,10 @@ class _Sampling:
                 len(numbers), lambda i: save(numbers[i], self.data.embeddings(texts[numbers[i]]), {}), advance
             )
 
-        writer.write("clips", self.count, max(1, SHARD_BYTES // bytes_per_clip), "clip", make_clips)
+        writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
         text = self.data.embeddings("")
-        per_shard = SHARD_BYTES // max(1, sum(4 * self.settings.max_text_tokens * t.shape[1] for t in text.values()))
-        writer.write("texts", len(texts), max(1, per_shard), "caption", copy_texts)
+        bytes_per_text = sum(4 * self.settings.max_text_tokens * t.shape[1] for t in text.values())
+        writer.write("texts", len(texts), bytes_per_text, "caption", copy_texts)
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
     def _bytes_per_clip(self) -> int:
@@ -186,6 +186,7 @@ class _Sampling:
         return stored
 
 
+@paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
     """Compose and check the settings, build mesh, data and teacher, and write the set.
 
@@ -247,12 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents and states")
     arguments = parser.parse_args(argv)
     log_to_console()
-
-    @paths_of_the_user()
-    def work() -> None:
-        run(arguments)
-
-    return exit_code(work)
+    return exit_code(lambda: run(arguments))
 
 
 if __name__ == "__main__":

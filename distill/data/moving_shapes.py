@@ -6,6 +6,7 @@ caption's clips have eight modes of known weight. There is no VAE: latents are p
 coordinates run from 0 to the side length, with pixel centres at .5.
 """
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES, PixelCodec, WordTable
-from distill.data.videos.decode import MAX_SIZE, ClipFormat
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.roles.condition import Condition
 
@@ -140,10 +141,9 @@ class MovingShapes:
         encoders: folder with ``words.safetensors``.
         num_frames, height, width: size of a clip; at least 6 frames of 16 x 16 pixels.
         fps: frames per second at which the clips are shown.
-        seed: seed of the renders. The splits "train" and "heldout" are different streams of it.
+        seed: seed of the renders; those of :meth:`heldout` are another stream of it.
         num_clips: length of the data set (nothing is stored).
         negative_prompt: caption of the unconditional branch of guidance; empty for pad words.
-        split: "train" or "heldout".
         colour_shares: share of each of ``COLOURS`` among the clips of a caption, sum 1. Captions then name no color
             (item i has caption i modulo 8). By default captions name it.
 
@@ -162,44 +162,43 @@ class MovingShapes:
         seed: int = 0,
         num_clips: int = 65536,
         negative_prompt: str = "",
-        split: str = "train",
         colour_shares: Sequence[float] | None = None,
     ) -> None:
         ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)  # refuses sizes of no clip
         self._captions = captions_of(colour_shares)
         # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels. An
         # epoch's order is a list of all clips.
-        for name, value, least, most in (
-            ("num_frames", num_frames, 6, MAX_SIZE),
-            ("height", height, 16, MAX_SIZE),
-            ("width", width, 16, MAX_SIZE),
-            ("num_clips", num_clips, len(self._captions), _MAX_CLIPS),
-        ):
-            if not least <= value <= most:
-                raise UserError(f"data.{name}={value} must be from {least} to {most} for moving_shapes")
+        for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
+            if value < least:
+                raise UserError(f"data.{name}={value} must be at least {least} for moving_shapes")
+        if not len(self._captions) <= num_clips <= _MAX_CLIPS:
+            raise UserError(f"data.num_clips={num_clips} must be from {len(self._captions)} to {_MAX_CLIPS}")
         self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
         self._table = WordTable(encoders)
         self._size = {"num_frames": num_frames, "height": height, "width": width}
-        self._seed, self._split, self._num_clips = seed, split, num_clips
-        self._settings = {
-            "encoders": encoders, **self._size, "fps": fps, "seed": seed, "num_clips": num_clips,
-            "negative_prompt": negative_prompt, "colour_shares": colour_shares,
-        }  # fmt: skip
+        self._seed, self._split, self._num_clips = seed, "train", num_clips
         self.fps = float(fps)
         self.latent_shape = (3, num_frames, height, width)
-        self.condition_shapes = {"text": (CAPTION_WORDS, self._table.dim)}
+        self.condition_shapes = {"text": (CAPTION_WORDS, self._table.vectors.shape[1])}
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
         null_text, empty_text = self._table.embed([negative_prompt, ""], CAPTION_WORDS, "data.negative_prompt")
         self.null, self.empty = {"text": null_text}, {"text": empty_text}
-        identity = repr(("moving_shapes", 1, self.latent_shape, seed, split, num_clips, self._table.words)).encode()
-        identity += self._table.vectors.numpy().tobytes() + null_text.numpy().tobytes()
-        if self._colour_shares is not None:  # not always: fingerprints of before must stay
-            identity += repr(self._colour_shares).encode()
-        self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
     def heldout(self) -> "MovingShapes":
         """Return the same data set from the held-out stream, which training never sees."""
-        return MovingShapes(**self._settings, split="heldout")
+        data = copy.copy(self)
+        data._split = "heldout"
+        return data
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of everything that item ``i`` depends on."""
+        decides = (self.latent_shape, self._seed, self._split, self._num_clips, self._table.words)
+        identity = repr(("moving_shapes", 1, *decides)).encode()
+        identity += self._table.vectors.numpy().tobytes() + self.null["text"].numpy().tobytes()
+        if self._colour_shares is not None:  # not always: fingerprints of before must stay
+            identity += repr(self._colour_shares).encode()
+        return hashlib.sha256(identity).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self._num_clips

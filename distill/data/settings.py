@@ -20,7 +20,7 @@ from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from distill.data.sets.encode import EncodeSettings
+    from distill.data.sets.encode import EncodeSettings, Source
     from distill.data.sets.encoded_set import EncodedSet
 
 Shape = tuple[int, ...]
@@ -199,29 +199,28 @@ class VideoFolderSettings(DataSettings, EncodingFields):
     def encode_settings(self) -> EncodeSettings:
         return _encode_settings(self)
 
+    def source(self) -> Source:
+        """Return the rows of the table, without opening a clip.
+
+        Raises:
+            UserError: a table that is missing or damaged.
+        """
+        from distill.data.sets.encode import Source
+
+        return Source.read(self.path, self.columns, has_clips=self.has_clips)
+
     def fingerprints(self) -> dict[str, str]:
-        table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
+        table = hashlib.sha256(json.dumps(self.source().sizes()).encode()).hexdigest()[:32]
         encoders = self.encode_settings().fingerprint(has_clips=self.has_clips)
         return {"data.path": table, "data.encoders": encoders}
 
-    def _table(self) -> list[Any]:
-        """Return the table's rows, with the size of each clip in bytes (None for a missing one)."""
-        from distill.data.videos.video_folder import read_metadata
-
-        path = Path(self.path).expanduser()
-        files = [(path / row.file, row.caption) for row in read_metadata(path, self.columns)]
-        return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
-
     def table_in_words(self) -> str:
-        from distill.data.videos.video_folder import read_metadata
-
-        path = Path(self.path).expanduser()
-        rows = read_metadata(path, self.columns)
-        left_out = [f"{row.file} {row.problem}" for row in rows if row.problem]
-        if len(left_out) == len(rows):
-            raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} can be used, first {left_out[0]}")
+        source, noun = self.source(), "clip" if self.has_clips else "caption"
+        left_out = [f"{row.file} {row.problem}" for row in source.rows if row.problem]
+        if len(left_out) == len(source.rows):
+            raise UserError(f"{source.name}: none of {counted(len(left_out), noun)} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
-        return f"{counted(len(rows), 'clip')} in {path}{note}"
+        return f"{counted(len(source.rows), noun)} in {Path(self.path).expanduser()}{note}"
 
 
 @dataclass(kw_only=True)
@@ -233,17 +232,6 @@ class CaptionsSettings(VideoFolderSettings):
     name: str = "captions"
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
-
-    def _table(self) -> list[Any]:
-        from distill.data.videos.captions import read_captions
-
-        return read_captions(Path(self.path).expanduser(), self.columns)
-
-    def table_in_words(self) -> str:
-        from distill.data.videos.captions import read_captions
-
-        path = Path(self.path).expanduser()
-        return f"{counted(len(read_captions(path, self.columns)), 'caption')} in {path}"
 
 
 @dataclass(kw_only=True)
@@ -294,15 +282,8 @@ class EncodedSettings(DataSettings):
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import open_set
 
-        return open_set(
-            self.path,
-            cache=self.cache or str(run_dir / "cache"),
-            encoders=self.encoders,
-            damaged=self.damaged,
-            vae_precision=self.vae_precision,
-            vae_tiling=self.vae_tiling,
-            **runtime,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        return open_set(**values | {"cache": self.cache or str(run_dir / "cache")}, **runtime)
 
     def fingerprints(self) -> dict[str, str]:
         return {"data.path": self.open().fingerprint()}

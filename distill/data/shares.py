@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,7 +38,8 @@ class Shares:
     @classmethod
     def one_per_node(cls) -> Shares:
         """Return shares for one rank of each node; a collective."""
-        return cls(ranks=first_of_each(all_gather_objects(node())))
+        node = os.environ.get("GROUP_RANK", ""), socket.gethostname()
+        return cls(ranks=first_of_each(all_gather_objects(node)))
 
     def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
         """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank.
@@ -58,13 +59,8 @@ class Shares:
         return results
 
 
-def node() -> str:
-    """Return an identifier of this rank's machine: torchrun's number of it, and its name."""
-    return f"{os.environ.get('GROUP_RANK', '')} {socket.gethostname()}"
-
-
-def first_of_each(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return the lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
+def first_of_each(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the lowest rank of each node, where ``nodes[i]`` identifies the node of rank i."""
     return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))
 
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from distill.config import Config
 from distill.data.base import VAE_PRECISIONS
-from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
+from distill.data.encoders.hunyuan import TEMPLATE_TOKENS, HunyuanTextEncoder
 from distill.data.encoders.image import SIGLIP
-from distill.data.encoders.ltx import LTX_VAE_CLASS
 from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
@@ -25,7 +24,7 @@ from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
 
-_QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
+_QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP[0]
 
 
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
@@ -131,10 +130,9 @@ def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
     """Build the VAE of ``config.json`` with random weights on the current default device; Wan's if none is named."""
-    from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLLTXVideo, AutoencoderKLWan
+    import diffusers
 
-    others = {LTX_VAE_CLASS: AutoencoderKLLTXVideo, HUNYUAN_VAE_CLASS: AutoencoderKLHunyuanVideo15}
-    cls: Any = others.get(settings.get("_class_name", ""), AutoencoderKLWan)
+    cls = getattr(diffusers, settings.get("_class_name", "AutoencoderKLWan"))
     # Ignore keys of other versions that the class does not know, as from_pretrained does.
     parameters = inspect.signature(cls.__init__).parameters
     return cls(**{name: value for name, value in settings.items() if name in parameters})

@@ -7,7 +7,7 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,7 @@ class DiffusersFamily(Family):
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return the default of each argument of the network's class, by key."""
-        return {name: parameter.default for name, parameter in cls._parameters().items()}
-
-    @classmethod
-    def _parameters(cls) -> dict[str, inspect.Parameter]:
-        parameters = inspect.signature(cls.transformer.__init__, eval_str=True).parameters
-        return {name: parameter for name, parameter in parameters.items() if name != "self"}
+        return {name: parameter.default for name, parameter in parameters_of(cls.transformer).items()}
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         """Refuse values of a type that the class does not declare, and sizes out of range.
@@ -58,15 +53,7 @@ class DiffusersFamily(Family):
         Raises:
             UserError: a value is refused.
         """
-        for key, parameter in self._parameters().items():
-            value, hint = config.get(key, parameter.default), parameter.annotation
-            if key == "out_channels" and value is None:  # diffusers uses in_channels
-                continue
-            least, most = _LIMITS.get(key, (0 if parameter.default == 0 else 1, _MOST))
-            if hint is not inspect.Parameter.empty and not _fits(value, hint, least, most):
-                name = hint.__name__ if isinstance(hint, type) else hint
-                bounds = f", {least} to {most}" if int in members(hint) else ""
-                refuse(config, key, f"{name}{bounds}", setting)
+        checked_arguments(self.transformer, config, setting)
 
     @abstractmethod
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
@@ -192,16 +179,47 @@ class DiffusersFamily(Family):
         return 2 * (2 * pairs + others)
 
 
+def parameters_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class of diffusers, by name."""
+    parameters = inspect.signature(cls.__init__, eval_str=True).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def checked_arguments(cls: type[Any], config: Mapping[str, Any], setting: str) -> dict[str, Any]:
+    """Return the arguments of a class of diffusers by a ``config.json``, with the defaults of the others.
+
+    Raises:
+        UserError: a value of a type that the class does not declare, or a size out of range.
+    """
+    arguments = {}
+    for key, parameter in parameters_of(cls).items():
+        value, hint = config.get(key, parameter.default), parameter.annotation
+        arguments[key] = value
+        # diffusers uses in_channels where out_channels is null. Some defaults are not of the type that they declare.
+        if value is None and (key == "out_channels" or parameter.default is None):
+            continue
+        least, most = _LIMITS.get(key, (0 if parameter.default == 0 else 1, _MOST))
+        if hint is not inspect.Parameter.empty and not _fits(value, hint, least, most):
+            name = hint.__name__ if isinstance(hint, type) else hint
+            bounds = f", {least} to {most}" if int in members(hint) else ""
+            refuse(config, key, f"{name}{bounds}", setting)
+    return arguments
+
+
 def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
     """Whether ``value`` has a type that ``hint`` allows.
 
-    Integers must lie between ``least`` and ``most``. Floats must be above 0, or 0 where ``least`` is 0.
+    Integers must lie between ``least`` and ``most``. Floats must be above 0, or 0 where ``least`` is 0. Integers of a
+    list must be at least 1, and there are 16 at most; its floats are finite.
     """
     kinds = members(hint)
     if value is None or isinstance(value, (bool, str)):
         return type(value) in kinds
     if isinstance(value, (list, tuple)):
-        return any(get_origin(kind) is tuple for kind in kinds) and all(_fits(item, int, 1, most) for item in value)
+        listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (tuple, list)]
+        if float in listed:
+            return all(type(item) in (int, float) and math.isfinite(item) for item in value)
+        return bool(listed) and len(value) <= 16 and all(_fits(item, listed[0], 1, most) for item in value)
     if type(value) is int and int in kinds:
         return least <= value <= most
     return float in kinds and isinstance(value, (int, float)) and (0 < value < math.inf or value == least == 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distill.data import MovingShapesSettings
-from distill.data.sets.write_set import SetWriter, texts_of
+from distill.data.sets.write_set import SHARD_BYTES, SetWriter, texts_of
 from models.causal import CausalSettings
 
 SHAPE = (3, 6, 16, 16)
@@ -35,8 +35,9 @@ def write_state_set(
     rows = [(i, data.caption(i)) for i in range(count)]
     texts = texts_of(rows, "")
     with writer.begun():
-        writer.write("clips", count, per_shard, "clip", lambda ns, save, _: [save(n, stored(n, times), {}) for n in ns])
+        size = SHARD_BYTES // per_shard
+        writer.write("clips", count, size, "clip", lambda ns, save, _: [save(n, stored(n, times), {}) for n in ns])
         writer.write(
-            "texts", len(texts), 100, "text", lambda ns, save, _: [save(n, data.embeddings(texts[n]), {}) for n in ns]
+            "texts", len(texts), 1, "text", lambda ns, save, _: [save(n, data.embeddings(texts[n]), {}) for n in ns]
         )
         writer.finish(rows, "", encoders=settings.encoders)

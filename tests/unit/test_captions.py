@@ -8,9 +8,10 @@ import torch
 import train
 from distill.config import load_config
 from distill.data import CaptionsSettings
-from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.sets.dataset import encode_source
-from distill.data.videos.captions import read_captions
+from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips
 
@@ -37,7 +38,7 @@ def make(tmp_path, tiny, file):
 
 def test_items_are_the_captions_through_the_text_encoder(make, tiny):
     data = make(negative_prompt="blurred")
-    encoder = TextEncoder(inspect_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
+    encoder = TextEncoder(choose_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
     assert len(data) == 4 and list(data.captions()) == [TEXTS[0], TEXTS[1], TEXTS[3]]
     assert data.latent_shape == (16, 3, 4, 6) and data.condition_shapes == {"text": (24, 32)} and data.fps == 8
     for i, text in enumerate(TEXTS):

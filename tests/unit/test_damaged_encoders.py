@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec
 from fsdp_cp.errors import UserError
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -41,7 +42,7 @@ def test_settings_of_encoders_that_cannot_be(pipeline, file, settings):
     path = pipeline / file
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with pytest.raises(UserError) as error:
-        inspect_encoders(pipeline)
+        choose_encoders(pipeline)
     message, (key,) = str(error.value), settings
     assert message.startswith(f"data.encoders={pipeline}") and "\n" not in message
     assert key in message or key == "architectures"
@@ -53,7 +54,7 @@ def test_settings_that_are_no_json_objects(pipeline):
         for text in (b"[" * 100_000, b"[]", b"\xff", b""):
             (pipeline / file).write_bytes(text)
             with pytest.raises(UserError, match=file):
-                inspect_encoders(pipeline)
+                choose_encoders(pipeline)
         (pipeline / file).write_bytes(whole)
 
 
@@ -62,7 +63,7 @@ def test_code_of_a_folder_is_never_run(pipeline, monkeypatch):
     (pipeline / "tokenizer" / "evil.py").write_text("raise SystemExit('code from a checkpoint was run')\n")
     path = pipeline / "tokenizer" / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}
-    folder = inspect_encoders(pipeline)
+    folder = choose_encoders(pipeline)
     path.write_text(json.dumps(settings))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
     try:
@@ -77,11 +78,11 @@ def test_pickles_are_never_read(pipeline):
     for part, name in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
         (pipeline / part / f"{name}.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     (pipeline / "text_encoder" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    folder = inspect_encoders(pipeline)
+    folder = choose_encoders(pipeline)
     VideoCodec(folder, **CPU), TextEncoder(folder, max_tokens=8, **CPU)
     (pipeline / "text_encoder" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="text_encoder"):
-        inspect_encoders(pipeline)
+        choose_encoders(pipeline)
 
 
 def test_an_index_outside_the_folder_and_an_adapter(pipeline):
@@ -90,11 +91,11 @@ def test_an_index_outside_the_folder_and_an_adapter(pipeline):
         json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../vae/diffusion_pytorch_model.safetensors"}})
     )
     with pytest.raises(UserError, match="model.safetensors.index.json"):
-        inspect_encoders(pipeline)
+        choose_encoders(pipeline)
     index.unlink()
     (pipeline / "text_encoder" / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     with pytest.raises(UserError, match="adapter_config.json"):
-        inspect_encoders(pipeline)
+        choose_encoders(pipeline)
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder"])
@@ -105,7 +106,7 @@ def test_encoders_with_weights_that_are_not_finite(pipeline, part):
     name = sorted(name for name in weights if "decoder" in name or part == "text_encoder")[-1]
     weights[name].view(-1)[-1] = torch.nan
     save_file(weights, file, metadata={"format": "pt"})
-    folder = inspect_encoders(pipeline)
+    folder = choose_encoders(pipeline)
     with pytest.raises(UserError) as error:
         VideoCodec(folder, **CPU) if part == "vae" else TextEncoder(folder, max_tokens=8, **CPU)
     assert name in str(error.value)
@@ -124,5 +125,5 @@ def test_tokenizers_of_other_models(pipeline, change):
     change(settings)
     file.write_text(json.dumps(settings))
     with pytest.raises(UserError, match="tokenizer") as error:
-        TextEncoder(inspect_encoders(pipeline), max_tokens=8, **CPU).encode("zzz")
+        TextEncoder(choose_encoders(pipeline), max_tokens=8, **CPU).encode("zzz")
     assert "\n" not in str(error.value)

@@ -13,6 +13,7 @@ from distill.data.order import Batching, MicroBatchSampler
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.encode import EncodeSettings
 from distill.data.sets.write_set import SetWriter, verify
+from distill.encode import main
 from distill.planning.command import planned_shapes
 from distill.planning.encoders import encoder_peaks
 from distill.run.folder import held_run_dir
@@ -140,3 +141,15 @@ def test_a_set_is_known_by_its_settings(path, tmp_path):
     with SetWriter(path, "OUT=set", about).begun() as is_whole:
         assert is_whole
     assert torch.equal(open_set(path, cache=tmp_path)[5]["latents"], stored(5, TIMES)["latents"])
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "name"),
+    [("nowhere", [], "SOURCE="), (".", [], "SOURCE="), ("captions.txt", ["--num-frames", "10"], "--num-frames=10")],
+)
+def test_the_command_names_its_own_arguments(source, options, name, tiny, tmp_path, capsys):
+    (tmp_path / "captions.txt").write_text("x\n")
+    arguments = [str(tmp_path / source), str(tmp_path / "set"), "--encoders", str(tiny), "--device", "cpu", *options]
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert name in message and message.count("\n") == 1 and not (tmp_path / "set").exists()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import LATENT_CHANNELS
@@ -36,7 +37,7 @@ def smooth_video(seed=0):
 
 
 def test_text_is_what_the_pipeline_makes(tiny, pipeline):
-    encoder = TextEncoder(inspect_encoders(tiny), max_tokens=40, **CPU)
+    encoder = TextEncoder(choose_encoders(tiny), max_tokens=40, **CPU)
     for caption in ("a red square", "", "Two  cyclists &amp; a dog.", "longer than forty tokens, " * 4):
         text = encoder.encode(caption)
         wanted, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False, max_sequence_length=40)
@@ -46,7 +47,7 @@ def test_text_is_what_the_pipeline_makes(tiny, pipeline):
 
 
 def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
-    folder, vae = inspect_encoders(tiny), pipeline.vae
+    folder, vae = choose_encoders(tiny), pipeline.vae
     codec = VideoCodec(folder, **CPU)
     latents = codec.encode(smooth_video())
     with torch.no_grad():
@@ -65,7 +66,7 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
 @pytest.mark.slow
 def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
     """Frames of 288 x 320 pixels exceed a tile of 256. The truth is diffusers' own VAE with tiling."""
-    folder = inspect_encoders(tiny)
+    folder = choose_encoders(tiny)
     video = torch.nn.functional.interpolate(smooth_video(), size=(288, 320), mode="bilinear")
     exact, tiled = VideoCodec(folder, **CPU), VideoCodec(folder, **CPU, tiling=True)
     latents, in_tiles = exact.encode(video), tiled.encode(video)
@@ -84,7 +85,7 @@ def test_sizes_come_from_the_layers(copy):
     settings.pop("scale_factor_temporal")
     settings["scale_factor_spatial"] = 4
     (copy / "vae/config.json").write_text(json.dumps(settings))
-    folder = inspect_encoders(copy)
+    folder = choose_encoders(copy)
     assert (folder.temporal, folder.spatial, folder.patch) == (4, 8, (1, 2, 2))
 
 
@@ -93,7 +94,7 @@ def test_latent_statistics_left_out_are_wans(copy):
     for name in ("latents_mean", "latents_std"):
         settings.pop(name)
     (copy / "vae/config.json").write_text(json.dumps(settings))
-    codec = VideoCodec(inspect_encoders(copy), **CPU)
+    codec = VideoCodec(choose_encoders(copy), **CPU)
     assert codec.mean.flatten()[0] == pytest.approx(-0.7571) and codec.std.flatten()[0] == pytest.approx(2.8184)
 
 
@@ -101,7 +102,7 @@ def test_latent_statistics_left_out_are_wans(copy):
 def test_a_size_that_does_not_fit_names_one_that_does(copy, patch):
     settings = json.loads((copy / "transformer/config.json").read_text()) | {"patch_size": patch}
     (copy / "transformer/config.json").write_text(json.dumps(settings))
-    folder = inspect_encoders(copy)
+    folder = choose_encoders(copy)
     refused = 0
     for number in range(-1, 40):
         for name in ("num_frames", "height", "width"):
@@ -122,7 +123,7 @@ def test_a_size_that_does_not_fit_names_one_that_does(copy, patch):
 def test_a_folder_without_a_part_is_refused(copy, part):
     shutil.rmtree(copy / part) if (copy / part).is_dir() else (copy / part).unlink()
     with pytest.raises(UserError, match="data.encoders") as error:
-        inspect_encoders(copy)
+        choose_encoders(copy)
     assert "\n" not in str(error.value)
 
 
@@ -146,7 +147,7 @@ def test_weights_that_do_not_fit_are_refused(copy, file, load, damage):
         weights[key] = torch.zeros(*weights[key].shape, 2)
     save_file(weights, copy / file, metadata={"format": "pt"})
     with pytest.raises(UserError) as error:
-        load(inspect_encoders(copy))
+        load(choose_encoders(copy))
     assert "\n" not in str(error.value) and file.split("/")[0] in str(error.value)
 
 
@@ -160,5 +161,5 @@ def test_the_tied_word_table_may_be_saved_under_either_name(copy, names):
     weights = {name: value for name, value in weights.items() if name not in both}
     weights |= {name: table.clone() for name in names}
     save_file(weights, file, metadata={"format": "pt"})
-    encoder = TextEncoder(inspect_encoders(copy), max_tokens=8, **CPU)
+    encoder = TextEncoder(choose_encoders(copy), max_tokens=8, **CPU)
     assert torch.equal(encoder.model.get_input_embeddings().weight, table)

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders
-from distill.data.videos.captions import read_captions
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec
 from distill.data.videos.decode import ClipError, ClipFormat, read_clip
+from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import read_metadata
 from tests.tiny_pipeline import render_clips
 from tests.unit.damage import BYTES, CHANGES, changed_json, damaged, examples, refusal, snapshot
@@ -93,7 +94,7 @@ def test_encoders_are_loaded_or_refused(tmp_path, tiny, around):
     files = sorted(str(p.relative_to(tiny)) for part in parts for p in (tiny / part).iterdir())
 
     def load():
-        found = inspect_encoders(folder)
+        found = choose_encoders(folder)
         assert min(found.latent_shape(CLIP)) >= 1
         options = {"device": CPU, "dtype": torch.float32}
         VideoCodec(found, **options)

@@ -8,7 +8,7 @@ import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
 from distill.data.encoders.choose import choose_encoders
-from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.image import ImageInput
 from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec
 from distill.data.sets.dataset import encode_source
 from distill.data.videos.decode import ClipFormat
@@ -195,6 +195,6 @@ def test_clips_that_the_vae_would_cut_are_refused(folder):
 
 def test_wan_keeps_its_own_encoders(tmp_path):
     encoders = choose_encoders(build_tiny_pipeline(tmp_path))
-    assert not isinstance(encoders.text_encoder(max_tokens=16, **CPU), LtxTextEncoder)
+    texts = encoders.text_encoder(max_tokens=16, **CPU)
+    assert not isinstance(texts, LtxTextEncoder) and texts.cleaned(CAPTION) == "a red & blue square"
     assert encoders.text_key() == {} and encoders.clip_tensors(CLIP) == {}
-    assert encoders.cleaned(CAPTION) == "a red & blue square"

@@ -25,10 +25,10 @@ CATCHES = {
 def renders() -> dict[str, np.ndarray]:
     """Return the reference and two further, independent streams."""
     folder = "assets/quickstart_teacher"
-    heldout = MovingShapes(encoders=folder, split="heldout")
+    heldout = MovingShapes(encoders=folder).heldout()
     return {
         "reference": heldout.clips(1024).numpy(),
-        "heldout": MovingShapes(encoders=folder, split="heldout", seed=1).clips(1024).numpy(),
+        "heldout": MovingShapes(encoders=folder, seed=1).heldout().clips(1024).numpy(),
         "train": MovingShapes(encoders=folder).clips(N).numpy(),
     }
 

@@ -64,7 +64,7 @@ def test_item_is_a_function_of_seed_split_and_index(encoders):
     one, again = MovingShapes(encoders=encoders), MovingShapes(encoders=encoders)
     backward = [again[i]["latents"] for i in reversed(range(64))][::-1]
     assert all(torch.equal(one[i]["latents"], backward[i]) for i in range(64))
-    for other in (MovingShapes(encoders=encoders, split="heldout"), MovingShapes(encoders=encoders, seed=1)):
+    for other in (MovingShapes(encoders=encoders).heldout(), MovingShapes(encoders=encoders, seed=1)):
         assert other.fingerprint != one.fingerprint
         assert not any(torch.equal(one[i]["latents"], other[i]["latents"]) for i in range(64))
     assert one.fingerprint == again.fingerprint

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
-from distill.data.encoders.wan import inspect_encoders
+from distill.data.encoders.choose import choose_encoders
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import inspect_transformer
 from models.files.shipped import find_shipped
@@ -37,6 +37,6 @@ def test_what_is_here_comes_first(tmp_path, monkeypatch):
 def test_everything_else_stays_as_it_is(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     assert find_shipped(path) == Path(path)
-    for inspect in (inspect_encoders, lambda p: inspect_transformer(p, "teacher.checkpoint")):
+    for inspect in (choose_encoders, lambda p: inspect_transformer(p, "teacher.checkpoint")):
         with pytest.raises(UserError):
             inspect(path)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.data.videos.captions import read_captions
-from distill.data.videos.table import read_table
+from distill.data.videos.table import read_captions, read_table
 from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 from tests.unit.refused import refused

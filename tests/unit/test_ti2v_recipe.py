@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import models.roles.load
 from distill.config import compose_config
-from distill.data.encoders.first_frame import inspect_image
+from distill.data.encoders.image import inspect_image
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
 from distill.run.setup import plan_run

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from distill.data.videos.captions import read_captions
 from distill.data.videos.colors import other_colors
 from distill.data.videos.decode import ClipError, ClipFormat, first_frame, read_clip
+from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 
@@ -395,7 +395,7 @@ def test_tables_that_users_have(tmp_path, name, content, columns):
     ("name", "content", "columns", "cause"),
     [
         ("metadata.csv", "video,prompt\na.mp4,one\n", None, "data.columns"),
-        ("metadata.csv", ",file_name,caption\nx,a.mp4,one\n", None, "first column"),
+        ("metadata.csv", ",file_name,caption\nx,a.mp4,one\n", None, "named columns"),
         ("metadata.csv", ",file_name,caption\n0,a.mp4,one, two\n", None, "4 fields"),
         ("metadata.jsonl", '{"file_name": "a.mp4", "caption": "one"}\n[1]\n', None, "line 2"),
         ("metadata.jsonl", '{"file_name": "a.mp4", "caption": 3}\n', None, "line 1"),

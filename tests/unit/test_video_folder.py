@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.write_set import verify
 from distill.data.videos.decode import ClipFormat, read_clip
@@ -77,7 +78,7 @@ def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
         and data.condition_shapes == {"text": (24, 32)}
     )
     assert list(data.captions()) == ["a red square, drifting", "a green square, drifting", "a blue square, drifting"]
-    folder, cpu = inspect_encoders(tiny), {"device": torch.device("cpu"), "dtype": torch.float32}
+    folder, cpu = choose_encoders(tiny), {"device": torch.device("cpu"), "dtype": torch.float32}
     codec, encoder = VideoCodec(folder, **cpu), TextEncoder(folder, max_tokens=24, **cpu)
     for i in range(3):
         item = data[i]
@@ -280,6 +281,10 @@ def test_a_kill_loses_no_finished_clip(make, counts, monkeypatch, tmp_path):
     monkeypatch.undo()
     made = len(list((tmp_path / "cache").rglob("unfinished/*.safetensors")))
     assert made == 2
+    entry = next((tmp_path / "cache").rglob("unfinished/*.safetensors"))
+    entry.write_bytes(entry.read_bytes()[:-1])
+    with refused(entry.name):
+        make()
     data = make()
     assert len(data) == 3 and data.fingerprint == whole.fingerprint
     for name in ("set.json", "index.safetensors", "clips-00000000.safetensors", "texts-00000000.safetensors"):

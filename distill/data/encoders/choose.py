@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
-from distill.data.encoders.ltx import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
-from distill.data.encoders.wan import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
+from distill.data.encoders.folder import check_weight_files, part_settings, require_class
+from distill.data.encoders.hunyuan import HunyuanEncoderFolder
+from distill.data.encoders.ltx import LtxEncoderFolder
+from distill.data.encoders.wan import EncoderFolder
 from distill.data.encoders.words import inspect_words, table_file
+from fsdp_cp.errors import UserError
+from models.families.diffusers_family import checked_arguments
+from models.files.shipped import find_shipped
 
-_ENCODERS = {
-    VAE_CLASS: (TEXT_CLASS, inspect_wan),
-    LTX_VAE_CLASS: (LtxTextEncoder.class_name, inspect_ltx),
-    HUNYUAN_VAE_CLASS: (HunyuanTextEncoder.class_name, inspect_hunyuan),
-}
-"""Class of the text encoder that belongs to a VAE's class, and the function that reads the folder's settings."""
+_FAMILIES = {kind.codec_class.vae_class: kind for kind in (EncoderFolder, LtxEncoderFolder, HunyuanEncoderFolder)}
 
 
 def choose_encoders(path: str | Path) -> EncoderFolder:
     """Read a pipeline folder's settings without loading weights.
 
-    Raises: ``UserError`` as :func:`distill.data.encoders.wan.read_encoders`, and for settings that no such VAE
-    has.
+    Raises:
+        UserError: a folder, a sub-folder, settings or safetensors weights that are missing or damaged; a VAE or a text
+            encoder of another class; settings that ask for code of their own.
     """
     if table_file(path).is_file():
         return inspect_words(path)
-    folder, where, vae, text = read_encoders(path, {name: text for name, (text, _) in _ENCODERS.items()})
-    return _ENCODERS[vae["_class_name"]][1](folder, where, vae, text)
+    import diffusers
+
+    folder, where = find_shipped(path), f"data.encoders={path}"
+    if not folder.is_dir():
+        raise UserError(f"{where} is not a folder; give a diffusers pipeline folder")
+    vae = part_settings(folder, "vae", where)
+    require_class(where, "vae", [vae.get("_class_name")], " or ".join(_FAMILIES))
+    family = _FAMILIES[vae["_class_name"]]
+    for part in ("vae", *family.text_parts):
+        if not (folder / part).is_dir():
+            raise UserError(f"{where} has no {part}/; give a diffusers pipeline folder that has one")
+        if part.startswith("tokenizer"):
+            for name in ("tokenizer_config.json", "config.json"):
+                part_settings(folder, part, where, name, optional=True)
+        else:
+            check_weight_files(folder / part, where)
+    text = part_settings(folder, "text_encoder", where)
+    require_class(where, "text_encoder", text.get("architectures"), family.text_class.class_name)
+    vae = checked_arguments(getattr(diffusers, vae["_class_name"]), vae, f"{where}: vae/config.json")
+    return family.read(folder, where, vae, text)

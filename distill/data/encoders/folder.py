@@ -5,9 +5,9 @@ Nothing is unpickled, fetched or run from a folder.
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,22 @@ from models.files.checkpoint_files import indexed_files, one_line, refuse_pointe
 
 _OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
 """Keys by which a folder makes the libraries fetch code, or run its own."""
+_MAX_LAYERS, MAX_NUMBER = 1024, 2**24
 
 
-def part_settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
-    """Return the JSON object of ``part/name``. Refuse keys that load code, and sizes beyond any network's."""
+def part_settings(
+    folder: Path, part: str, where: str, name: str = "config.json", *, optional: bool = False
+) -> dict[str, Any]:
+    """Return the JSON object of ``part/name``, or ``{}`` for a missing one that is ``optional``. Refuse keys that load
+    code, and sizes beyond any network's."""
     try:
         settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if optional:
+            return {}
         raise UserError(f"{where} has no {part}/{name}; save it with save_pretrained") from error
-    except OSError as error:
-        raise UserError(f"{where}: {part}/{name} cannot be read ({error.strerror}); give a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {part}/{name} is not JSON ({one_line(error)}); save it again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {part}/{name} cannot be read ({one_line(error)}); save it again") from error
     if not isinstance(settings, dict):
         raise UserError(f"{where}: {part}/{name} is not a JSON object; save it again")
     for key in _OWN_CODE:
@@ -43,39 +47,6 @@ def part_settings(folder: Path, part: str, where: str, name: str = "config.json"
         if not part.startswith("tokenizer") and isinstance(value, (int, float)) and not -most <= value <= most:
             raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")
     return settings
-
-
-def class_defaults(name: str) -> dict[str, Any]:
-    """Return the default arguments of diffusers' class ``name``."""
-    import diffusers
-
-    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
-
-
-_MAX_LAYERS, MAX_NUMBER = 1024, 2**24
-
-
-def check_values(config: str, values: dict[str, Any], fits: dict[str, bool], model: str) -> None:
-    """Refuse the first value that does not fit.
-
-    Args:
-        config: setting, folder and file, for the message.
-        values: the file's values.
-        fits: whether the value of each key can be used.
-        model: name of the kind of model that the file describes.
-
-    Raises:
-        UserError: by name.
-    """
-    for key, is_good in fits.items():
-        if not is_good:
-            raise UserError(f"{config} has {key}={shown(values.get(key))}, which no {model} has; give the folder's own")
-
-
-def positive(value: Any) -> bool:
-    """Whether ``value`` is a finite number above 0."""
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def whole_numbers(values: Any, *, most: int) -> bool:
@@ -109,18 +80,23 @@ def require_class(where: str, part: str, architectures: Any, wanted: str) -> Non
         raise UserError(f"{where}: {part}/ holds {holds}; use {wanted}")
 
 
+@contextmanager
+def readable(folder: Path, part: str) -> Iterator[None]:
+    """Turn whatever the libraries raise for a damaged part of a folder into one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # TypeError, KeyError, bare Exceptions of the tokenizers library, Jinja's
+        raise UserError(f"data.encoders={folder}: {part}/ cannot be read ({one_line(error)}); save it again") from error
+
+
 def load_part(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn.Module:
     """Call ``from_pretrained``; raise ``UserError`` where the libraries only warn and leave random weights."""
-    try:
+    with readable(folder, part):
         model, info = model_class.from_pretrained(
             folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a damaged folder leads the libraries to all kinds, TypeError and KeyError among them
-        raise UserError(
-            f"data.encoders={folder}: {part}/ cannot be loaded ({one_line(error)}); save it again"
-        ) from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in info.get(what) or ())
         if keys:

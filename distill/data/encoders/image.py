@@ -1,12 +1,14 @@
-"""The image encoder of an image-to-video pipeline folder, as diffusers' pipelines use it.
+"""Image inputs: which tensors a pipeline folder makes of a first image for its network, and its image encoder.
 
-Of ``data.encoders``: ``image_encoder/`` (CLIP's vision transformer) and ``image_processor/`` in a folder of Wan's, and
-SigLIP's with ``feature_extractor/`` in one of HunyuanVideo 1.5's. Shape legend: H W
-pixels, N features of an image, D width of a feature.
+A folder of Wan's has ``image_encoder/`` (CLIP's vision transformer) and ``image_processor/``. A folder of HunyuanVideo
+1.5's has SigLIP's ``image_encoder/`` and ``feature_extractor/``.
+
+Shape legend: H W pixels, N features of an image, D width of a feature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,30 +20,17 @@ from distill.data.encoders.folder import (
     check_weight_files,
     load_part,
     part_settings,
+    readable,
     require_class,
     shown,
     whole_numbers,
 )
 from fsdp_cp.errors import UserError
-from models.files.checkpoint_files import one_line
+from models.roles.condition import FIRST_FRAME
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ImageEncoderKind:
-    """Kind of image encoder of a family's pipelines."""
-
-    classes: tuple[str, ...]
-    """Names of the classes in transformers."""
-    processor: str
-    """Sub-folder of the processor."""
-    class_tokens: int
-    """Number of features in addition to those of patches."""
-
-
-CLIP = ImageEncoderKind(
-    classes=("CLIPVisionModel", "CLIPVisionModelWithProjection"), processor="image_processor", class_tokens=1
-)
-SIGLIP = ImageEncoderKind(classes=("SiglipVisionModel",), processor="feature_extractor", class_tokens=0)
+CLIP = ("CLIPVisionModel", "CLIPVisionModelWithProjection")
+SIGLIP = ("SiglipVisionModel",)
+"""Classes in transformers."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,9 +39,10 @@ class ImageEncoderFolder:
 
     path: Path
     """The pipeline folder."""
-    kind: ImageEncoderKind
     class_name: str
     """Class of the encoder in transformers."""
+    processor: str
+    """Sub-folder of the processor."""
     tokens: int
     """N: one feature for each patch, and the class token if there is one."""
     width: int
@@ -61,31 +51,30 @@ class ImageEncoderFolder:
     @property
     def parts(self) -> tuple[str, str]:
         """Sub-folders that are read."""
-        return "image_encoder", self.kind.processor
+        return "image_encoder", self.processor
 
 
-def inspect_image_encoder(folder: Path, where: str, kind: ImageEncoderKind = CLIP) -> ImageEncoderFolder:
+def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:
     """Read the settings without loading weights.
 
     Args:
         folder: a pipeline folder.
         where: setting and folder, for messages.
-        kind: what is wanted.
+        classes: classes that the encoder may have.
 
     Raises:
         UserError: a part that is missing or damaged, or is another model.
     """
-    for part in ("image_encoder", kind.processor):
+    processor = "image_processor" if classes == CLIP else "feature_extractor"
+    for part in ("image_encoder", processor):
         if not (folder / part).is_dir():
             raise UserError(
                 f"{where} has no {part}/, which data.image=first_frame needs; give an image-to-video pipeline folder"
             )
     settings = part_settings(folder, "image_encoder", where)
-    part_settings(folder, kind.processor, where, "preprocessor_config.json")
-    architectures = settings.get("architectures")
-    known = next((name for name in kind.classes if isinstance(architectures, list) and name in architectures), None)
-    if known is None:
-        require_class(where, "image_encoder", architectures, kind.classes[0])
+    part_settings(folder, processor, where, "preprocessor_config.json")
+    require_class(where, "image_encoder", settings.get("architectures"), " or ".join(classes))
+    known = next(name for name in classes if name in settings["architectures"])
     check_weight_files(folder / "image_encoder", where)
     sizes = [settings.get(key) for key in ("image_size", "patch_size", "hidden_size")]
     if not whole_numbers(sizes, most=MAX_NUMBER) or sizes[1] > sizes[0]:
@@ -94,8 +83,49 @@ def inspect_image_encoder(folder: Path, where: str, kind: ImageEncoderKind = CLI
             " folder's own"
         )
     image, patch, width = sizes
-    tokens = (image // patch) ** 2 + kind.class_tokens
-    return ImageEncoderFolder(path=folder, kind=kind, class_name=known, tokens=tokens, width=width)
+    tokens = (image // patch) ** 2 + (classes == CLIP)  # a feature of each patch, and CLIP's of its class token
+    return ImageEncoderFolder(path=folder, class_name=known, processor=processor, tokens=tokens, width=width)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ImageInput:
+    """Tensors that a network gets of an image, with ``data.image=first_frame``."""
+
+    latents: str
+    """``first_frame``: the VAE encodes the image as a clip of one frame. ``image_latents``: the VAE encodes a clip that
+    begins with the image, and a mask tells which frames are given."""
+    encoder: ImageEncoderFolder | None = None
+    """The image encoder, for networks that also get its features."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the encoded tensors."""
+        return (self.latents,) if self.encoder is None else (self.latents, "image_embeds")
+
+
+def inspect_image(folder: Path, where: str) -> ImageInput:
+    """Return the image input of a Wan pipeline, without loading weights.
+
+    Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
+    image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
+
+    Args:
+        folder: a pipeline folder.
+        where: setting and folder, for messages.
+
+    Raises:
+        UserError: none of these pipelines; a part that is damaged.
+    """
+    index = part_settings(folder, ".", where, "model_index.json", optional=True)
+    in_place = index.get("expand_timesteps")
+    if in_place is not None and type(in_place) is not bool:
+        raise UserError(f"{where}: model_index.json has expand_timesteps={shown(in_place)}; use true or false")
+    if in_place:
+        return ImageInput(latents=FIRST_FRAME)
+    # diffusers writes [null, null] for a part that a pipeline does without.
+    if index.get("_class_name") == "WanImageToVideoPipeline" and index.get("image_encoder") in (None, [None, None]):
+        return ImageInput(latents="image_latents")
+    return ImageInput(latents="image_latents", encoder=inspect_image_encoder(folder, where))
 
 
 class ImageEncoder:
@@ -106,33 +136,31 @@ class ImageEncoder:
         """Load both parts. Raises ``UserError`` if the weights do not fit the settings."""
         import transformers
 
-        self.kind, self.device, self.dtype = folder.kind, device, dtype
+        self.is_clip, self.device, self.dtype = folder.class_name in CLIP, device, dtype
         self.model = load_part(getattr(transformers, folder.class_name), folder.path, "image_encoder", dtype=dtype).to(
             device
         )
-        try:
-            self.processor = _processor_class(folder.kind).from_pretrained(
-                folder.path / folder.kind.processor, local_files_only=True
+        with readable(folder.path, folder.processor):
+            self.processor = _processor_class(folder.class_name).from_pretrained(
+                folder.path / folder.processor, local_files_only=True
             )
-        except Exception as error:  # of a damaged folder, whatever the library raises
-            raise UserError(
-                f"data.encoders={folder.path}: {folder.kind.processor}/ cannot be read ({one_line(error)}); save it"
-                " again"
-            ) from error
 
     @torch.no_grad()
     def encode(self, rgb_HWC: torch.Tensor) -> torch.Tensor:
         """Encode one image, uint8 (H, W, 3), to fp32 (N, D) on the CPU: CLIP's features after the last block but one,
         SigLIP's last."""
         pixels = self.processor(images=rgb_HWC.numpy(), return_tensors="pt")["pixel_values"]
-        output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.kind == CLIP)
-        features = output.hidden_states[-2] if self.kind == CLIP else output.last_hidden_state
+        output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.is_clip)
+        features = output.hidden_states[-2] if self.is_clip else output.last_hidden_state
         return features[0].float().cpu()
 
 
-def _processor_class(kind: ImageEncoderKind) -> Any:
-    """Return the processor on PIL. transformers 5 has another name for it; 4 has only one processor."""
+def _processor_class(encoder: str) -> Any:
+    """Return the processor on PIL that belongs to a class of encoders.
+
+    transformers 5 has another name for it; 4 has only one processor.
+    """
     import transformers
 
-    name = "CLIPImageProcessor" if kind == CLIP else "SiglipImageProcessor"
+    name = f"{encoder.partition('Vision')[0]}ImageProcessor"
     return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)

@@ -10,7 +10,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,28 +17,84 @@ from typing import Any
 
 import torch
 
-from distill.data.encoders.first_frame import ImageInput
-from distill.data.encoders.folder import check_values, class_defaults, part_settings, positive, shown, whole_numbers
+from distill.data.encoders.folder import part_settings, shown
+from distill.data.encoders.image import ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.roles.condition import FIRST_FRAME
 
-logger = logging.getLogger(__name__)
-
-_VAE_SIZES = {"latent_channels": 4096, "patch_size": 16, "patch_size_t": 16}
-LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""
 PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
+
+
+class LtxVideoCodec(VideoCodec):
+    """LTX's VAE between pixels and the normalized latents that the transformer sees.
+
+    Latents are ``(z - latents_mean) * scaling_factor / latents_std``, which ``LTXPipeline.__call__`` undoes before it
+    decodes; ``z`` is the mode of the posterior. A VAE that is conditioned on a time decodes at the time 0 without noise
+    in the latents, the pipeline's ``decode_timestep`` and ``decode_noise_scale`` by default.
+    """
+
+    vae_class = "AutoencoderKLLTXVideo"
+
+    def _statistics(self) -> tuple[Any, Any]:
+        return self.vae.latents_mean, self.vae.latents_std.float() / self.vae.config["scaling_factor"]
+
+    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
+        times = [z.new_zeros(1, dtype=self.dtype)] if self.vae.config["timestep_conditioning"] else []
+        # Decoders that put noise into their layers draw it: a clip must not depend on which others were decoded before.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            return self.vae.decode(z.to(self.dtype), *times).sample
+
+
+class LtxTextEncoder(TextEncoder):
+    """T5 with its tokenizer. Of an ``LTXPipeline``, it sees what fills a caption up; the transformer does not."""
+
+    class_name = "T5EncoderModel"
+
+    def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+        self.pipeline = CONDITION_PIPELINE if folder.later else PIPELINE
+
+    def cleaned(self, caption: str) -> str:
+        """Return ``caption`` unchanged: the pipelines clean nothing."""
+        return caption
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LtxEncoderFolder(EncoderFolder):
     """Settings of the encoders in an LTX pipeline folder, without weights."""
 
+    codec_class = LtxVideoCodec
+    text_class = LtxTextEncoder
+
     pipeline: str | None
     """``_class_name`` of ``model_index.json``, if the folder has one."""
+
+    @classmethod
+    def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
+        """Return the settings of a folder; refuse patches of more than one latent too."""
+        ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
+        # As AutoencoderKLLTXVideo computes them, where its settings leave them open.
+        doublings = sum(vae["spatio_temporal_scaling"])
+        spatial, temporal = (vae[key] or vae[patch] * 2**doublings for key, patch in ratios.items())
+        transformer = part_settings(folder, "transformer", where, optional=True)
+        for key in ("patch_size", "patch_size_t"):
+            if transformer.get(key, 1) != 1:
+                raise UserError(f"{where}: transformer/config.json has {key}={shown(transformer[key])}; LTX's is 1")
+        return cls(
+            path=folder,
+            channels=vae["latent_channels"],
+            temporal=temporal,
+            spatial=spatial,
+            patch=(1, 1, 1),
+            text_width=text_width(text, where),
+            pipeline=part_settings(folder, ".", where, "model_index.json", optional=True).get("_class_name"),
+        )
 
     @property
     def later(self) -> bool:
@@ -62,32 +117,12 @@ class LtxEncoderFolder(EncoderFolder):
             )
         return remarks
 
-    def condition_shapes(
-        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
-    ) -> dict[str, tuple[int, ...]]:
-        text = (max_text_tokens, self.text_width)
-        shapes = {"text": text, "text_mask": (max_text_tokens,), "latent_spacing": (4,)}
-        if image is not None:
-            channels, _, height, width = self.latent_shape(clip)
-            shapes[FIRST_FRAME] = (channels, 1, height, width)
-        return shapes
-
     def inspect_image(self, where: str) -> ImageInput:
         """Return the first frame's latents in place of the noisy ones, for all of LTX's pipelines."""
         return ImageInput(latents=FIRST_FRAME)
 
-    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
-        return LtxVideoCodec(self, device=device, dtype=dtype, tiling=tiling)
-
-    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> LtxTextEncoder:
-        return LtxTextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
-
     def text_key(self) -> dict[str, Any]:
         return {"masked": True} if self.later else {}
-
-    def cleaned(self, caption: str) -> str:
-        """Return ``caption`` unchanged: the pipelines clean nothing."""
-        return caption
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
         """Add ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
@@ -98,80 +133,3 @@ class LtxEncoderFolder(EncoderFolder):
         """Return ``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""
         shift = (self.temporal - 1) / clip.fps if self.later else 0.0
         return {"latent_spacing": torch.tensor([self.temporal / clip.fps, self.spatial, self.spatial, shift])}
-
-
-def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
-    """Return the encoders of an LTX folder from :func:`distill.data.encoders.wan.read_encoders`.
-
-    Args:
-        folder: the pipeline folder.
-        where: setting and folder, for messages.
-        vae, text: ``config.json`` of the VAE and of the text encoder.
-
-    Raises: ``UserError`` for settings that no LTX VAE has, and patches of more than one latent.
-    """
-    vae = class_defaults("AutoencoderKLLTXVideo") | vae
-    config = f"{where}: vae/config.json"
-    scaling = vae["spatio_temporal_scaling"]
-    ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
-    fits = {key: whole_numbers([vae[key]], most=most) for key, most in _VAE_SIZES.items()}
-    fits |= {key: vae[key] is None or whole_numbers([vae[key]], most=1024) for key in ratios}
-    fits |= {
-        "scaling_factor": positive(vae["scaling_factor"]),
-        "timestep_conditioning": type(vae["timestep_conditioning"]) is bool,
-        "spatio_temporal_scaling": isinstance(scaling, (list, tuple))
-        and len(scaling) <= 8
-        and all(type(s) is bool for s in scaling),
-    }
-    check_values(config, vae, fits, "LTX VAE")
-    # As AutoencoderKLLTXVideo computes them, where its settings leave them open.
-    spatial, temporal = (vae[key] or vae[patch] * 2 ** sum(scaling) for key, patch in ratios.items())
-    if (folder / "transformer" / "config.json").is_file():
-        transformer = part_settings(folder, "transformer", where)
-        for key in ("patch_size", "patch_size_t"):
-            if transformer.get(key, 1) != 1:
-                raise UserError(f"{where}: transformer/config.json has {key}={shown(transformer[key])}; LTX's is 1")
-    pipeline = None
-    if (folder / "model_index.json").is_file():
-        pipeline = part_settings(folder, ".", where, "model_index.json").get("_class_name")
-    return LtxEncoderFolder(
-        path=folder,
-        channels=vae["latent_channels"],
-        temporal=temporal,
-        spatial=spatial,
-        patch=(1, 1, 1),
-        text_width=text_width(text, where),
-        pipeline=pipeline,
-    )
-
-
-class LtxVideoCodec(VideoCodec):
-    """LTX's VAE between pixels and the normalized latents that the transformer sees.
-
-    Latents are ``(z - latents_mean) * scaling_factor / latents_std``, which ``LTXPipeline.__call__`` undoes before it
-    decodes; ``z`` is the mode of the posterior. A VAE that is conditioned on a time decodes at the time 0 without noise
-    in the latents, the pipeline's ``decode_timestep`` and ``decode_noise_scale`` by default.
-    """
-
-    vae_class = LTX_VAE_CLASS
-
-    def _statistics(self) -> tuple[Any, Any]:
-        return self.vae.latents_mean, self.vae.latents_std.float() / self.vae.config["scaling_factor"]
-
-    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
-        times = [z.new_zeros(1, dtype=self.dtype)] if self.vae.config["timestep_conditioning"] else []
-        # Decoders that put noise into their layers draw it: a clip must not depend on which others were decoded before.
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(0)
-            return self.vae.decode(z.to(self.dtype), *times).sample
-
-
-class LtxTextEncoder(TextEncoder):
-    """T5 with its tokenizer. Of an ``LTXPipeline``, it sees what fills a caption up; the transformer does not."""
-
-    class_name = "T5EncoderModel"
-
-    def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
-        self.pipeline = CONDITION_PIPELINE if folder.later else PIPELINE

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from distill.data.encoders.first_frame import ImageInput
-from distill.data.encoders.wan import EncoderFolder
+from distill.data.encoders.image import ImageInput
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
 from fsdp_cp.errors import UserError
 from models.files.shipped import find_shipped
 
@@ -48,18 +49,11 @@ class WordTable:
         path = table_file(folder)
         try:
             self.words, self.vectors = _read(path)
-        except FileNotFoundError as error:
-            raise UserError(f"data.encoders={folder} has no {FILE_NAME}; use assets/quickstart_teacher") from error
         except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
             raise UserError(
                 f"data.encoders: {path} is not a word table ({error}); use assets/quickstart_teacher"
             ) from error
         self._row = {word: i for i, word in enumerate(self.words)}
-
-    @property
-    def dim(self) -> int:
-        """Entries of a word's vector."""
-        return self.vectors.shape[1]
 
     def embed(self, captions: list[str], length: int, name: str = "caption") -> Tensor:
         """Return fp32 (len(captions), length, D); short captions are padded, the empty one is all pad words.
@@ -85,45 +79,18 @@ def _read(path: Path) -> tuple[list[str], Tensor]:
     vectors = load(content)["vectors"].float()
     with safe_open(str(path), framework="pt") as file:
         words = json.loads((file.metadata() or {})["vocabulary"])
-    if not isinstance(words, list) or not words or words[0] != PAD or not all(isinstance(w, str) for w in words):
+    if not isinstance(words, list) or words[:1] != [PAD] or not all(isinstance(word, str) for word in words):
         raise ValueError(f"the vocabulary is not a list of words that begins with {PAD!r}")
-    if vectors.ndim != 2 or len(words) != len(vectors) or len(set(words)) != len(words):
-        raise ValueError(f"{len(words)} words do not name the rows of vectors of shape {tuple(vectors.shape)}")
-    if not vectors.isfinite().all():
-        raise ValueError("a vector is not finite")
+    if vectors.ndim != 2 or not len(words) == len(vectors) == len(set(words)) or not vectors.isfinite().all():
+        raise ValueError(f"{len(words)} words do not name the rows of finite vectors of shape {tuple(vectors.shape)}")
     return words, vectors
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class WordFolder(EncoderFolder):
-    """A word table as a family of encoders, so that an encoded set can hold rendered clips."""
+class WordEncoder(TextEncoder):
+    """Text encoder of a word table."""
 
-    def inspect_image(self, where: str) -> ImageInput:
-        raise UserError(f"{where} is a word table, which has no image encoder; set data.image=null")
-
-    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> PixelCodec:
-        return PixelCodec()
-
-    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> WordEncoder:
-        return WordEncoder(self.path, max_tokens)
-
-    def text_parts(self) -> tuple[str, ...]:
-        return ()
-
-    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
-        return {"text": (max_tokens, max_tokens, self.text_width)}
-
-    def files(self, *parts: str) -> list[Path]:
-        return [table_file(self.path)]
-
-
-class WordEncoder:
-    """Text encoder of a word table; see :class:`distill.data.encoders.wan.TextEncoder`."""
-
-    cuts: tuple[str, ...] = ()
-
-    def __init__(self, path: Path, max_tokens: int) -> None:
-        self._table, self._max_tokens = WordTable(path), max_tokens
+    def __init__(self, folder: EncoderFolder, *, max_tokens: int, **_: Any) -> None:
+        self._table, self.max_tokens, self.cuts = WordTable(folder.path), max_tokens, []
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
         """Return ``text`` fp32 (``max_tokens``, D), filled up with the pad word.
@@ -131,13 +98,16 @@ class WordEncoder:
         Raises:
             UserError: an unknown word, or too many words.
         """
-        return {"text": self._table.embed([caption], self._max_tokens)[0]}
+        return {"text": self._table.embed([caption], self.max_tokens)[0]}
 
 
-class PixelCodec:
-    """Pixels as latents; see :class:`distill.data.encoders.wan.VideoCodec`."""
+class PixelCodec(VideoCodec):
+    """Pixels as latents."""
 
     dtype = torch.float32
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Load nothing."""
 
     def encode(self, video: Tensor) -> Tensor:
         """Return ``video`` (3, T, H, W) in [-1, 1] as it is."""
@@ -149,11 +119,25 @@ class PixelCodec:
         return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WordFolder(EncoderFolder):
+    """A word table as a family of encoders, so that an encoded set can hold rendered clips."""
+
+    codec_class = PixelCodec
+    text_class = WordEncoder
+
+    def inspect_image(self, where: str) -> ImageInput:
+        raise UserError(f"{where} is a word table, which has no image encoder; set data.image=null")
+
+    def files(self, *parts: str) -> list[Path]:
+        return [table_file(self.path)]
+
+
 def inspect_words(path: str | Path) -> WordFolder:
     """Return the encoders of a word table.
 
     Raises:
         UserError: a file that is missing or is not a word table.
     """
-    width = WordTable(path).dim
+    width = WordTable(path).vectors.shape[1]
     return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

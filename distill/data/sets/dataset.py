@@ -59,49 +59,40 @@ class EncodedData:
         self._states: list[int] = []
         self.encoders, self._image = settings.inspect()
         self.fps = float(settings.fps)
-        clip = settings.clip
-        self.latent_shape = self.encoders.latent_shape(clip)
-        self.condition_shapes = self.encoders.condition_shapes(clip, settings.max_text_tokens, self._image)
-        self.clip_tensors = self.encoders.clip_tensors(clip)
+        self.latent_shape, self.condition_shapes = settings.shapes()
+        self.clip_tensors = self.encoders.clip_tensors(settings.clip)
         self._codec: VideoCodec | None = None
-        self._rows = self._whole_rows(damaged)
-        self.null, self.empty = (
-            self._text_tensors(encoded, encoded.negative),
-            self._text_tensors(encoded, encoded.empty),
-        )
-        decides = [encoded.fingerprint(), None if self._rows is None else self._rows.tolist()]
-        decides.append({name: value.tolist() for name, value in self.clip_tensors.items()})
+        rows = self._whole_rows(damaged)
+        self._rows: Sequence[int] = range(len(encoded)) if rows is None else rows
+        self.null, self.empty = (self._text_tensors(encoded, text) for text in (encoded.negative, encoded.empty))
+        decides = [encoded.fingerprint(), rows, {name: value.tolist() for name, value in self.clip_tensors.items()}]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
-    def _whole_rows(self, policy: str) -> Any:
+    def _whole_rows(self, policy: str) -> list[int] | None:
         """Return the rows of the items, or ``None`` for all. All ranks decide alike."""
         damaged = on_all_ranks(self.set.damaged)
-        clips = sorted({number for part, _ in damaged for number in part})
-        texts = sorted({number for _, part in damaged for number in part})
+        clips, texts = (sorted(set().union(*parts)) for parts in zip(*damaged, strict=True))
         if not clips and not texts:
             return None
         shards = [*self.set.shards_of("clips", clips), *self.set.shards_of("texts", texts)]
-        rows = self.set.rows_without(clips, texts)
+        rows = self.set.rows_without(clips, texts).tolist()
         damage = f"{self.set.where} has {len(shards)} damaged shards, first {shards[0].name}"
         if policy != "skip":
             raise UserError(
                 f"{damage}; encode it again, or set data.damaged=skip to use {len(rows)} of {len(self.set)}"
             )
-        if {self.set.negative, self.set.empty} & set(texts) or not len(rows):
+        if {self.set.negative, self.set.empty} & set(texts) or not rows:
             raise UserError(f"{damage}, which all items need; encode it again")
         if rank() == 0:
             logger.warning("%s: %d of %d items left out", damage, len(self.set) - len(rows), len(self.set))
         return rows
 
     def __len__(self) -> int:
-        return len(self.set) if self._rows is None else len(self._rows)
-
-    def _row(self, index: int) -> int:
-        return index if self._rows is None else int(self._rows[index])
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``caption``, the condition's tensors by name, fp32, and ``latents`` fp32 (C, t, h, w) of a clip."""
-        row = self._row(index)
+        row = self._rows[index]
         clip, text = self.set.clip_of(row), self.set.text_of(row)
         item = {"caption": self.set.caption(text), **self._text_tensors(self.set, text), **self.clip_tensors}
         if clip >= 0:
@@ -131,7 +122,7 @@ class EncodedData:
 
     def caption(self, index: int) -> str:
         """Return the caption of an item, without its tensors."""
-        return self.set.caption(self.set.text_of(self._row(index)))
+        return self.set.caption(self.set.text_of(self._rows[index]))
 
     def captions(self) -> Sequence[str]:
         """Return the distinct captions, in the order of their first items."""
@@ -151,7 +142,7 @@ class EncodedData:
             where, text = self._find(caption)
             tensors = self._text_tensors(where, text) | self.clip_tensors
             if self._image is not None:
-                image = self._image_of(caption) if clips is None else (self.set, self.set.clip_of(self._row(clips[i])))
+                image = self.image_of(caption) if clips is None else (self.set, self.set.clip_of(self._rows[clips[i]]))
                 tensors |= self._clip_tensors(*image, leave=("latents", STATES))
             rows.append(tensors)
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
@@ -166,8 +157,12 @@ class EncodedData:
             f" {len(self.captions())} in {self.set.where}, such as '{self.captions()[0]}'"
         )
 
-    def _image_of(self, caption: str) -> tuple[EncodedSet, int]:
-        """Return the set and the clip with the image of a caption."""
+    def image_of(self, caption: str) -> tuple[EncodedSet, int]:
+        """Return the set and the clip with the image of a caption.
+
+        Raises:
+            UserError: a caption without an image.
+        """
         for where in (self._further, self.set):
             text = None if where is None else where.find(caption)
             row = None if text is None else where.first_row(text)
@@ -176,15 +171,6 @@ class EncodedData:
         raise UserError(
             f"the caption '{caption}' is of no clip of {self.set.where}; give it an image (sample.images, or --image)"
         )
-
-    def check_images(self, captions: Sequence[str]) -> None:
-        """Refuse a caption without an image where images condition.
-
-        Raises:
-            UserError: by name.
-        """
-        for caption in captions if self._image is not None else ():
-            self._image_of(caption)
 
     def _text_tensors(self, where: EncodedSet, text: int) -> dict[str, torch.Tensor]:
         return self.encoders.text_tensors(where.text(text), self.condition_shapes["text"][0])
@@ -247,15 +233,12 @@ def encode_source(
         return source
 
     source = check_local(check)
-    described = describe(settings, source)
     folder = Path(cache).expanduser().absolute()
-    encoded = _cached(folder, source, settings, device, described)
+    made = _cached(folder, source, settings, device)
     if rank() == 0 and has_clips and (extra := unlisted_videos(Path(path).expanduser(), source.rows)):
         logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), path, ", ".join(extra[:5]))
-    further = encode_further(folder, encoded, settings, captions, images, device)
-    data = EncodedData(encoded, settings, further=further, device=device)
-    data.check_images(captions)
-    return data
+    shared = {"captions": captions, "images": images, "device": device}
+    return open_set(made, cache=folder, encoders=settings.encoders, setting="data.cache", **shared)
 
 
 def open_set(
@@ -269,6 +252,7 @@ def open_set(
     captions: Sequence[str] = (),
     images: Sequence[str] = (),
     device: str | torch.device = "cpu",
+    setting: str = "data.path",
 ) -> EncodedData:
     """Open the set ``path``. A collective.
 
@@ -279,22 +263,30 @@ def open_set(
         damaged: see :class:`EncodedData`.
         vae_precision, vae_tiling: how samples are decoded; by default as the set was encoded.
         captions, images, device: see :func:`encode_source`.
+        setting: setting that the set comes from, for messages.
 
     Raises:
         UserError: on every rank, for a folder that is not a set, or encoders that are not those of the set.
     """
 
     def check() -> tuple[EncodedSet, EncodeSettings]:
-        encoded = EncodedSet(Path(path).expanduser(), f"data.path={path}")
+        encoded = EncodedSet(Path(path).expanduser(), f"{setting}={path}")
         settings = settings_of(encoded, encoders, vae_precision=vae_precision, vae_tiling=vae_tiling)
         check_further(settings, captions, images)
         return encoded, settings
 
     encoded, settings = check_local(check)
-    device = torch.device(device)
-    further = encode_further(Path(cache).absolute(), encoded, settings, captions, images, device)
+    device, further = torch.device(device), None
+    if images or any(encoded.find(caption) is None for caption in captions):
+        files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
+        rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
+        source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
+        their_settings = settings if images else replace(settings, image=None)
+        made = _cached(Path(cache).absolute(), source, their_settings, device)
+        further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
     data = EncodedData(encoded, settings, further=further, device=device, damaged=damaged)
-    data.check_images(captions)
+    for caption in captions if settings.image is not None else ():
+        data.image_of(caption)
     return data
 
 
@@ -338,25 +330,6 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
     return [stored.index(time) for time in times]
 
 
-def encode_further(
-    cache: Path,
-    encoded: EncodedSet,
-    settings: EncodeSettings,
-    captions: Sequence[str],
-    images: Sequence[str],
-    device: torch.device,
-) -> EncodedSet | None:
-    """Encode the captions that ``encoded`` lacks, and their images, into a set of their own; a collective."""
-    if not images and all(encoded.find(caption) is not None for caption in captions):
-        return None
-    folder = Path("/") if images else None
-    files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
-    rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
-    source = Source(name="the captions", rows=rows, folder=folder, has_latents=False)
-    settings = settings if images else replace(settings, image=None)
-    return _cached(cache, source, settings, device, describe(settings, source))
-
-
 def check_further(settings: EncodeSettings, captions: Sequence[str], images: Sequence[str]) -> None:
     """Refuse captions that are not text, and files that are not images.
 
@@ -379,15 +352,10 @@ def check_local(check: Any) -> Any:
     return result[0]
 
 
-def _cached(
-    cache: Path, source: Source, settings: EncodeSettings, device: torch.device, described: dict[str, Any]
-) -> EncodedSet:
+def _cached(cache: Path, source: Source, settings: EncodeSettings, device: torch.device) -> Path:
     """Return the set of ``source`` in a folder of sets; encode it first if it is not there."""
-    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache / key
+    described = describe(settings, source)
+    path = cache / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
-    if len(set(on_all_ranks(lambda: str(path)))) > 1:
-        raise UserError(f"data.cache={cache} is another folder on another rank; give an absolute path")
-    where = f"data.cache={path}"
-    encode(path, where, source, settings, device, described)
-    return EncodedSet(path, where)
+    encode(path, f"data.cache={path}", source, settings, device, described)
+    return path

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +20,12 @@ import torch
 
 from distill.data.base import VAE_PRECISIONS, EncodingFields
 from distill.data.encoders.choose import choose_encoders
-from distill.data.encoders.first_frame import ImageInput
-from distill.data.encoders.image import ImageEncoder
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
-from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
+from distill.data.encoders.image import ImageEncoder, ImageInput
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
+from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
-from distill.data.videos.captions import read_captions
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, counted
@@ -37,6 +37,7 @@ from models.roles.condition import FIRST_FRAME
 logger = logging.getLogger(__name__)
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
+_MOST_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
@@ -49,6 +50,12 @@ class EncodeSettings(EncodingFields):
 
     def __post_init__(self) -> None:
         check_choices(self, "data.")
+        tokens = self.max_text_tokens
+        if type(tokens) is not int or not 1 <= tokens <= _MOST_TOKENS:
+            raise UserError(
+                f"data.max_text_tokens={tokens} must be from 1 to {_MOST_TOKENS}; Wan uses 512, LTX 128, HunyuanVideo"
+                " 1000"
+            )
 
     @property
     def clip(self) -> ClipFormat:
@@ -61,7 +68,6 @@ class EncodeSettings(EncodingFields):
         Raises:
             UserError: a folder or sizes that do not fit.
         """
-        check_text_tokens(self.max_text_tokens)
         folder = choose_encoders(self.encoders)
         folder.check(self.clip)
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
@@ -75,7 +81,7 @@ class EncodeSettings(EncodingFields):
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
         folder = choose_encoders(self.encoders)
         image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
-        parts = [*(["vae"] if has_clips else []), *folder.text_parts()]
+        parts = [*(["vae"] if has_clips else []), *folder.text_parts]
         parts += image.encoder.parts if image is not None and image.encoder is not None else []
         return fingerprint_of(folder.files(*parts))
 
@@ -116,6 +122,13 @@ class Source:
     def files(self) -> list[str]:
         """Distinct files, in the order of their first rows."""
         return [] if self.folder is None else list(dict.fromkeys(row.file for row in self.rows if not row.problem))
+
+    def sizes(self) -> list[Any]:
+        """Return file name, bytes (``None``: missing) and caption of each row; without files, the captions."""
+        if self.folder is None:
+            return [row.caption for row in self.rows]
+        files = [(self.folder / row.file, row.caption) for row in self.rows]
+        return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
 
     def fingerprint(self) -> str:
         """Return a hash of the rows and of samples of every file's bytes; a collective, shared by all ranks."""
@@ -187,10 +200,26 @@ class _Job:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
                 logger.warning("%s", remark)
             logger.info("%s", self.estimate())
-        self._codec: VideoCodec | None = None
         self._texts: list[str] = []
-        self._image_encoder: ImageEncoder | None = None
-        self._text_encoder: TextEncoder | None = None
+
+    @cached_property
+    def _codec(self) -> VideoCodec:
+        return load_codec(self.folder, self.settings, self.device)
+
+    @cached_property
+    def _image_encoder(self) -> ImageEncoder | None:
+        folder = None if self.image is None else self.image.encoder
+        return None if folder is None else ImageEncoder(folder, device=self.device, dtype=torch.float32)
+
+    @cached_property
+    def _text_encoder(self) -> TextEncoder:
+        tokens = self.settings.max_text_tokens
+        return self.folder.text_encoder(max_tokens=tokens, device=self.device, dtype=torch.float32)
+
+    def _free_encoders(self) -> None:
+        for name in ("_codec", "_image_encoder", "_text_encoder"):
+            self.__dict__.pop(name, None)
+        release_memory(self.device)
 
     def estimate(self) -> str:
         """Say how many bytes the set takes."""
@@ -203,34 +232,26 @@ class _Job:
         )
 
     def _clip_bytes(self) -> int:
-        channels, *sizes = self.folder.latent_shape(self.clip)
-        shapes = [(channels, *sizes)] if self.source.has_latents else []
-        if self.image is not None:
-            made = self.folder.condition_shapes(self.clip, self.settings.max_text_tokens, self.image)
-            shapes += [made[name] for name in self.image.parts]
+        latents, made = self.settings.shapes()
+        shapes = [latents] if self.source.has_latents else []
+        shapes += [made[name] for name in (self.image.parts if self.image is not None else ())]
         return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
 
     def _text_bytes(self) -> int:
-        return sum(
-            4 * most * width for _, most, width in self.folder.text_sizes(self.settings.max_text_tokens).values()
-        )
+        return sum(4 * most * width for most, width in self.folder.text_sizes(self.settings.max_text_tokens).values())
 
     def run(self) -> None:
         """Write clips, texts and index."""
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
-        per_shard = max(1, SHARD_BYTES // max(1, self._clip_bytes()))
-        writer.write("clips", len(self.files), per_shard, "clip", self._make_clips)
-        self._codec = self._image_encoder = None
-        release_memory(self.device)
+        writer.write("clips", len(self.files), self._clip_bytes(), "clip", self._make_clips)
+        self._free_encoders()
         reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
         numbers = {file: number for number, file in enumerate(file for file in self.files if file not in reasons)}
         left_out = [(row.file, why) for row in source.rows if (why := row.problem or reasons.get(row.file))]
-        kept = [row for row in source.rows if not (row.problem or reasons.get(row.file))]
+        kept = [row for row in source.rows if not row.problem and row.file not in reasons]
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
-            if left_out:
-                logger.warning("%d of %d clips left out", len(left_out), len(source.rows))
         if not kept:
             name, reason = left_out[0]
             raise UserError(
@@ -239,18 +260,15 @@ class _Job:
             )
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
-        per_shard = max(1, SHARD_BYTES * _TEXT_FILL // self._text_bytes())
-        writer.write("texts", len(self._texts), per_shard, "caption", self._make_texts)
-        self._text_encoder = None
-        release_memory(self.device)
-        cut = writer.notes("texts", "cut")
-        if cut and rank() == 0:
-            logger.warning("%s cut; see left_out.csv", counted(len(cut), "caption"))
-        left_out += [(self._texts[number], reason) for number, reason in cut.items()]
+        writer.write("texts", len(self._texts), self._text_bytes() // _TEXT_FILL, "caption", self._make_texts)
+        self._free_encoders()
+        left_out += [(self._texts[number], reason) for number, reason in writer.notes("texts", "cut").items()]
         writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
         if rank() == 0:
             what = counted(len(kept), "clip" if self.files else "caption")
             logger.info("encoded %s of %s into %s", what, source.name, writer.path)
+            if left_out:
+                logger.warning("left_out.csv names what is left out or cut: %d of them", len(left_out))
 
     def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode clips; threads decode the next ones meanwhile."""
@@ -262,14 +280,9 @@ class _Job:
         """Return tensors and notes of a clip (3, T, H, W), or of the reason to leave it out."""
         if isinstance(video, str):
             return {}, {"left_out": video}
-        image = self.image
-        if self._codec is None:
-            self._codec = load_codec(self.folder, self.settings, self.device)
-            if image is not None and image.encoder is not None:
-                self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=torch.float32)
         made = {"latents": self._codec.encode(video)} if self.source.has_latents else {}
-        if image is not None:
-            made |= self._image_tensors(video[:, :1], self._codec, self._image_encoder)
+        if self.image is not None:
+            made |= self._image_tensors(video[:, :1], self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
                 raise UserError(
@@ -278,30 +291,23 @@ class _Job:
                 )
         return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
 
-    def _image_tensors(
-        self, frame: torch.Tensor, codec: VideoCodec, encoder: ImageEncoder | None
-    ) -> dict[str, torch.Tensor]:
+    def _image_tensors(self, frame: torch.Tensor, image: ImageInput) -> dict[str, torch.Tensor]:
         """Return what the networks get of a first frame (3, 1, H, W): the VAE encodes it alone, or with gray frames
         after it; an image encoder, where there is one, gives its features."""
-        assert self.image is not None
-        if self.image.latents == FIRST_FRAME:
-            made = {FIRST_FRAME: codec.encode(frame)}
-        else:
-            gray = frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])
-            made = {"image_latents": codec.encode(torch.cat([frame, gray], dim=1))}
-        if encoder is not None:
+        gray = frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])
+        pixels = frame if image.latents == FIRST_FRAME else torch.cat([frame, gray], dim=1)
+        made = {image.latents: self._codec.encode(pixels)}
+        if self._image_encoder is not None:
             levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-            made["image_embeds"] = encoder.encode(levels)
+            made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
     def _read(self, number: int) -> torch.Tensor | str:
         """Return the frames of a file (3, T, H, W), or the reason to leave it out."""
         file = self.source.folder / self.files[number]
         try:
-            if file.exists() and not file.is_file():  # a pipe would never end
-                return "is not a file"
-            if not file.exists():
-                return "is missing"
+            if not file.is_file():  # a pipe would never end
+                return "is not a file" if file.exists() else "is missing"
             clip = self.clip if self.source.has_latents else replace(self.clip, num_frames=1)
             return read_clip(file, clip)
         except ClipError as error:
@@ -315,10 +321,6 @@ class _Job:
 
     def _encode_text(self, number: int) -> Made:
         """Return embeddings and notes of a caption."""
-        if self._text_encoder is None:
-            self._text_encoder = self.folder.text_encoder(
-                max_tokens=self.settings.max_text_tokens, device=self.device, dtype=torch.float32
-            )
         encoder = self._text_encoder
         made = encoder.embeddings(self._texts[number])
         if not all(text.isfinite().all() for text in made.values()):

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_header, read_json, write_json
+from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json, write_json
 from fsdp_cp.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 SET, INDEX, DAMAGED, LEFT_OUT = "set.json", "index.safetensors", "damaged.json", "left_out.csv"
@@ -72,10 +71,10 @@ class EncodedSet:
             if self.about.get("format") != FORMAT:
                 raise UserError(f"{where} has format {self.about.get('format')}, not {FORMAT}; make it with {COMMAND}")
             self._columns = Columns(self.path / INDEX)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise UserError(f"{where} is not a complete encoded set; make it with {COMMAND} SOURCE {path}") from error
         except OSError as error:
-            raise UserError(f"{where} cannot be read ({error.strerror}); make {error.filename} readable") from error
+            raise UserError(
+                f"{where} is not a complete encoded set ({error.strerror}); make it with {COMMAND} SOURCE {path}"
+            ) from error
         except Damaged as error:
             raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
         self.negative, self.empty = self.about["negative"], self.about["empty"]
@@ -104,15 +103,12 @@ class EncodedSet:
 
     def find(self, caption: str) -> int | None:
         """Return the text with this caption, or ``None``."""
-        low, high, wanted = 0, self._columns.length("caption.order"), caption.encode()
-        while low < high:
-            middle = (low + high) // 2
-            text = self._columns.get("caption.order", middle)
-            candidate = self.caption(text).encode()
-            if candidate == wanted:
-                return text
-            low, high = (middle + 1, high) if candidate < wanted else (low, middle)
-        return None
+        get, count = self._columns.get, self._columns.length("caption.order")
+        position = bisect_left(
+            range(count), caption.encode(), key=lambda i: self.caption(get("caption.order", i)).encode()
+        )
+        text = get("caption.order", position) if position < count else None
+        return text if text is not None and self.caption(text) == caption else None
 
     def clip_of(self, row: int) -> int:
         """Return the clip of a row."""
@@ -167,27 +163,18 @@ class EncodedSet:
     def damaged(self) -> tuple[list[int], list[int]]:
         """Return the clips and the texts in shards that are missing or have another size, or that a verification
         found to be damaged."""
-        damaged: dict[str, set[int]] = {kind: set() for kind in KINDS}
-        try:
+        noted: dict[str, Any] = {}
+        with suppress(OSError, Damaged):
             noted = read_json(self.path / DAMAGED)
-            if noted.get("index") == self.about["index"]:
-                for kind in KINDS:
-                    damaged[kind] |= set(noted[kind])
-        except (OSError, Damaged, KeyError, TypeError):
-            pass
+        known = noted if noted.get("index") == self.about["index"] else {}
+        damaged = []
+        there = {file.name: file.stat().st_size for file in self.path.iterdir() if file.is_file()}
         for kind in KINDS:
-            sizes = self._columns.column(f"{kind}.size")
-            wrong = [number for number, size in enumerate(sizes) if self._size(kind, number) != size]
-            if wrong:
-                shards = self._columns.column(f"{kind[:-1]}.shard")
-                damaged[kind] |= set(np.flatnonzero(np.isin(shards, wrong)).tolist())
-        return sorted(damaged["clips"]), sorted(damaged["texts"])
-
-    def _size(self, kind: str, number: int) -> int:
-        try:
-            return (self.path / shard_name(kind, number)).stat().st_size
-        except OSError:
-            return -1
+            sizes = enumerate(self._columns.column(f"{kind}.size"))
+            wrong = [number for number, size in sizes if there.get(shard_name(kind, number)) != size]
+            members = np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), wrong))
+            damaged.append(sorted({*known.get(kind, ()), *members.tolist()}))
+        return damaged[0], damaged[1]
 
     def shards_of(self, kind: str, numbers: Sequence[int]) -> list[Path]:
         """Return the shards that hold these clips or texts."""
@@ -237,11 +224,3 @@ def refuse_earlier(path: Path, where: str) -> None:
             f"{where} is a folder of trajectories of an earlier version; use another folder, and make a set with"
             " python -m distill.teacher_clips experiment=NAME OUT --states 1.0,..."
         )
-
-
-def read_notes(file: Path) -> tuple[dict[str, Place], dict[str, Any]] | None:
-    """Return header and notes of a shard, or ``None`` if it is missing or damaged."""
-    try:
-        return read_header(file)
-    except (OSError, Damaged):
-        return None

@@ -130,11 +130,8 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
         Damaged: a file that is missing or shorter, or other bytes than were written.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            data = bytearray(os.pread(descriptor, place.size, place.offset))
-        finally:
-            os.close(descriptor)
+        with file.open("rb", buffering=0) as stream:
+            data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
     except OSError as error:
         raise Damaged(str(error.strerror)) from error
     if len(data) != place.size:
@@ -157,7 +154,7 @@ class Columns:
     """
 
     def __init__(self, file: Path) -> None:
-        self._places, self.notes = read_header(file)
+        self._places, _ = read_header(file)
         self._stream = file.open("rb")
 
     def length(self, name: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from distill.data.sets.encoded_set import (
     LEFT_OUT,
     SET,
     EncodedSet,
-    read_notes,
     refuse_earlier,
     shard_name,
     tensor_name,
@@ -40,6 +39,7 @@ from distill.data.sets.files import (
     Place,
     packed,
     publish,
+    read_header,
     read_json,
     read_tensors,
     write_json,
@@ -53,6 +53,8 @@ from fsdp_cp.runtime.progress import progress
 from models.files.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SHARD_BYTES = 256 << 20
 """Bytes of a shard, about."""
@@ -87,70 +89,68 @@ class SetWriter:
                 that the ranks do not share.
         """
         on_all_ranks(lambda: refuse_foreign(self.path, self.where, self.settings) if rank() == 0 else None)
-        if on_all_ranks(lambda: self._is_whole() if rank() == 0 else None)[0]:
+        if on_all_ranks(lambda: self._damaged() if rank() == 0 else None)[0] == []:
             yield True
             return
         with ExitStack() as stack:
-            with written(self.where):
+            with written(self.where):  # closing the lock of a full disk fails too
                 stack.enter_context(held_directory(self.path, self.where.split("=")[0]))
             on_all_ranks(lambda: self._begin() if rank() == 0 else None)
             yield False
 
-    def _is_whole(self) -> bool:
-        return (self.path / SET).is_file() and not any(EncodedSet(self.path, self.where).damaged())
+    def _damaged(self) -> list[Path] | None:
+        """Return the damaged shards of a complete set; ``None`` if it is not complete."""
+        if not (self.path / SET).is_file():
+            return None
+        known = EncodedSet(self.path, self.where)
+        clips, texts = known.damaged()
+        return [*known.shards_of("clips", clips), *known.shards_of("texts", texts)]
 
     def _begin(self) -> None:
         with written(self.where):
-            if (self.path / SET).is_file():
-                known = EncodedSet(self.path, self.where)
-                for kind, numbers in zip(KINDS, known.damaged(), strict=True):
-                    for file in known.shards_of(kind, numbers):
-                        logger.warning("%s: %s is damaged; encoding it again", self.where, file.name)
-                        file.unlink(missing_ok=True)
+            for file in self._damaged() or ():
+                logger.warning("%s: %s is damaged; encoding it again", self.where, file.name)
+                file.unlink(missing_ok=True)
             write_json(self.path / _BEGUN, self.settings)
             (self.path / _UNFINISHED).mkdir(exist_ok=True)
             for name in (SET, DAMAGED):
                 (self.path / name).unlink(missing_ok=True)
 
-    def write(self, kind: str, count: int, per_shard: int, unit: str, make: Maker) -> None:
+    def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
         """Write all shards of a kind that are not there yet.
 
         Args:
             kind: ``clips`` or ``texts``.
             count: number of clips or texts.
-            per_shard: number of them in a shard.
+            size: bytes of one of them, about.
             unit: singular noun for the progress bar.
             make: makes some of them on all ranks.
         """
-        shards = [members(n, count, per_shard) for n in range(-(-count // per_shard))]
-        missing = on_all_ranks(lambda: self._missing_shards(kind, len(shards)) if rank() == 0 else [])[0]
+        per_shard = max(1, SHARD_BYTES // max(1, size))
+        shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
+        names = self._names(self.path)
+        missing = [n for n in range(len(shards)) if shard_name(kind, n) not in names]
         with progress(sum(len(shards[n]) for n in missing), f"making {kind}", unit) as advance:
-            size = world_size()
-            for group in (missing[first : first + size] for first in range(0, len(missing), size)):
+            ranks, unfinished = world_size(), self._names(self.path / _UNFINISHED)
+            for group in (missing[first : first + ranks] for first in range(0, len(missing), ranks)):
                 numbers = [number for shard in group for number in shards[shard]]
-                done = self._finished(kind, numbers)
+                done = {number for number in numbers if self._entry(kind, number).name in unfinished}
                 advance(len(done))
                 make([number for number in numbers if number not in done], partial(self._save, kind), advance)
                 Shares.all().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
 
-    def _missing_shards(self, kind: str, count: int) -> list[int]:
-        return [n for n in range(count) if read_notes(self.path / shard_name(kind, n)) is None]
-
-    def _finished(self, kind: str, numbers: Sequence[int]) -> set[int]:
-        """Return the numbers whose files an earlier start wrote, on every rank."""
+    def _names(self, folder: Path) -> set[str]:
+        """Return the names of a folder's files, on every rank."""
         # Listed, not looked up: a network file system may remember for a while that a file was missing.
-        names = on_all_ranks(lambda: {file.name for file in (self.path / _UNFINISHED).iterdir()} if rank() == 0 else ())
-        there = [number for number in numbers if self._entry(kind, number).name in names[0]]
+        return on_all_ranks(lambda: {file.name for file in folder.iterdir()} if rank() == 0 else set())[0]
 
-        def is_whole(i: int) -> bool:
-            try:
-                read_tensors(self._entry(kind, there[i]))
-            except (OSError, Damaged):
-                return False
-            return True
-
-        whole = Shares.all().run(len(there), is_whole)
-        return {number for number, good in zip(there, whole, strict=True) if good}
+    def _whole(self, read: Callable[[Path], T], file: Path) -> T:
+        """Return ``read(file)``; remove a file that was damaged after it was written."""
+        try:
+            return read(file)
+        except Damaged as error:
+            file.unlink()
+            raise UserError(f"{self.where}: {file} was damaged ({error}) and is removed; start again") from error
 
     def _save(self, kind: str, number: int, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
         with written(self.where):
@@ -160,7 +160,7 @@ class SetWriter:
         """Write a shard of the files of its members, and remove these."""
         tensors, notes = {}, {"left_out": {}, "cut": {}}
         for number in numbers:
-            made, noted = read_tensors(self._entry(kind, number))
+            made, noted = self._whole(read_tensors, self._entry(kind, number))
             tensors |= {tensor_name(number, part): tensor for part, tensor in made.items()}
             for key in notes.keys() & noted.keys():
                 notes[key][str(number)] = noted[key]
@@ -172,21 +172,16 @@ class SetWriter:
     def _entry(self, kind: str, number: int) -> Path:
         return self.path / _UNFINISHED / f"{kind}-{number:08d}.safetensors"
 
-    def _headers(self, kind: str) -> list[tuple[dict[str, Place], dict[str, Any]]]:
-        """Return places and notes of all finished shards of a kind."""
-        headers = []
-        for file in sorted(self.path.glob(f"{kind}-*.safetensors")):
-            header = read_notes(file)
-            if header is None:
-                raise UserError(f"{self.where}: {file} was damaged while the set was being made; start again")
-            headers.append(header)
-        return headers
+    def _shards(self, kind: str) -> list[tuple[Path, dict[str, Place], dict[str, Any]]]:
+        """Return file, places and notes of all finished shards of a kind."""
+        files = sorted(self.path.glob(f"{kind}-*.safetensors"))
+        return [(file, *self._whole(read_header, file)) for file in files]
 
     def notes(self, kind: str, note: str) -> dict[int, str]:
         """Return ``left_out`` or ``cut`` of all finished shards of a kind, by number, on every rank."""
 
         def collect() -> dict[int, str]:
-            return {int(number): text for _, notes in self._headers(kind) for number, text in notes[note].items()}
+            return {int(number): text for *_, notes in self._shards(kind) for number, text in notes[note].items()}
 
         return on_all_ranks(lambda: collect() if rank() == 0 else {})[0]
 
@@ -250,29 +245,24 @@ class SetWriter:
         }
         shapes: dict[str, dict[str, Place]] = {"clip": {}, "text": {}}
         for kind, one in zip(KINDS, shapes, strict=True):
-            headers = self._headers(kind)
-            columns[f"{kind}.size"] = [
-                (self.path / shard_name(kind, shard)).stat().st_size for shard in range(len(headers))
-            ]
-            shard_of: dict[int, int] = {}
-            places: dict[str, list[tuple[int, Place, int]]] = {}
-            for shard, (header, notes) in enumerate(headers):
-                for name, place in header.items():
+            shards = self._shards(kind)
+            columns[f"{kind}.size"] = [file.stat().st_size for file, _, _ in shards]
+            tensors: dict[str, dict[int, tuple[int, Place, int]]] = {}
+            for shard, (_, header, notes) in enumerate(shards):
+                for name, place in sorted(header.items()):
                     number, part = name.split(".")
-                    shard_of[int(number)] = shard
-                    places.setdefault(part, []).append((int(number), place, notes["crc32"][name]))
-            columns[f"{one}.shard"] = [shard for _, shard in sorted(shard_of.items())]
-            for part, entries in places.items():
-                entries.sort()
-                shapes[one][part] = entries[0][1]
-                columns[f"{one}.{part}.offset"] = [place.offset for _, place, _ in entries]
-                columns[f"{one}.{part}.crc32"] = [crc32 for _, _, crc32 in entries]
+                    tensors.setdefault(part, {})[int(number)] = (shard, place, notes["crc32"][name])
+            for part, entries in tensors.items():
+                shards_of, places, sums = zip(*entries.values(), strict=True)
+                shapes[one][part] = places[0]
+                columns[f"{one}.shard"] = shards_of
+                columns[f"{one}.{part}.offset"] = [place.offset for place in places]
+                columns[f"{one}.{part}.crc32"] = sums
                 if one == "text":
-                    columns[f"{one}.{part}.tokens"] = [place.shape[0] for _, place, _ in entries]
-        tensors = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
-        blob = b"".join(encoded)
-        tensors["caption"] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.zeros(0).byte()
-        return tensors, shapes
+                    columns[f"{one}.{part}.tokens"] = [place.shape[0] for place in places]
+            columns.setdefault(f"{one}.shard", [])
+        made = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
+        return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, shapes
 
 
 def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -295,28 +285,22 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
     if foreign:
         raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
-    for name in (SET, _BEGUN):
-        try:
-            recorded = read_json(path / name)
-        except FileNotFoundError:
-            continue
-        except (Damaged, OSError) as error:
-            raise UserError(f"{where}: {name} cannot be read ({error}); give another folder") from error
-        recorded = recorded.get("settings", {}) if name == SET else recorded
-        for key, value in (settings or {}).items():
-            if recorded.get(key) != value:
-                was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
-                raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
+    try:
+        if SET in names:
+            recorded = read_json(path / SET).get("settings", {})
+        else:
+            recorded = read_json(path / _BEGUN) if _BEGUN in names else {}
+    except (Damaged, OSError) as error:
+        raise UserError(f"{where} cannot be read ({error}); give another folder") from error
+    for key, value in (settings or {}).items():
+        if recorded and recorded.get(key) != value:
+            was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
+            raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
 
 
 def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
     """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one."""
     return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
-
-
-def members(shard: int, count: int, per_shard: int) -> range:
-    """Return the numbers that a shard holds."""
-    return range(shard * per_shard, min(count, (shard + 1) * per_shard))
 
 
 @contextmanager
@@ -340,11 +324,11 @@ def verify(path: Path, where: str) -> tuple[list[int], list[int]]:
     encoded = EncodedSet(path, where)
     work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
     with progress(len(work), "verifying", "shard") as advance:
-        damaged = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
-    wrong = {
-        kind: [n for (k, _), numbers in zip(work, damaged, strict=True) if k == kind for n in numbers] for kind in KINDS
-    }
-    clips, texts = wrong["clips"], wrong["texts"]
+        wrong = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
+    damaged: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for (kind, _), numbers in zip(work, wrong, strict=True):
+        damaged[kind] += numbers
+    clips, texts = damaged["clips"], damaged["texts"]
     with written(where):
         on_all_ranks(lambda: encoded.write_damaged(clips, texts) if rank() == 0 else None)
     return clips, texts

@@ -1,4 +1,4 @@
-"""Tables of captions: a strict reader of comma-separated files and of JSON lines.
+"""Tables of captions: a strict reader of comma-separated files and of JSON lines, and of files of captions alone.
 
 A row that would damage a caption is refused by its line. Python's own reader takes whatever comes: a comma too many
 cuts a caption, a quote that nothing closes swallows the rows after it, and both train on.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -15,10 +16,13 @@ from pathlib import Path
 
 from distill.run.json_lines import parse
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+
+logger = logging.getLogger(__name__)
 
 VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts"}
 _QUOTES = 'put captions with commas in double quotes, and write a quote inside them twice ("")'
-_FIELD_LIMIT = 1 << 20  # characters; the longest captions have a few thousand
+_NO_TEXT = {".tsv", ".json", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
 
 
 Row = tuple[int, tuple[str | None, ...]]
@@ -35,16 +39,14 @@ def read_text(file: Path, where: str) -> str:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{where} cannot be read ({error.strerror}); give a readable file") from error
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"{where} is not UTF-8 text but UTF-16; save it as UTF-8")
+    wrong = data.find(b"\0")
     try:
         text = data.decode("utf-8-sig")  # spreadsheets put a byte order mark first
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{where} is not UTF-8 text (line {line}); save it as UTF-8") from error
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise UserError(f"{where} is not UTF-8 text (a NUL byte in line {line}); save it as UTF-8")
+        text, wrong = "", error.start
+    if wrong >= 0:
+        line = data.count(b"\n", 0, wrong) + 1
+        raise UserError(f"{where} is not UTF-8 text (line {line}); save it as UTF-8")
     return text
 
 
@@ -80,24 +82,16 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
     lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
     if file.suffix.lower() == ".jsonl":
         return _json_rows(lines, columns, where)
-    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        parts = [part.strip().strip('"') for part in (lines or [""])[0].split(separator)]
-        if "," not in (lines or [""])[0] and len(parts) > 1 and set(parts) >= set(columns):
-            raise UserError(f"{where} separates its columns with {name}; save it with commas")
     records = _records(lines, where)
     (_, header), *body = records or [(1, [])]
     header = [name.strip() for name in header]
     for column in columns:
         if header.count(column) != 1:
-            raise UserError(f"{where} must have the column {column} once (found {_found(header)}); {_hint(columns)}")
+            raise UserError(
+                f"{where} must have the column {column} once, between commas (found {_found(header)}); {_hint(columns)}"
+            )
     wanted = [header.index(column) for column in columns]
-    if not header[0]:  # pandas' row numbers
-        for line, fields in body:
-            if fields[0].strip() and not fields[0].strip().isdecimal() and len(fields) <= len(header):
-                raise UserError(
-                    f"{where}: line {line} has {fields[0][:60]!r} in the first column, which has no name; name it, or"
-                    " remove the column"
-                )
+    if not header[0] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
         header[0] = "index"
     rows: list[Row] = []
     ends = [line for line, _ in records[2:]] + [len(lines) + 1]
@@ -105,13 +99,46 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
         # A field without a name can only come from a comma too many: spreadsheets fill the header up with such names.
         extra = [value for i, value in enumerate(fields) if (i >= len(header) or not header[i]) and value.strip()]
         if extra or len(fields) > len(header):
-            raise UserError(
-                f"{where}: line {line} has {len(fields)} fields for {len([n for n in header if n])} columns; {_QUOTES}"
-            )
+            named = len([name for name in header if name])
+            raise UserError(f"{where}: line {line} has {len(fields)} fields for {named} named columns; {_QUOTES}")
         if any("\n" in value or "\r" in value for value in fields):
             _check_swallowed(lines[line : end - 1], line, header, columns, file, where)
         rows.append((line, tuple(fields[i] if i < len(fields) else None for i in wanted)))
     return rows
+
+
+def read_captions(path: Path, columns: object = None) -> list[str]:
+    """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file, the lines of others.
+
+    White space around a caption is dropped; empty ones are left out, and that is logged.
+
+    Args:
+        path: the file.
+        columns: the table's name of ``caption`` (``data.columns``).
+
+    Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
+        table would damage a caption (:func:`read_table`).
+    """
+    names = column_names(("caption",), columns)
+    kinds = "a text file with a caption per line, or a .csv or .jsonl file"
+    if not path.is_file():
+        raise UserError(f"data.path={path} is not a file; give {kinds}")
+    where, suffix = f"data.path={path}", path.suffix.lower()
+    if suffix in _NO_TEXT:
+        raise UserError(f"data.path={path} ends in {suffix}; give {kinds}")
+    if suffix in (".csv", ".jsonl"):
+        texts = [caption or "" for _, (caption,) in read_table(path, names, where)]
+    else:
+        texts = io.StringIO(read_text(path, where), newline="").readlines()
+        header = [part.strip().strip('"') for part in re.split("[,;\t|]", texts[0])] if texts else []
+        if names[0] in header or (texts and parse(texts[0].encode()) is not None):
+            raise UserError(f"data.path={path} begins like a table; name it .csv or .jsonl, or remove its first line")
+    captions = [caption.strip() for caption in texts if caption.strip()]
+    if not captions:
+        raise UserError(f"data.path={path} has no caption; add one per line")
+    if len(captions) < len(texts) and rank() == 0:
+        logger.warning("%d empty captions of %s left out", len(texts) - len(captions), path)
+    return captions
 
 
 def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row]:
@@ -149,7 +176,6 @@ def _hint(columns: Sequence[str]) -> str:
 def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
     """(line where it begins, fields) of every record that is not an empty line."""
     records: list[tuple[int, list[str]]] = []
-    before = csv.field_size_limit(_FIELD_LIMIT)
     # A blank before a quote would make the quote a part of the caption, and the comma in it a separator.
     reader = csv.reader(lines, strict=True, skipinitialspace=True)
     begins = 1
@@ -159,16 +185,9 @@ def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
                 records.append((begins, fields))
             begins = reader.line_num + 1
     except csv.Error as error:
-        what = str(error)
-        if "unexpected end of data" in what or "field larger" in what:
-            problem = f"has a double quote in line {begins} that nothing closes"
-        elif reader.line_num > begins:
-            problem = f"has a double quote in line {begins} that is not closed before line {reader.line_num}"
-        else:
-            problem = f"has text after a closing double quote in line {begins}"
-        raise UserError(f"{where} {problem}; {_QUOTES}") from error
-    finally:
-        csv.field_size_limit(before)
+        raise UserError(
+            f"{where} has a double quote in line {begins} that nothing closes, or text after a closing one; {_QUOTES}"
+        ) from error
     return records
 
 

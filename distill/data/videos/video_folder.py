@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
     file = table_of(path)
     if file is None:
         return [_beside(video) for video in _videos(path)]
-    find, rows = _Finder(path), []
+    find, rows = _finder(path), []
     for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
         if not name or not name.strip():
             raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
@@ -102,40 +103,36 @@ def _beside(video: Path) -> ListedClip:
     return ListedClip(file=video.name, caption=caption, problem="" if caption else f"has no caption in {text.name}")
 
 
-class _Finder:
-    """Search for the files of a folder by the names that a table has for them.
+def _finder(folder: Path) -> Callable[[str], ListedClip]:
+    """Return a search for the files of a folder by the names that a table has for them.
 
     A name that a file has is taken as it is. Else names are compared without regard to what changes when tables and
     files move between systems: composed or decomposed accents, blanks at the ends, backslashes between folders.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._names = functools.cache(self._names_in)  # one listing of each folder, not a call for each clip
+    @functools.cache  # one listing of each folder, not a call for each clip
+    def names_in(inside: str) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        with suppress(OSError):  # not a folder, or not there
+            for name in sorted(os.listdir(folder / inside)):
+                names.setdefault(_plain(name), []).append(name)
+        return names
 
-    def __call__(self, name: str) -> ListedClip:
+    def find(name: str) -> ListedClip:
         parent, _, last = name.rpartition("/")
-        if last in self._names(parent).get(_plain(last), ()):
+        if last in names_in(parent).get(_plain(last), ()):
             return ListedClip(file=name, caption="")
         matches = [""]
         for part in os.path.normpath(name.replace("\\", "/")).split("/"):
             matches = [
-                os.path.join(above, entry) for above in matches for entry in self._names(above).get(_plain(part), ())
+                os.path.join(above, entry) for above in matches for entry in names_in(above).get(_plain(part), ())
             ]
         if len(matches) == 1:
             return ListedClip(file=matches[0], caption="")
         problem = f"could be {' or '.join(map(repr, matches[:3]))}; rename one" if matches else "is missing"
         return ListedClip(file=name, caption="", problem=problem)
 
-    def _names_in(self, folder: str) -> dict[str, list[str]]:
-        """Names in a sub-folder by their plain form."""
-        names: dict[str, list[str]] = {}
-        try:
-            for name in sorted(os.listdir(self._folder / folder)):
-                names.setdefault(_plain(name), []).append(name)
-        except OSError:  # not a folder, or not there
-            return {}
-        return names
+    return find
 
 
 def _plain(name: str) -> str:
