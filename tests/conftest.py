@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import importlib
 import logging
 import os
 
@@ -10,9 +11,14 @@ from fsdp_cp.runtime import local_ranks
 # Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
 # The fork server imports these once for all ranks of a pytest process; the first start decides.
-local_ranks.PRELOAD = ("torch", "distill.train.trainer")
+local_ranks.PRELOAD = ("torch", "distill.train.trainer", "tests.frozen")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish():
+    """Exempt modules and collected tests from garbage collection."""
+    importlib.import_module("tests.frozen")
 
 
 @pytest.fixture(autouse=True)
