@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from fsdp_cp.runtime.signals import SIGNALS
-
 PROGRAM = """
 import sys, time
 from fsdp_cp.launch import exit_code
@@ -50,10 +48,9 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGTERM])
-def test_outside_the_loop_it_ends_at_once(number):
+def test_outside_the_loop_it_ends_at_once():
     process = start("now", "0")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     code, out, err = end(process)
     assert (code, out) == (75, "") and len(err.splitlines()) == 1
 
