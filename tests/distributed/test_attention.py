@@ -99,6 +99,7 @@ def _cases(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(_cases(), min_size=1, max_size=1))
 def test_any_shape(pools, cases):

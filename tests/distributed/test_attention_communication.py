@@ -186,6 +186,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.slow
 def test_hops_that_nobody_needs_are_not_made(pools):
     for world in (3, 4):
         cases = [entry for entry in SPARSE if entry[0].world == world]

@@ -335,6 +335,7 @@ def _offloaded(folder):
     )
 
 
+@SLOW
 def test_adapters(pools, checkpoints):
     """A causal student with adapters on a ring of two, with weights and saved tensors in CPU memory."""
     ((whole, (loss, norm, gradients)),) = pools[1].run(_with_adapters, checkpoints, {"cp": 1})

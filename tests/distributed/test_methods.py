@@ -23,8 +23,10 @@ RING = {"cp": 3, "micro_batch_size": 4}
 @pytest.mark.parametrize(
     ("method", "sizes"),
     [
-        ("rcm", FAST),
-        *(pytest.param(name, FAST, marks=slow) for name in ("flow_matching", "scm", "dmd2, GAN", "meanflow", "dcm")),
+        *(
+            pytest.param(name, FAST, marks=slow)
+            for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "meanflow", "dcm")
+        ),
         *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
         *(
             pytest.param(name, RING, marks=slow if name in ("scm", "rcm, last step") else long)
