@@ -1,12 +1,12 @@
 """Settings that every test shares."""
 
-import importlib
 import logging
 import os
 
 import pytest
 
 from fsdp_cp.runtime import local_ranks
+from tests.frozen import freeze
 
 # Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
@@ -16,9 +16,9 @@ local_ranks.PRELOAD = ("torch", "distill.train.trainer", "tests.frozen")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish():
-    """Exempt modules and collected tests from garbage collection."""
-    importlib.import_module("tests.frozen")
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_sought_among_new_objects():
+    freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,7 @@ def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
     _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
+@pytest.mark.slow
 def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
     """Two forwards of different lengths precede one backward; recomputation must use each forward's own length.
 

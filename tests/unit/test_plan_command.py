@@ -106,6 +106,7 @@ def test_activations_go_to_the_host_and_back_beside_the_gathers():
     assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_what_is_sent_takes_the_link_of_its_group():
     """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
