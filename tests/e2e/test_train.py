@@ -56,6 +56,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert frames(tmp_path / "clips" / "0.mp4") == 6
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
