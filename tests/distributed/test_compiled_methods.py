@@ -57,7 +57,7 @@ def _run(pools, folder, backend="eager", **given):
     return [made for _, made in ranks]
 
 
-@slow
+@pytest.mark.long
 def test_rcm(pools, checkpoints):
     """Student, fake score and the frozen teacher are compiled. The student's derivative runs uncompiled blocks.
 

@@ -59,7 +59,7 @@ def _check(pools, folder, setup):
     ("method", "changes"),
     [
         ("rcm", {"cp": 2, "micro_batch_size": 4, "steps": 4}),
-        pytest.param("dmd2", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=slow),
+        pytest.param("dmd2", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
         pytest.param("dmd2", {"cp": 4, "micro_batch_size": 4}, marks=long),
         pytest.param("rcm", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "steps": 5}, marks=long),
         pytest.param("scm", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
