@@ -47,7 +47,7 @@ test: $(STAMP)  ## the tests to run after each change: at most 5 minutes on two 
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP)  ## make test, and all meshes, model families and strategies: what CI runs, at most 20 minutes
+test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and strategies: what CI runs, at most 20 minutes
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 .PHONY: test-triton
@@ -56,7 +56,7 @@ test-triton: $(STAMP)  ## the fused derivative in Triton's interpreter; installs
 	TRITON_INTERPRET=1 $(PYTEST) tests/distributed/test_triton_dual.py $(PYTEST_ARGS)
 
 .PHONY: test-long
-test-long: $(STAMP)  ## small runs of benchmarks/, a whole sweep, inductor: hours, not in CI
+test-long: $(STAMP)  ## further meshes and combinations, small runs of benchmarks/, inductor: hours, not in CI
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -6,13 +6,19 @@ import os
 import pytest
 
 from fsdp_cp.runtime import local_ranks
+from tests.frozen import freeze
 
 # Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
 # The fork server imports these once for all ranks of a pytest process; the first start decides.
-local_ranks.PRELOAD = ("torch", "distill.train.trainer")
+local_ranks.PRELOAD = ("torch", "distill.train.trainer", "tests.frozen")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_sought_among_new_objects():
+    freeze()
 
 
 @pytest.fixture(autouse=True)

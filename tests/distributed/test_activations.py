@@ -88,6 +88,7 @@ def _bytes_kept():
     }
 
 
+@pytest.mark.slow
 def test_bytes_kept(pools):
     """A device keeps full < selective < none; offloading leaves almost nothing of the units on it."""
     kept, _ = pools[2].run(_bytes_kept)
@@ -179,7 +180,7 @@ def _check(ranks, truth, settings, cp):
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)]
+    ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.long)]
 )
 def test_gradients_calls_and_gathers(pools, truth, world, sizes):
     """Attention runs once in all if its output is kept, and once more under full checkpointing."""
@@ -198,7 +199,7 @@ QUICK = {"activation_checkpointing": "selective", "activation_offload": True, "c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [FULL, QUICK], ids=str)
+@pytest.mark.parametrize("settings", [pytest.param(FULL, marks=pytest.mark.long), QUICK], ids=str)
 def test_compiled(pools, truth, settings):
     ranks = pools[2].run(_train, {"cp": 2, "ulysses": 2}, settings)
     _check(ranks, truth, settings, 2)

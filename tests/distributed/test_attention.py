@@ -13,8 +13,8 @@ from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, all_on_ranks, context_mesh, errors, on_ranks, oracle, plain_attention
 
 FACTORS = [
-    (1, 1), (1, 2), (2, 1), (2, 2), (3, 1),
-    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4), (2, 3), (6, 1), (4, 2))),
+    (1, 1), (1, 2), (2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow),
+    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 4), (2, 3), (6, 1), (4, 2))),
 ]  # fmt: skip
 
 
@@ -98,6 +98,7 @@ def _cases(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(_cases(), min_size=1, max_size=1))
 def test_any_shape(pools, cases):

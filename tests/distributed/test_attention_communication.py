@@ -21,7 +21,10 @@ from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import teacher_forcing
 from tests.oracles.attention import Case, context_mesh
 
-FACTORS = [(1, 2), (3, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (2, 3)))]
+FACTORS = [
+    (1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow),
+    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((4, 1), (2, 3))),
+]  # fmt: skip
 PASSES = ("forward", "backward", "jvp")
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2}
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16"}
@@ -183,6 +186,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.slow
 def test_hops_that_nobody_needs_are_not_made(pools):
     for world in (3, 4):
         cases = [entry for entry in SPARSE if entry[0].world == world]

@@ -101,8 +101,8 @@ def _fail(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(ring=3, tokens=(12,)),
         Case(ulysses=2, tokens=(8,), head_groups=2),
+        pytest.param(Case(ring=3, tokens=(12,)), marks=pytest.mark.slow),
         pytest.param(Case(ring=2, ulysses=2, tokens=(8,), head_groups=2), marks=pytest.mark.slow),
     ],
     ids=lambda case: f"{case.ring}x{case.ulysses}",

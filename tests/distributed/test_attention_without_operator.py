@@ -40,6 +40,7 @@ def _both(cases):
     return found
 
 
+@pytest.mark.slow
 def test_the_same_to_the_last_bit(pools):
     ring, ulysses = 2, 2
     common = {"ring": ring, "ulysses": ulysses, "heads": 4 * ulysses, "kv_heads": 2 * ulysses, "dtype": torch.float32}

@@ -33,7 +33,8 @@ def _one_cycle(setup, folder):
     return dict(sent.alone), sum(sent.calls.values())
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(sizes, marks=SLOW) for sizes in ((1, 1), (2, 1)))], ids=str)
+@SLOW
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 1), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
 def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes):
     """NCCL would create a communicator for each such group, with some hundred MiB of buffers."""
     setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2)

@@ -57,7 +57,7 @@ def _run(pools, folder, backend="eager", **given):
     return [made for _, made in ranks]
 
 
-@slow
+@pytest.mark.long
 def test_rcm(pools, checkpoints):
     """Student, fake score and the frozen teacher are compiled. The student's derivative runs uncompiled blocks.
 
@@ -71,9 +71,7 @@ def test_rcm(pools, checkpoints):
         assert made[EVALUATED:] == [4] * (STEPS - EVALUATED), made
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("meanflow", marks=slow), *(pytest.param(n, marks=long) for n in ("scm", "dmd2, GAN"))]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=long) for name in ("meanflow", "scm", "dmd2, GAN")])
 def test_other_methods(pools, checkpoints, name):
     """The GAN takes no derivative; it has a forward that ends early and hooks on the blocks."""
     _run(pools, checkpoints, method=METHODS[name])

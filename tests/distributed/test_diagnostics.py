@@ -63,7 +63,7 @@ def _norms(sizes, changes):
     [
         ({"dp_shard": 2, "cp": 2}, {"strategy": "optim"}),
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"offload": "cpu", "precision": "bf16"}, marks=slow),
-        pytest.param({"dp_replicate": 4}, {"strategy": "no_shard"}, marks=slow),
+        pytest.param({"dp_replicate": 4}, {"strategy": "no_shard"}, marks=pytest.mark.long),
     ],
 )
 def test_norms_are_those_of_the_full_tensors_by_one_collective(pools, sizes, changes):

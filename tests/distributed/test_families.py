@@ -77,14 +77,20 @@ def test_two_steps(pools, folders, family):
 @pytest.mark.parametrize(
     ("family", "method", "sizes"),
     [
-        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in SETUPS if family != "hunyuan, text"),
-        *(pytest.param(family, "rcm", TWO, marks=slow) for family in ("wan-image", "wan-ti2v", "ltx", "hunyuan")),
+        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in ("wan-image", "ltx")),
+        *(
+            pytest.param(family, "dmd2", SPLIT, marks=long)
+            for family in ("wan-ti2v", "wan-ti2v, text", "ltx, text", "hunyuan")
+        ),
+        pytest.param("wan-ti2v", "rcm", TWO, marks=slow),
+        *(pytest.param(family, "rcm", TWO, marks=long) for family in ("wan-image", "ltx", "hunyuan")),
         # A second time, in addition to the times of tokens.
-        *(pytest.param(family, "meanflow", TWO, marks=slow) for family in ("wan-ti2v", "ltx", "hunyuan")),
-        *(pytest.param(family, "dmd2", {"cp": 4, "micro_batch_size": 4}, marks=slow) for family in ("ltx", "hunyuan")),
-        pytest.param("hunyuan", "dmd2, GAN", TWO, marks=slow),
+        pytest.param("ltx", "meanflow", TWO, marks=slow),
+        *(pytest.param(family, "meanflow", TWO, marks=long) for family in ("wan-ti2v", "hunyuan")),
+        *(pytest.param(family, "dmd2", {"cp": 4, "micro_batch_size": 4}, marks=long) for family in ("ltx", "hunyuan")),
+        pytest.param("hunyuan", "dmd2, GAN", TWO, marks=long),
         # Replicas refuse parameters that get no gradient; checkpointing runs blocks again.
-        pytest.param("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=slow),
+        pytest.param("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
         pytest.param("hunyuan", "dmd2", TWO | {"activation_checkpointing": True}, marks=slow),
         pytest.param("hunyuan, text", "dmd2", TWO | {"changes": {"all": {"compile": True}}}, marks=long),
     ],
@@ -95,7 +101,7 @@ def test_each_role(pools, folders, family, method, sizes):
     _check(pools, folders, family, method, sizes, steps=4 if method == "rcm" else 2)
 
 
-@slow
+@long
 def test_adapters_of_hunyuan(pools, folders):
     """All linear layers of the blocks get adapters, except those after the last block's text attention."""
     lora = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}

@@ -62,6 +62,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
 
 
+@pytest.mark.long
 def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
     """In fp32 only the products round, so results equal those of ``optim_grads_params`` up to one step of fp8."""
     sizes = {"dp_shard": 2, "precision": "fp32"}

@@ -142,8 +142,8 @@ def _penalties(settings, replicas):
     [
         ("optim_grads_params", False, 1),
         ("optim_grads", False, 1),
-        pytest.param("no_shard", False, 1, marks=SLOW),
-        pytest.param("optim", False, 2, marks=SLOW),
+        pytest.param("no_shard", False, 1, marks=pytest.mark.long),
+        pytest.param("optim", False, 2, marks=pytest.mark.long),
         pytest.param("optim_grads_params", True, 2, marks=SLOW),
     ],
 )
@@ -199,10 +199,10 @@ def _inference_first(settings, cp):
     "settings",
     [
         {"strategy": "optim_grads_params", "precision": "bf16"},
-        *(pytest.param({"strategy": s, "precision": "bf16"}, marks=SLOW) for s in STRATEGIES[:-1]),
         pytest.param({"keep_gathered": True}, marks=SLOW),
-        pytest.param({"activation_checkpointing": "full"}, marks=SLOW),
-        pytest.param({"gather_stream": "compute"}, marks=SLOW),
+        *(pytest.param({"strategy": s, "precision": "bf16"}, marks=pytest.mark.long) for s in STRATEGIES[:-1]),
+        pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long),
+        pytest.param({"gather_stream": "compute"}, marks=pytest.mark.long),
     ],
 )
 def test_a_first_forward_in_inference_mode(pools, settings):

@@ -48,9 +48,9 @@ def _random_weights(mesh, trainable, settings):
     ("mesh", "settings"),
     [
         ("dp2 x cp2", {"activation_checkpointing": "full", "offload": "cpu"}),
-        pytest.param("dp4", {"precision": "bf16"}, marks=slow),
         pytest.param("replicas", {"strategy": "optim"}, marks=slow),
-        pytest.param("dp4", {"strategy": "no_shard", "precision": "fp64"}, marks=slow),
+        pytest.param("dp4", {"precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param("dp4", {"strategy": "no_shard", "precision": "fp64"}, marks=pytest.mark.long),
     ],
 )
 def test_random_weights_are_the_same_on_every_mesh(pools, mesh, settings):

@@ -39,7 +39,10 @@ def _weights_and_output(path):
     return full_tensors(role.weights()), (x, text, out)
 
 
-@pytest.mark.parametrize("kind", ["one_file", "several_files", "bf16", "pipeline"])
+@pytest.mark.parametrize(
+    "kind",
+    ["one_file", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("several_files", "bf16", "pipeline"))],
+)
 def test_every_rank_reads_its_shards(pools, checkpoints, tmp_path, kind):
     network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
     path = tmp_path / "model"

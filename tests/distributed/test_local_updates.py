@@ -132,6 +132,7 @@ def _loaded_on_another(folder, sizes):
     return loaded, {float(state["step"]) for state in optimizer.state().values()}
 
 
+@pytest.mark.slow
 def test_state_goes_over_to_another_mesh(pools, tmp_path):
     """A rank whose shard of a parameter is empty counts steps too, so the counts load on another mesh."""
     saved = pools[3].run(_saved_on_one_mesh, tmp_path)[0]

@@ -66,9 +66,14 @@ def straight(pools, checkpoints, tmp_path_factory):
     return run_dir, *pools[2].run(_run, OWN, checkpoints, run_dir)[0]
 
 
-@slow
 @pytest.mark.parametrize(
-    "sizes", [{}, {"dp_shard": 1, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}], ids=str
+    "sizes",
+    [
+        pytest.param({}, marks=slow),
+        pytest.param({"dp_shard": 1, "cp": 2}, marks=slow),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_resume(pools, checkpoints, straight, tmp_path, sizes):
     """The resumed run is equal bit by bit on the same mesh."""

@@ -135,6 +135,7 @@ def _loaded(base, files):
     return found
 
 
+@pytest.mark.slow
 def test_a_student_begins_with_adapters_from_a_file(capsys, pools, checkpoints, full, tmp_path):
     base = checkpoints / "teacher"
     for kind in ("diffusers-lora", "wan-lora"):

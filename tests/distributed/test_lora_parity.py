@@ -47,15 +47,20 @@ def _check(pools, checkpoints, oracle, **changes):
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        (SPLIT, {}),
+        ({"dp_shard": 2}, {}),
         *(
             pytest.param(sizes, changes, marks=slow)
             for sizes, changes in (
-                ({}, {}),
+                (SPLIT, {}),
                 ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
-                (SPLIT, {"activation_checkpointing": "full"}),
                 # Replicas add the gradients of a unit by position.
                 (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
+            )
+        ),
+        *(
+            pytest.param(sizes, changes, marks=long)
+            for sizes, changes in (
+                (SPLIT, {"activation_checkpointing": "full"}),
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
                 (REPLICAS, {"strategy": "optim"}),
                 (REPLICAS, {"strategy": "optim_grads"}),
@@ -74,8 +79,7 @@ def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, sizes, changes):
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for step in trace.gradients for name in step)
 
 
-@slow
-@pytest.mark.parametrize("adapted", ["student", "fake"])
+@pytest.mark.parametrize("adapted", [pytest.param("student", marks=slow), pytest.param("fake", marks=long)])
 def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
     lora = {adapted: LORA[adapted]}
     trace = _check(pools, checkpoints, oracle_trace(Setup(lora=lora, steps=4), checkpoints), **SPLIT, lora=lora)
@@ -84,8 +88,8 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
 
 
 @slow
-@pytest.mark.parametrize("sizes", [SPLIT, {"cp": 2, "micro_batch_size": 4, "activation_checkpointing": True}], ids=str)
-def test_modules_that_a_role_trains_whole(pools, checkpoints, sizes):
+def test_modules_that_a_role_trains_whole(pools, checkpoints):
+    sizes = {"cp": 2, "micro_batch_size": 4, "activation_checkpointing": True}
     lora = {
         "student": LoraSettings(rank=4, train=["proj_out", "*norm*"]),
         "fake": LoraSettings(rank=2, train=["condition_embedder.time_proj", "blocks.1.norm2"]),
@@ -95,8 +99,13 @@ def test_modules_that_a_role_trains_whole(pools, checkpoints, sizes):
     assert "proj_out.bias" in trace.gradients[0] and "blocks.1.norm2.weight" in trace.gradients[1]
 
 
-@slow
-@pytest.mark.parametrize("method", ["dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(pytest.param(name, marks=slow) for name in ("dmd2, GAN", "rcm")),
+        *(pytest.param(name, marks=long) for name in ("scm", "meanflow", "flow_matching")),
+    ],
+)
 def test_methods(pools, checkpoints, method):
     """Methods with forward-mode derivatives, and a loss through the fake score with its own heads and second time.
 

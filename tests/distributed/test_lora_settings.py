@@ -156,7 +156,7 @@ def _first_values(path, architecture):
     return {name: full_tensors(role.weights()) for name, role in (*roles.items(), ("plain", plain["teacher"]))}
 
 
-@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("random", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_first_values(pools, checkpoints, random):
     """The base has the values without adapters, from files and from a seed; A has peft's values; B is zero."""
     path, architecture = (None, ARCHITECTURE) if random else (str(checkpoints / "teacher"), None)

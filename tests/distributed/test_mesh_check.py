@@ -30,7 +30,7 @@ def checked(folder, cp):
     return found, trainer.first_steps()
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
 def test_first_steps_on_two_meshes(tmp_path, cp):
     found, own = run_ranks(2, checked, tmp_path, cp)[0]
     numbers = {

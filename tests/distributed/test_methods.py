@@ -16,7 +16,7 @@ from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 FAST = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 RING = {"cp": 3, "micro_batch_size": 4}
 
@@ -24,9 +24,16 @@ RING = {"cp": 3, "micro_batch_size": 4}
 @pytest.mark.parametrize(
     ("method", "sizes"),
     [
-        *((name, FAST) for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "meanflow", "dcm")),
-        *(pytest.param(name, FAST, marks=slow) for name in ("rcm, last step", "dmd2, last step")),
-        *(pytest.param(name, RING, marks=slow) for name in METHODS if name != "dmd2"),
+        *(
+            pytest.param(name, FAST, marks=slow)
+            for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "meanflow", "dcm")
+        ),
+        *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
+        *(
+            pytest.param(name, RING, marks=slow if name in ("scm", "rcm, last step") else long)
+            for name in METHODS
+            if name != "dmd2"
+        ),
     ],
     ids=str,
 )
@@ -53,7 +60,7 @@ def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, siz
 
 @pytest.mark.parametrize(
     ("history", "sizes"),
-    [("clean", FAST), *(pytest.param(history, RING, marks=slow) for history in ("noisy", "clean"))],
+    [("clean", FAST), pytest.param("noisy", RING, marks=slow), pytest.param("clean", RING, marks=long)],
     ids=str,
 )
 def test_a_causal_student(pools, checkpoints, history, sizes):
@@ -67,6 +74,7 @@ def test_a_causal_student(pools, checkpoints, history, sizes):
     assert abs(other.losses[0] - truth.losses[0]) > 1e-4, "the comparison can tell masks apart"
 
 
+@slow
 def test_a_causal_student_with_a_given_first_frame(pools, checkpoints):
     """The frame is a chunk, has time 0 in both halves, and adds nothing to the loss."""
     causal = CausalSettings(chunk=2, first_chunk=1)
@@ -87,6 +95,7 @@ def _average_as_target(folder, target, sizes, sharding):
     return trace.losses + trace.norms
 
 
+@slow
 def test_dcm_towards_the_average(pools, checkpoints):
     """The average is swapped in within a step, on every mesh and strategy."""
     (alone,), (student,) = (pools[1].run(_average_as_target, checkpoints, t, {}, {}) for t in ("ema", "student"))

@@ -25,7 +25,7 @@ GROUPS = 4  # three blocks and the root
 SAMPLES, MINE = 16, 4
 
 
-QUICK = ("no_shard", "optim", "optim_grads", "hsdp")
+QUICK = ("optim", "optim_grads")
 slow = pytest.mark.slow
 
 

@@ -93,6 +93,7 @@ def _bad_on_one_rank(folder):
     return [*found, first_non_finite(named, world)]
 
 
+@pytest.mark.slow
 def test_the_first_bad_parameter_is_named_alike_on_all_ranks(pools, checkpoints):
     for found in pools[4].run(_bad_on_one_rank, checkpoints):
         assert found == ["no parameter", "no parameter", "blocks.1.attn1.to_q.weight"]

@@ -76,7 +76,14 @@ REPLICAS = Setup(dp_replicate=2, cp=2, changes={"all": {"strategy": "optim"}, "f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(SHARDED, COPIES), (COPIES, SHARDED), (SHARDED, REPLICAS)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SHARDED, COPIES),
+        pytest.param(COPIES, SHARDED, marks=pytest.mark.long),
+        pytest.param(SHARDED, REPLICAS, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_resumes_under_another_strategy(pools, checkpoints, straight, tmp_path, before, after):
     """The checkpoint is written after one update of each role."""
     pools[before.world_size].run(_run, before, checkpoints, tmp_path, 0, STOP)

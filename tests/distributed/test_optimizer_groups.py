@@ -105,9 +105,9 @@ SHARDED, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
     ("sizes", "strategy"),
     [
         (SHARDED, "optim_grads_params"),
-        pytest.param(SHARDED, "optim", marks=pytest.mark.slow),
+        pytest.param(SHARDED, "optim", marks=pytest.mark.long),
         pytest.param(REPLICAS, "optim_grads", marks=pytest.mark.slow),
-        pytest.param({"dp_replicate": 4}, "no_shard", marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 4}, "no_shard", marks=pytest.mark.long),
     ],
 )
 def test_groups_on_shards_equal_plain_adamw(pools, sizes, strategy):

@@ -66,8 +66,8 @@ SLOW = pytest.mark.slow
         ({"dp_shard": 2, "cp": 1}, False),
         ({"cp": 3, "ring": 3}, True),
         pytest.param({"dp_shard": 2, "cp": 2, "ring": 2}, True, marks=SLOW),
-        pytest.param({"dp_shard": 2, "cp": 3}, False, marks=SLOW),
-        pytest.param({"cp": 6, "ring": 2}, True, marks=SLOW),
+        pytest.param({"dp_shard": 2, "cp": 3}, False, marks=pytest.mark.long),
+        pytest.param({"cp": 6, "ring": 2}, True, marks=pytest.mark.long),
     ],
 )
 def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
@@ -76,6 +76,7 @@ def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
     _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
+@pytest.mark.slow
 def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
     """Two forwards of different lengths precede one backward; recomputation must use each forward's own length.
 

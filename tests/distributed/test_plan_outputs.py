@@ -93,6 +93,7 @@ def _every_kind():
     }
 
 
+@pytest.mark.slow
 def test_gradients_through_every_kind_of_output(pools):
     for errors in pools[RANKS].run(_every_kind):
         assert errors.keys() == KINDS.keys() and max(errors.values()) < 1e-12, errors

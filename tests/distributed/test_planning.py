@@ -63,7 +63,7 @@ CASES = {
     "derivative, ring": (2, "experiment=quickstart_scm", "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
 }
 
-LONG = ("adapters, recomputed", "teacher in halves", "derivative, ring")
+LONG = ("samples", "adapters, recomputed", "teacher in halves", "derivative, ring")
 
 
 def _planned(world, words, layers=2):
@@ -92,7 +92,7 @@ def _with_lowest_peaks(pools, world, words, predicted):
 
 @pytest.mark.parametrize(
     "case",
-    ["ring", *(pytest.param(case, marks=long if case in LONG else slow) for case in CASES if case != "ring")],
+    [pytest.param(case, marks=long if case in LONG else slow) for case in CASES],
 )
 def test_what_is_predicted_is_what_real_tensors_take(pools, case):
     world, *words = CASES[case]
@@ -111,6 +111,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
+@slow
 def test_one_rank_stages_all_that_trains():
     """A checkpoint's copy holds all that trains. The shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))
@@ -132,7 +133,7 @@ def test_one_rank_stages_all_that_trains():
     assert staged == pytest.approx((4 + 3) * weights + 2 * tables, rel=1e-3)
 
 
-@slow
+@long
 def test_what_selective_recomputation_keeps_is_not_computed_again():
     """Selective recomputation keeps attention's outputs."""
     full, selective = (
@@ -148,7 +149,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
     assert 0 < attention < forward and selective / full == pytest.approx(1 - attention / forward)
 
 
-@slow
+@long
 def test_a_deep_network_is_told_from_two_shallow_ones():
     """Simulations of four and five blocks predict six blocks."""
     words = ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu")

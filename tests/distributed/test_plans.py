@@ -157,7 +157,7 @@ CALLS = [(0, 11), (1, 12), (0, 5), (1, 10), (0, 2)]  # 11, 12 and 10 make 4 on e
 
 @pytest.mark.parametrize(
     ("mode", "named"),
-    [("ours", True), *(pytest.param(mode, False, marks=slow) for mode in ("plain", "compile"))],
+    [("ours", True), *(pytest.param(mode, False, marks=pytest.mark.long) for mode in ("plain", "compile"))],
 )
 def test_each_forward_has_its_own_count(pools, mode, named):
     """Two networks and five lengths precede one backward, which runs the blocks again."""

@@ -31,6 +31,8 @@ CASES = {
     },
     "a copy for each two ranks": {"shard_ranks": 2},
 }
+QUICK = ("optim_grads_params", "replicas, bf16", "three buffers, separate group, unused")
+REST = tuple(name for name in CASES if name not in QUICK)
 pytestmark = pytest.mark.slow
 
 
@@ -104,8 +106,11 @@ def _compare(names):
     return found
 
 
-def test_every_way_to_shard_trains_as_without(pools):
-    for found in pools[WORLD].run(_compare, tuple(CASES)):
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(name for name in CASES if name not in QUICK), marks=pytest.mark.long)]
+)
+def test_every_way_to_shard_trains_as_without(pools, names):
+    for found in pools[WORLD].run(_compare, names):
         for name, (same, faults, allocations, share, plans) in found.items():
             assert same and faults == (0, 0), name
             # Samples follow the second step, and the fourth has another length. Neither needs further memory.
@@ -164,7 +169,9 @@ ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(ran
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"dp_shard": 2}, {"dp_shard": 2, "lora": ADAPTERS}], ids=["three networks", "adapters on one base"]
+    "sizes",
+    [{"dp_shard": 2}, pytest.param({"dp_shard": 2, "lora": ADAPTERS}, marks=pytest.mark.long)],
+    ids=["three networks", "adapters on one base"],
 )
 def test_teacher_student_and_fake_score_share_it(pools, checkpoints, sizes):
     """DMD2 runs 8 steps with clips of two lengths, and samples between them."""

@@ -77,6 +77,7 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
     assert (tmp_path / "checkpoints" / f"left_step_{STEPS:08d}").is_dir(), "the later checkpoint was overwritten"
 
 
+@slow
 def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path):
     """Draws per chunk continue; on another mesh the losses are the same to rounding."""
     method = replace(METHODS["flow_matching"], history="clean")
@@ -96,9 +97,9 @@ def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path):
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), id="3 ranks, then 2"),
+        pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), marks=slow, id="3 ranks, then 2"),
         pytest.param((Setup(dp_replicate=2, cp=2), Setup()), marks=slow, id="replicas, then one rank"),
-        pytest.param((Setup(dp_shard=2, cp=2), OWN), marks=slow, id="there and back"),
+        pytest.param((Setup(dp_shard=2, cp=2), OWN), marks=pytest.mark.long, id="there and back"),
     ],
 )
 def test_another_mesh(pools, checkpoints, straight, tmp_path, meshes):

@@ -67,7 +67,9 @@ def _experts(dp_shard, cp):
         role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition)
 
 
-@pytest.mark.parametrize(("dp_shard", "cp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dp_shard", "cp"), [pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.long)]
+)
 def test_each_expert_serves_its_times_and_trains_alone(pools, dp_shard, cp):
     pools[dp_shard * cp].run(_experts, dp_shard, cp)
 

@@ -67,7 +67,7 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
     )
 
 
-@pytest.mark.parametrize(("role", "steps"), [("student", 2), ("teacher", 2)])
+@pytest.mark.parametrize(("role", "steps"), [("student", 2), pytest.param("teacher", 2, marks=pytest.mark.slow)])
 def test_the_same_clips_on_every_mesh(pools, checkpoints, role, steps):
     truth = pools[1].run(_clips, Setup(), checkpoints, role, steps, 5)[0]
     assert truth.shape == (5, *LATENT_SHAPE)
@@ -114,6 +114,7 @@ def _plain_clip(folder, position, causal, frames, first=None):
     return torch.cat(made, dim=2)
 
 
+@pytest.mark.slow
 def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints):
     """A longer clip begins with the same frames. Its window drops chunks, and its sink moves beyond the third frame."""
     setup = Setup(method=FLOW_MATCHING, causal=CAUSAL)

@@ -64,7 +64,7 @@ def _updates_are_seen(strategy):
     return True
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", [pytest.param("optim", marks=pytest.mark.slow), "optim_grads_params"])
 def test_updates_of_shards_are_seen_and_nothing_stays_gathered(pools, strategy):
     assert all(pools[4].run(_updates_are_seen, strategy))
 

@@ -157,7 +157,7 @@ def _token_sums(cases):
     return [_token_sum(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_token_sums_over_uneven_ranks(pools, world):
     """The test includes one rank alone and replicas without shards, where torch divides by the factor twice."""
     cases = [(strategy, scale, {}) for strategy in ("no_shard", "optim_grads_params") for scale in (1.0, 0.25)]

@@ -16,18 +16,18 @@ from tests.oracles.sharded_run import make_trainer
 
 STEPS, BOUND = 3, 1e-5
 # strategy, mesh, micro-batches, activation checkpointing, offloaded roles, activation offload
-QUICK = [
-    ("optim", "cp", 1, "full", "all", False),
-    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
-]
+QUICK = [("optim", "cp", 1, "full", "all", False)]
 SLOW = [
+    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
     ("no_shard", "dp_cp", 2, "full", "teacher", True),
-    ("optim", "replicas", 2, "selective", "none", True),
     ("optim_grads", "dp", 4, "none", "teacher", False),
+    ("hsdp", "replicas", 2, "full", "teacher", False),
+]
+LONG = [
+    ("optim", "replicas", 2, "selective", "none", True),
     ("optim_grads", "replicas", 2, "full", "all", True),
     ("optim_grads_params", "dp", 4, "selective", "all", False),
     ("hsdp", "dp_cp", 4, "selective", "all", True),
-    ("hsdp", "replicas", 2, "full", "teacher", False),
 ]
 SIZES = {
     "dp": {"dp_shard": 2},
@@ -60,6 +60,8 @@ SWITCHES = {
     ),
     "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
 }
+
+SLOW_SWITCHES = ("mixed strategies", "early, three buffers", "two roles over all ranks")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,11 @@ def _check(setup, pools, checkpoints, oracles):
 
 @pytest.mark.parametrize(
     "row",
-    [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)],
+    [
+        *QUICK,
+        *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW),
+        *(pytest.param(row, marks=pytest.mark.long) for row in LONG),
+    ],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_parity(pools, checkpoints, oracles, row):
@@ -127,7 +133,7 @@ def test_parity(pools, checkpoints, oracles, row):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "mixed strategies" else pytest.param(n, marks=pytest.mark.slow) for n in SWITCHES]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_SWITCHES else pytest.mark.long) for n in SWITCHES]
 )
 def test_parity_of_switches(pools, checkpoints, oracles, name):
     _check(_setup(*SWITCHES[name]), pools, checkpoints, oracles)

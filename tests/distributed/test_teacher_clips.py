@@ -143,7 +143,9 @@ def _check(folder, truth):
         assert torch.equal(encoded.text(encoded.text_of(i))["text"], Captions().tensors["text"][int(caption)])
 
 
-@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), *(pytest.param(*s, marks=slow) for s in ((2, 1), (1, 3)))])
+@pytest.mark.parametrize(
+    ("dp_shard", "cp"), [(2, 1), pytest.param(2, 2, marks=slow), pytest.param(1, 3, marks=pytest.mark.long)]
+)
 def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_path, dp_shard, cp):
     size, folder = dp_shard * cp, tmp_path / "set"
 

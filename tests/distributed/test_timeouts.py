@@ -72,6 +72,7 @@ def _changing():
     return seen
 
 
+@pytest.mark.slow
 def test_long_and_short():
     assert run_ranks(2, _changing, timeout=POOL) == [[POOL, 2, 2, POOL, POOL, POOL, 2, 2]] * 2
 

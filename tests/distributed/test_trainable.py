@@ -110,7 +110,7 @@ def _given_back(strategy, precision):
     ("strategy", "precision"),
     [
         ("optim", "bf16"),
-        *(pytest.param(s, "bf16", marks=pytest.mark.slow) for s in STRATEGIES if s != "optim"),
+        *(pytest.param(s, "bf16", marks=pytest.mark.long) for s in STRATEGIES if s != "optim"),
         pytest.param("optim_grads_params", "fp32", marks=pytest.mark.slow),
     ],
 )

@@ -83,6 +83,7 @@ def test_wan(tmp_path):
     assert frames.shape == pixels.shape == (2, 17, 32, 48, 3)
 
 
+@pytest.mark.long
 def test_adapters_in_every_format(tmp_path):
     """Adapters loaded with either keys, and merged, generate the same in a plain pipeline as in our sampler."""
     run = distil(tmp_path, WAN, build_tiny_pipeline, "student.lora.rank=4", "fake.lora.rank=4")
@@ -125,6 +126,7 @@ def check_commands(run, image):
     assert after.keys() > before.keys(), "a set with the caption"
 
 
+@pytest.mark.long
 def test_wan_image_to_video(tmp_path):
     case = Case(latents=WAN.latents, height=32, width=48, more=(ODE,))
     run = distil(tmp_path, case, build_tiny_pipeline, *FRAMES, image=True)
@@ -144,6 +146,7 @@ def test_wan_image_to_video(tmp_path):
     check_commands(run, files[0])
 
 
+@pytest.mark.long
 def test_wan_from_a_frame_or_from_text(tmp_path):
     """One student of Wan 2.2's TI2V serves both."""
     run = distil(tmp_path, TI2V, build_tiny_pipeline, *FRAMES, frame=True)
@@ -234,6 +237,7 @@ def test_hunyuan(tmp_path):
     check_commands(run, None)
 
 
+@pytest.mark.long
 def test_hunyuan_image_to_video(tmp_path):
     run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline, *FRAMES, image=True)
     files = []
@@ -328,6 +332,7 @@ def test_adapters_of_two_experts(tmp_path, capfd):
         assert {path: path.read_bytes() for path in (pipeline / name).iterdir()} == before
 
 
+@pytest.mark.long
 def test_one_expert_trained_alone(tmp_path, capfd):
     """The export has the other expert as its checkpoint has it. A checkpoint holds the trained expert only."""
     run = distil(tmp_path, A14B, build_tiny_pipeline, "student.experts=low", "steps=4", boundary=BOUNDARY)

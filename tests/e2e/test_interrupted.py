@@ -7,8 +7,6 @@ import subprocess
 import time
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from fsdp_cp.checkpoint.folder import published_steps
 from models import export
@@ -42,14 +40,9 @@ def status(run_dir):
     return json.loads((run_dir / "status.json").read_text())
 
 
-def equal_runs(run_dir, other):
-    ours, theirs = (load_file(d / "export/student/diffusion_pytorch_model.safetensors") for d in (run_dir, other))
-    return losses(run_dir) == losses(other) and all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-
-
 def test_a_signal_to_one_rank_stops_all(tmp_path):
-    """All ranks save the same step and exit with 75. The same command then finishes like the undisturbed run."""
-    run_dir, straight = tmp_path / "run", tmp_path / "straight"
+    """All ranks save the same step and exit with 75. The same command then finishes the run."""
+    run_dir = tmp_path / "run"
     with forked(2, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=2", f"run_dir={run_dir}") as run:
         wait_for(lambda: trained(run_dir) >= 2, run.lives)
         assert status(run_dir)["state"] == "running"
@@ -62,42 +55,39 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert step == trained(run_dir)
     about = status(run_dir)
     assert (about["state"], about["exit_code"], about["checkpoint"]) == ("stopped", 75, step)
-    for folder in (run_dir, straight):
-        train(2, *QUICK, "mesh.cp=2", f"steps={step + 2}", f"run_dir={folder}")
+    train(2, *QUICK, "mesh.cp=2", "export.at_end=false", f"steps={step + 1}", f"run_dir={run_dir}")
     assert (status(run_dir)["state"], status(run_dir)["exit_code"]) == ("finished", 0)
-    assert equal_runs(run_dir, straight)
+    assert [line["step"] for line in losses(run_dir)] == list(range(1, step + 2))
 
 
-def test_torchrun_hands_signals_on_and_restarts_ranks(tmp_path):
+def test_torchrun_restarts_ranks_and_hands_signals_on(tmp_path):
+    """Rank 1 is killed in the middle of a run, and resumes it after torchrun's restart. Then torchrun is stopped."""
     run_dir = tmp_path / "run"
     marker = f"run_dir={run_dir}"
-    options = ("--standalone", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "120")
+    options = (
+        "--standalone", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "120",
+        "--max-restarts", "1",
+    )  # fmt: skip
+    words = torchrun_command(2, *QUICK, *ENDLESS, "checkpoint.every=2", "mesh.cp=2", marker, options=options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes)
 
-    def start(*overrides, more=()):
-        words = torchrun_command(2, *QUICK, "mesh.cp=2", *overrides, marker, options=(*options, *more))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes)
+    def starts():
+        return [json.loads(line)["from_step"] for line in (run_dir / "starts.jsonl").read_text().splitlines()]
 
     try:
-        job = start(*ENDLESS)
-        wait_for(lambda: trained(run_dir) >= 2, lambda: job.poll() is None)
+        wait_for(lambda: newest(run_dir), lambda: job.poll() is None)
+        workers = [process for process in processes(marker) if process != job.pid]
+        os.kill(workers[1], signal.SIGKILL)
+        wait_for(lambda: len(starts()) == 2 and newest(run_dir) > starts()[1], lambda: job.poll() is None)
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=90)
         assert job.returncode == 1, out
-        step = newest(run_dir)
-        assert status(run_dir)["state"] == "stopped" and step == trained(run_dir) and not processes(marker)
-
-        job = start(f"steps={step + 12}", "checkpoint.every=2", more=("--max-restarts", "2"))
-        wait_for(lambda: newest(run_dir) > step, lambda: job.poll() is None)
-        workers = [process for process in processes(marker) if process != job.pid]
-        os.kill(workers[1], signal.SIGKILL)
-        out, _ = job.communicate(timeout=180)
-        assert job.returncode == 0, out
+        assert status(run_dir)["state"] == "stopped" and newest(run_dir) == trained(run_dir) and not processes(marker)
     finally:
         kill_all(marker)
-    starts = [json.loads(line)["from_step"] for line in (run_dir / "starts.jsonl").read_text().splitlines()]
-    assert len(starts) == 3 and starts[1] == step < starts[2]
-    assert [line["step"] for line in losses(run_dir)] == list(range(1, step + 13))
+    assert starts()[0] == 0 < starts()[1]
+    assert [line["step"] for line in losses(run_dir)] == list(range(1, newest(run_dir) + 1))
 
 
 def test_a_stalled_rank_ends_the_other(tmp_path):

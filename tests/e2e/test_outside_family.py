@@ -8,7 +8,7 @@ import pytest
 
 from distill.data.moving_shapes import CAPTION_WORDS
 from models.verify import write_example
-from tests.e2e.launch import QUICK, ROOT, forked, losses, run_command, train
+from tests.e2e.launch import QUICK, ROOT, forked, losses, train
 from tests.outside.cogvideox import CogVideoX
 from train import main
 
@@ -67,7 +67,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     assert (out / "0.mp4").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_network_that_predicts_v_is_distilled_and_sampled(installed):
     """DMD2 distills a CogVideoX with random weights. The export has no flow-matching scheduler."""
     sizes = {
@@ -76,11 +76,10 @@ def test_a_network_that_predicts_v_is_distilled_and_sampled(installed):
     }  # fmt: skip
     write_example(installed / "teacher", "cogvideox", CogVideoX().examples()["2b"] | sizes)
     run_dir, families = installed / "run", [f"{role}.family=cogvideox" for role in ("teacher", "student", "fake")]
-    done = run_command(
+    train(
         2, *QUICK, *families, f"teacher.checkpoint={installed}/teacher", "mesh.cp=2", "steps=3", "checkpoint.every=3",
         "sample.report_clips=0", f"run_dir={run_dir}",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     found = losses(run_dir)
     assert len(found) == 3 and all(math.isfinite(value) for record in found for value in record.values())
     assert any(record.get("student/grad_norm", 0) > 0 for record in found)
@@ -111,8 +110,7 @@ def test_its_method_trains_by_the_words_of_the_documents(installed):
     """The test uses the method, its settings and its three YAML files, as docs/extending.md names them."""
     run_dir = installed / "run"
     words = ["experiment=quickstart_halving", "steps=5", "log.every=1", "sample.report_clips=0", f"run_dir={run_dir}"]
-    done = run_command(2, *words, "mesh.cp=2", "method.interval=0.4", "sample.student_steps=[2]")
-    assert done.returncode == 0, done.stderr
+    train(2, *words, "mesh.cp=2", "method.interval=0.4", "sample.student_steps=[2]")
     found = [line["student/loss"] for line in losses(run_dir)]
     assert len(found) == 5 and 0 < found[-1] < 1
     config = (run_dir / "config.yaml").read_text()
@@ -122,6 +120,6 @@ def test_its_method_trains_by_the_words_of_the_documents(installed):
         ("method=broken", "method=broken"),
         ("experiment=quickstart_halving method.interval=2", "interval"),
     ):
-        refused = run_command(0, *words.split(), f"run_dir={installed}/refused")
+        refused = forked(0, "train", "device=cpu", *words.split(), f"run_dir={installed}/refused").wait()
         assert refused.returncode == 2 and name in refused.stderr.splitlines()[-1], refused.stderr
     assert not (installed / "refused").exists()

@@ -17,7 +17,7 @@ WORDS = (
 NUMBERS = re.compile(r"(\w+) loss +(\S+) norm +(\S+) lr +(\S+)")
 
 
-@pytest.mark.parametrize("on_a_terminal", [False, True])
+@pytest.mark.parametrize("on_a_terminal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_step_lines_equal_the_metrics_and_a_bar_is_for_terminals(tmp_path, monkeypatch, on_a_terminal):
     reading, writing = os.openpty() if on_a_terminal else os.pipe()
     if on_a_terminal:

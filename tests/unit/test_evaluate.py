@@ -104,6 +104,7 @@ def test_named_captions_are_shown_in_their_order(tmp_path):
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 3
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_has_its_starts_and_updates(tmp_path):
     line = {"step": 10, "student/loss": 0.5, "student/grad_norm": 1.0, "student/skipped": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -116,6 +117,7 @@ def test_the_report_of_a_run_has_its_starts_and_updates(tmp_path):
     assert "train.py &#39;a=&lt;b&gt;&#39;" in page
 
 
+@pytest.mark.slow
 def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
     samples = tmp_path / "samples"
     mine = ("mine.mp4", "step_00000010.tmp", "step_00000010_student_3steps_9.mp4", "teacher_50steps_0.mp4", "cli/0.mp4",

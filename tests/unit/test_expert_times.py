@@ -53,7 +53,11 @@ def own_draws(settings):
 SETTINGS = [Dmd2Settings(), RcmSettings(consistency_steps=0), ScmSettings(), FlowMatchingSettings(shift=3.0)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
+@pytest.mark.parametrize(
+    "settings",
+    [s if s.name == "flow_matching" else pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS],
+    ids=lambda settings: settings.name,
+)
 def test_their_distribution_is_the_methods_own(settings):
     """The test applies Kolmogorov-Smirnov to each time, and to differences of times that belong together."""
     for draw, purpose, roles in own_draws(settings):
@@ -88,6 +92,7 @@ def test_a_step_has_one_range_whoever_holds_its_samples(settings):
         assert several, "not always the first"
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_draw_for_themselves():
     """The first part draws as a whole batch would. All parts have the method's distribution; their mean varies less."""
     method = build_method(FlowMatchingSettings(), {})

@@ -88,6 +88,7 @@ def test_clips_are_read_or_refused(tmp_path, videos):
 # ---------------------------------------------------------------- encoders
 
 
+@pytest.mark.slow
 def test_encoders_are_loaded_or_refused(tmp_path, tiny, around):
     folder, before = tmp_path / "pipeline", snapshot(around, tiny)
     parts = ("vae", "text_encoder", "tokenizer")

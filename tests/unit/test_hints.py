@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from distill.config import compose_config
-from distill.config.usage import information
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
@@ -24,10 +23,6 @@ def test_a_refusal_names_what_was_meant(word, named, not_named):
         compose_config([word])
     (line,) = str(caught.value).splitlines()
     assert named in line and not_named not in line
-
-
-def test_help_all_has_a_second_spelling():
-    assert information(["--help=all"]) == information(["--help", "all"])
 
 
 @pytest.mark.parametrize(("device", "announced"), [("cuda", False), ("cpu", True)])

@@ -141,6 +141,7 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
         HUNYUAN.check_sample(config, latents, shapes, "student.checkpoint")
 
 
+@pytest.mark.slow
 def test_published_sizes_are_planned_without_weights():
     """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
     words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]

@@ -139,6 +139,7 @@ def test_coordinates_are_those_of_the_pipelines(folder, later):
     assert not torch.allclose(rope(tokens, video_coords=ids)[0], theirs[0], atol=0.1), "the two differ"
 
 
+@pytest.mark.slow
 def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tmp_path, folder):
     """Both pipelines have the same text encoder, but only one of them lets it see the padding of a caption."""
     other = copy_of(folder, tmp_path)

@@ -97,6 +97,7 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
         LTX_FAMILY.check_sample(config, latents, shapes, "student.checkpoint")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
 def test_published_sizes_are_planned_without_weights(name, billions, cp):
     """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""

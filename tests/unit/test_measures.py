@@ -56,6 +56,7 @@ def clean(renders):
     return measure(renders["heldout"][:N], ASKED, renders["reference"])
 
 
+@pytest.mark.slow
 def test_renders_score_at_the_noise_floor(renders, clean):
     one, other = measure(renders["train"], ASKED, renders["reference"]), clean
     few = measure(renders["train"][:64], ASKED[:64], renders["reference"])
@@ -71,13 +72,16 @@ def test_renders_score_at_the_noise_floor(renders, clean):
             assert one[key].value >= 0.98 and 0 < one[key].standard_error < 0.02, key
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow if "mean" in how else ()) for how in CATCHES])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == "wrong caption" else pytest.mark.slow) for how in CATCHES]
+)
 def test_corrupted_clips_score_worse(renders, clean, how):
     found = measure(*corrupt(renders, how), renders["reference"])
     for key in CATCHES[how]:
         assert worse_by(found[key], clean[key], key) > 5, (key, found[key], clean[key])
 
 
+@pytest.mark.slow
 def test_sizes_are_seen(renders, clean):
     """The area reveals clips in which all shapes are small; no accuracy of color does."""
     area = features(renders["heldout"])["area"].mean(axis=1)

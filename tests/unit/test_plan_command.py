@@ -106,6 +106,7 @@ def test_activations_go_to_the_host_and_back_beside_the_gathers():
     assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_what_is_sent_takes_the_link_of_its_group():
     """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
@@ -160,9 +161,14 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     ("words", "layers"),
     [
         ((), [(4, 4, 4), (5, 5, 5)]),
-        (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
-        (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
-        (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
+                (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
+                (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
+            )
+        ),
     ],
 )
 def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
@@ -224,6 +230,7 @@ def test_torchrun_around_it_is_refused(plan, monkeypatch, tmp_path):
     assert plan() == 2 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
     for name, text, words in (
         ("plan.json", '{"made_by": "me"}', []),
@@ -237,6 +244,7 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
         (tmp_path / name).unlink()
 
 
+@pytest.mark.slow
 def test_encoders_take_what_real_ones_do():
     """The test compares tiny encoders on fake and on real tensors."""
     text = {

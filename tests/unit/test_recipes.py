@@ -46,8 +46,8 @@ STATES_GB = {("1_3b", 1): 6.0, ("1_3b", 4): 1.8, ("14b", 1): 60.7, ("14b", 4): 1
 RANKS_PER_NODE = 8
 RECIPES = [  # network, resolution, method, nodes
     ("1_3b", "480p", "dmd2", 1),
-    pytest.param("1_3b", "720p", "rcm", 4, marks=pytest.mark.slow),
-    pytest.param("14b", "480p", "dmd2", 1, marks=pytest.mark.slow),
+    pytest.param("1_3b", "720p", "rcm", 4, marks=pytest.mark.long),
+    pytest.param("14b", "480p", "dmd2", 1, marks=pytest.mark.long),
     pytest.param("14b", "720p", "rcm", 4, marks=pytest.mark.slow),
 ]
 
@@ -151,6 +151,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
     assert abs(states / 1e9 - STATES_GB[network, nodes]) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "world", "mesh", "micro"),
     [
@@ -171,9 +172,10 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "cluster", "world"),
-    [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.slow)],
+    [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.long)],
 )
 def test_adapters_share_one_base(method, cluster, world, pipeline):
     words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]

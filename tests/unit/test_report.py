@@ -238,11 +238,3 @@ def test_an_empty_time_bin_is_no_point():
 @pytest.mark.parametrize("values", [[1e308, -1e308, 1e308], [5e-324, 1e308], [-1e-320, 1.0]])
 def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values):
     assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, np.array(values))
-
-
-def test_moving_average_is_the_plain_mean_of_the_window():
-    values = np.random.default_rng(0).normal(size=50)
-    expected = [values[max(0, i - 6) : i + 1].mean() for i in range(50)]
-    np.testing.assert_allclose(charts.moving_average(values, 7), expected)
-    values[10] = 1e25
-    np.testing.assert_allclose(charts.moving_average(values, 7)[20:], expected[20:], err_msg="one huge loss is over")

@@ -62,6 +62,7 @@ def check_refused(capsys, named, *arguments) -> None:
     assert line.count("\n") == 1 and named in line, line
 
 
+@pytest.mark.slow
 def test_a_causal_student_makes_clips_of_any_length(causal_run, capsys):
     """Clips can be longer than the 64 positions of the network, since a window limits what a chunk sees."""
     for frames, chunks in (("6", 3), ("66", 33)):
@@ -106,6 +107,7 @@ def test_a_student_of_gpus_is_sampled_without_one(run_dir, tmp_path, capsys):
     assert main(words) == 0 and clips(tmp_path / "clips") == {"0.mp4", "samples.png"}
 
 
+@pytest.mark.slow
 def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
     out = tmp_path / "clips"
     assert main([str(captions_run), "--caption", "a bird, flying", "--caption", "a red square", "--out", str(out)]) == 0

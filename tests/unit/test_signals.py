@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from fsdp_cp.runtime.signals import SIGNALS
-
 PROGRAM = """
 import sys, time
 from fsdp_cp.launch import exit_code
@@ -50,10 +48,9 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGTERM])
-def test_outside_the_loop_it_ends_at_once(number):
+def test_outside_the_loop_it_ends_at_once():
     process = start("now", "0")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     code, out, err = end(process)
     assert (code, out) == (75, "") and len(err.splitlines()) == 1
 
@@ -65,7 +62,7 @@ def test_in_the_loop_it_is_kept_until_the_loop_ends():
     assert (code, out) == (75, "saving\nsaved\n") and "SIGTERM" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_one_again_within_a_moment_is_the_first_one():
     """The same signal comes from the terminal and from torchrun."""
     process = start("deferred", "1")
@@ -115,6 +112,7 @@ child.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's")
 def test_a_worker_ends_with_its_parent():
     parent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=-1, stderr=-1, text=True)

@@ -15,7 +15,7 @@ def python(*words):
     return subprocess.run([sys.executable, *words], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["mesh.dpp=2"], 2)])
+@pytest.mark.parametrize(("words", "code"), [pytest.param(["--help"], 0, marks=pytest.mark.slow), (["mesh.dpp=2"], 2)])
 def test_help_and_a_misspelled_key_import_nothing_heavy(words, code):
     program = "import json, sys, train; code = train.main(sys.argv[1:]); print(json.dumps([code, *sys.modules]))"
     ended, *imported = json.loads(python("-c", program, *words).stdout.splitlines()[-1])
@@ -27,6 +27,7 @@ def test_public_names_are_importable():
     assert all(getattr(fsdp_cp, name).__name__ == name for name in fsdp_cp.__all__)
 
 
+@pytest.mark.slow
 def test_help_of_a_command_that_imports_networks_ends_with_0_and_prints_nothing_else():
     done = python("-m", "distill.sample", "--help")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout

@@ -28,6 +28,7 @@ def stored(*words, first=CLIPS, seed=SAMPLE_SEED, steps=50, skip=0):
     return None if found is None else found[0]
 
 
+@pytest.mark.slow
 def test_stored_clips_are_what_the_teacher_makes():
     with process_group(CPU):
         trainer = open_trainer(["experiment=quickstart", "mesh.cp=1"], CPU)

@@ -14,20 +14,13 @@ from tests.unit.refused import refused
 LINES, COLUMNS = 140, 120
 
 
-@pytest.mark.parametrize("method", ["dmd2", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dmd2")])
+@pytest.mark.parametrize("method", ["dmd2", pytest.param("rcm", marks=pytest.mark.slow)])
 def test_the_help_of_a_method_fits_three_screens(method):
     text = information(["--help", f"method={method}"])
     lines = text.splitlines()
     assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     own = [line.split("=")[0].strip() for line in lines if line.startswith("  method.")]
     assert own == [f"method.{name}" for name in vars(METHODS[method][1]()) if name != "name"], "each once, no other's"
-
-
-def test_the_short_help_has_whole_meanings():
-    in_full, flat = information(["--help", "all"]), " ".join(information(["--help"]).split())
-    meanings = re.findall(r"^  ((?:mesh\.|method\.gan)\w+)=\S+ +(\S.*)$", in_full, re.M)
-    assert len(meanings) > 8 and max(len(meaning) for _, meaning in meanings) > 120
-    assert not [key for key, meaning in meanings if meaning not in flat]
 
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
@@ -57,11 +50,6 @@ def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
         for group in ("experiment", "model", "method", "recipe", "data", "cluster", "mesh"):
             names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
             assert f"{group}= {names}" in flat
-
-
-def test_values_are_those_that_were_asked_for():
-    text = information(["--help", "experiment=wan2_1_t2v_14b_dmd2", "cluster=h200x8"])
-    assert "  micro_batch_size=2 " in text and "  mesh.cp=8 " in text
 
 
 def test_a_mistake_beside_help_is_a_line():

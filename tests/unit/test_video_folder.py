@@ -231,7 +231,7 @@ def test_a_changed_setting_never_reads_stale_content(make, counts, change, clips
 
 @pytest.mark.parametrize(
     ("part", "clips", "captions"),
-    [("vae", 3, 4), pytest.param("text_encoder", 3, 4, marks=pytest.mark.slow)],
+    [pytest.param("vae", 3, 4, marks=pytest.mark.slow), pytest.param("text_encoder", 3, 4, marks=pytest.mark.slow)],
 )
 def test_other_weights_under_the_same_path_are_noticed(make, counts, tiny, tmp_path, part, clips, captions):
     folder = shutil.copytree(tiny, tmp_path / "pipeline")
@@ -292,6 +292,7 @@ def test_a_kill_loses_no_finished_clip(make, counts, monkeypatch, tmp_path):
     assert not list((tmp_path / "cache").rglob("unfinished"))
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_refused_skipped_or_encoded_again(make, counts, tmp_path):
     data = make()
     before, file = data[0]["latents"], data.set.path / "clips-00000000.safetensors"
