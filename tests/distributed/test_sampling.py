@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.methods.common.schedules import euler_times
+from distill.methods.dcm import DcmSettings
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -91,24 +92,39 @@ def _noise(position, chunks, purpose="sample/noise"):
     return [random.normal(f"{purpose}/{n}", (channels, count, *sizes)) for n, count in enumerate(chunks)]
 
 
+def _guided(oracle, x, texts, position, number):
+    """Two Euler steps of a chunk with guidance as a batch of two."""
+    for t, after in pairwise(euler_times(2, 3.0)):
+        v, null = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
+        x = x + (after - t) * (null + 2.0 * (v - null))
+    return x
+
+
+def _few_steps(oracle, x, texts, position, number):
+    """Re-noised steps of a chunk at 1 and .8, the first two of three, without guidance."""
+    x = x - oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.ones(2), texts)[:1]
+    noise = StepRandom(seed=5, step=0, positions=[position]).normal(f"sample/renoise/{number}_1", x.shape[1:])
+    x = torch.lerp(x, noise, 0.8)
+    return x - 0.8 * oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), 0.8), texts)[:1]
+
+
 @torch.no_grad()
-def _plain_clip(folder, position, causal, frames, first=None):
-    """Sample a clip chunk by chunk with diffusers' network, lists as caches, and guidance as a batch of two.
+def _plain_clip(folder, position, causal, frames, first=None, role="student", sample=_guided):
+    """Sample a clip chunk by chunk with diffusers' network and lists as caches.
 
     ``first`` is a given first frame ``(1, C, 1, H, W)``.
     """
     chunks, time, texts = causal.chunks(frames), causal.context_time, _texts(position)
-    network = WanTransformer3DModel.from_pretrained(folder / "student")
+    network = WanTransformer3DModel.from_pretrained(folder / role)
     trained = len(causal.chunks(LATENT_SHAPE[1]))
     oracle, made = CausalWan(network, chunks, causal.window, causal.sink, trained_chunks=trained), []
-    for x, e in zip(_noise(position, chunks), _noise(position, chunks, "sample/context"), strict=True):
+    noises = zip(_noise(position, chunks), _noise(position, chunks, "sample/context"), strict=True)
+    for number, (x, e) in enumerate(noises):
         if first is not None and not made:
             oracle.remember(first.repeat(2, 1, 1, 1, 1), texts, 0.0)
             made.append(first)
             continue
-        for t, after in pairwise(euler_times(2, 3.0)):
-            v, null = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
-            x = x + (after - t) * (null + 2.0 * (v - null))
+        x = sample(oracle, x, texts, position, number)
         made.append(x)
         oracle.remember(((1 - time) * x + time * e).repeat(2, 1, 1, 1, 1), texts, time)
     return torch.cat(made, dim=2)
@@ -131,6 +147,15 @@ def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints)
     spread = replace(spread, condition_shapes=spread.condition_shapes | {"first_frame": given.shape[1:]})
     for clips in pools[4].run(_clips, spread, checkpoints, "student", 2, 2):
         assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
+
+
+def test_causal_roles_of_a_few_step_method_make_the_same_clips(pools, checkpoints):
+    method = DcmSettings(step_list=[1.0, 0.8, 0.5], guidance_scale=2.0, shift=3.0)
+    setup = Setup(dp_shard=2, cp=2, method=method, causal=CAUSAL)
+    for role, sample in (("student", _few_steps), ("teacher", _guided)):
+        truth = torch.cat([_plain_clip(checkpoints, i, CAUSAL, 3, role=role, sample=sample) for i in range(5)])
+        for clips in pools[4].run(_clips, setup, checkpoints, role, 2, 2):
+            assert (clips - truth).norm() < 1e-5 * truth.norm(), role
 
 
 @pytest.mark.parametrize("limits", [{}, {"window": 1}, {"window": 1, "sink": 1}], ids=str)
