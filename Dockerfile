@@ -37,7 +37,6 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 
 # Transformer Engine's PyTorch half comes as source: it needs nvcc and the headers of CUDA, cuDNN and NCCL.
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu${UBUNTU} AS packages-te1
-ARG TE_VERSION=2.17.1
 ARG TE_JOBS=8
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
@@ -51,8 +50,8 @@ ENV PATH=/srv/venv/bin:$PATH \
     PIP_NO_CACHE_DIR=1 \
     CUDA_HOME=/usr/local/cuda
 RUN pip install -c constraints.txt setuptools wheel==0.45.1 cmake==3.31.6 ninja==1.11.1.4 pybind11==2.13.6 \
-    && NVTE_FRAMEWORK=pytorch MAX_JOBS=${TE_JOBS} pip install -c constraints.txt --no-build-isolation \
-        "transformer-engine[pytorch,core_cu13]==${TE_VERSION}"
+    && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['te'], sep='\n')" > te.txt \
+    && NVTE_FRAMEWORK=pytorch MAX_JOBS=${TE_JOBS} pip install -c constraints.txt --no-build-isolation -r te.txt
 
 FROM packages-te${TE} AS packages
 

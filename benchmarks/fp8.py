@@ -1,9 +1,10 @@
 """Accuracy of fp8: losses, gradients and bytes (``python -m benchmarks.fp8``), or students (``--distil``).
 
-The default compares a step of the shipped teacher's network in fp8, which torchao emulates on a CPU, with the same step
-in bf16, on meshes of one to four local ranks: for the whole network, and for adapters on a frozen base. It takes
-minutes. ``--distil`` distills the quickstart's student (DMD2) with and without fp8 roles, three seeds each, and
-compares the students like :mod:`benchmarks.lora`; the same command resumes it. ``--tiny`` is a short test of either.
+The default compares a step of the shipped teacher's network in fp8, which torchao or a stand-in for Transformer Engine
+emulates on a CPU, with the same step in bf16, on meshes of one to four local ranks: for the whole network, and for
+adapters on a frozen base. It takes minutes. ``--distil`` distills the quickstart's student (DMD2) with and without fp8
+roles, three seeds each, and compares the students like :mod:`benchmarks.lora`; the same command resumes it. ``--tiny``
+is a short test of either.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.transformer_engine import install
 
 RECIPE = "quickstart"
 MESHES = ((1, 1), (1, 2), (2, 2))
@@ -53,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"fp8": "torchao"},
     "fp8, gathered in fp8": {"fp8": "torchao", "fp8_gather": True},
+    "fp8, Transformer Engine's recipe": {"fp8": "transformer_engine"},
 }
 LORA_RANK = 16
 FP8_ROLES = tuple(f"{role}.fp8=torchao" for role in ("teacher", "student", "fake"))
@@ -74,6 +77,8 @@ class Step:
 def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: int) -> Step:
     """Run a step of the shipped teacher on ``count`` clips. A collective."""
     kind, adapters = CASES[case]
+    if settings.get("fp8") == "transformer_engine":  # on a CPU a stand-in casts like the package's recipe
+        install()
     config = compose_config([f"experiment={RECIPE}", "run_dir=runs/fp8"])
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     sharding = ShardSettings(**{"precision": "bf16", "activation_checkpointing": "full"} | settings)

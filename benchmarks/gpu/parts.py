@@ -78,6 +78,13 @@ PARTS = (
         shows="The same steps of DMD2 with compiled blocks. The first round compiles.",
     ),
     Part(
+        name="te",
+        target="benchmarks.gpu.te:te",
+        seconds=480,
+        shows="Transformer Engine: its fp8 layer (the output, and the gradients of input, weight and bias) and its"
+        " attention against float64, relative by norm; steps of DMD2 as above, next to bf16 and torchao.",
+    ),
+    Part(
         name="derivatives",
         target="benchmarks.gpu.derivatives:derivatives",
         seconds=300,

@@ -1,37 +1,29 @@
-"""fp8 compute of linear layers, by torchao's ``Float8Linear`` (0.18) with tensorwise scales.
+"""fp8 compute of linear layers: which layers, and what it needs.
 
 Weights, their names and their gradients do not change. For each product the inputs, weights and gradients are scaled by
-their largest element and rounded to fp8, so no extra state exists. If a forward can carry forward-mode tangents the
-plain layers run, since torchao's layers would drop tangents. torchao is imported at first use: it is optional, and its
-import takes a second.
+their largest element and rounded to fp8, so no extra state exists.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import weakref
-from collections.abc import Collection, Iterable, Sequence
-from importlib import metadata
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
+from torch import nn
 
-from fsdp_cp.context.duals import inside_dual_level
 from fsdp_cp.errors import UserError
+from fsdp_cp.runtime.packages import optional_package, transformer_engine
+from fsdp_cp.sharding import fp8_torchao, fp8_transformer_engine
 from fsdp_cp.sharding.settings import ShardSettings
-from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather_by
 
 log = logging.getLogger(__name__)
 MULTIPLE = 16
 """Number that must divide a layer's sizes for fp8 products on NVIDIA GPUs."""
 CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 products: Ada, then Hopper (9.0)."""
-_TORCHAO = (0, 18)
+_TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
 def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> None:
@@ -44,22 +36,27 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
         where: prefix of the setting's name in the message, e.g. ``"student."``.
 
     Raises:
-        UserError: torchao is missing or too old, or the GPU does not support fp8 products.
+        UserError: the package is missing or too old, the device does not support fp8 products, or the package does not
+            compile under ``compile=true``.
     """
     if settings.fp8 == "none":
         return
-    version = metadata.version("torchao") if importlib.util.find_spec("torchao") is not None else "0"
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _TORCHAO:
-        needed = ".".join(map(str, _TORCHAO))
+    of_te = settings.fp8 == "transformer_engine"
+    if of_te and device_type != "cuda":
         raise UserError(
-            f"{where}fp8={settings.fp8} needs torchao {needed} or newer, got {version if version != '0' else 'none'};"
-            f" pip install 'fsdp-cp[fp8]', or use {where}fp8=none"
+            f"{where}fp8=transformer_engine needs device=cuda, not {device_type}; use {where}fp8=torchao, which"
+            " emulates fp8 on a CPU"
         )
+    package = transformer_engine() if of_te else optional_package("torchao.float8", *_TORCHAO)
+    if isinstance(package, str):
+        raise UserError(f"{where}fp8={settings.fp8} {package}; or use {where}fp8=none")
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
         raise UserError(
             f"{where}fp8={settings.fp8} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or more"
             f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
         )
+    if of_te and settings.compile:
+        fp8_transformer_engine.require_compiled(where)
 
 
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
@@ -99,7 +96,7 @@ def apply_fp8(
     settings: ShardSettings,
     device_type: str,
     excluded: Iterable[nn.Module] = (),
-) -> list[nn.Linear]:
+) -> list[nn.Module]:
     """Replace the layers that compute in fp8, in place; before units are checkpointed and compiled.
 
     Returns:
@@ -119,7 +116,13 @@ def apply_fp8(
             raise UserError(f"fp8: the layer {names[id(layer)]} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
     wanted = {id(layer) for layer in chosen}
-    converted = [layer for unit in units[1:-1] for layer in convert(unit, wanted, emulate=emulate)]
+    of_te = settings.fp8 == "transformer_engine"
+    converted: list[nn.Module] = []
+    for unit in units[1:-1]:
+        if of_te:
+            converted += fp8_transformer_engine.convert(unit, wanted)
+        else:
+            converted += fp8_torchao.convert(unit, wanted, emulate=emulate)
     if dist.get_rank() == 0:
         log.info(
             "fp8%s: %d of the %d linear layers in the blocks of %s",
@@ -129,111 +132,3 @@ def apply_fp8(
             type(model).__name__,
         )
     return converted
-
-
-def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
-    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
-
-    # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
-    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
-    layers = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-    for layer in layers:
-        _keep_tangents(layer)
-    return layers
-
-
-def _keep_tangents(layer: Any) -> None:
-    """Let ``layer`` run as a plain layer inside a dual level, in place: torchao's forward would drop tangents.
-
-    The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
-    """
-    from torchao.float8 import Float8TrainingTensor
-
-    in_fp8 = layer.forward
-
-    def forward(x: Tensor) -> Tensor:
-        # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return forward(x)
-        if not inside_dual_level():
-            return in_fp8(x)
-        if isinstance(layer.weight, Float8TrainingTensor):
-            raise RuntimeError(
-                "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
-            )
-        return F.linear(x, layer.weight, layer.bias)
-
-    layer.forward = forward
-
-
-def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: DeviceMesh) -> None:
-    """Let FSDP2 gather the weights of ``layers`` in fp8: one byte per element, and one scale per whole weight.
-
-    Before each forward of ``root`` one all-reduce of the largest elements computes the scales, without waiting for the
-    host. A gather in backward uses the scale of its forward. Weights that do not divide evenly over the ranks are
-    gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
-
-    torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
-    Here only the shard's tensor has FSDP2's two functions as attributes.
-
-    Args:
-        root: sharded network.
-        layers: layers from :func:`apply_fp8`.
-        shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
-    """
-    from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
-
-    weights = evenly_sharded_weights(root, layers)
-    if len(weights) < len(layers) and dist.get_rank() == 0:
-        log.info(
-            "fp8_gather: %d of %d weights do not divide evenly over the ranks; gathering them in the compute dtype",
-            len(layers) - len(weights),
-            len(layers),
-        )
-    if not weights:
-        return
-    group = shard_mesh.get_group(shard_mesh.ndim - 1)
-
-    @torch.no_grad()
-    def settle_scales(_module: nn.Module, _args: Any) -> None:
-        # Leave inference mode, as for FSDP2's memory: a backward could not save a scale created in it.
-        with torch.inference_mode(False):
-            shards = [weight.sharded_param._local_tensor for weight, _ in weights]
-            largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            scales = amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
-        for (weight, layer), shard, scale in zip(weights, shards, scales, strict=True):
-            if not hasattr(shard, "fsdp_pre_all_gather"):  # first forward, to_empty, loading
-                gather_by(weight, *_gather_functions(shard, layer))
-            shard._fp8_scale = scale
-
-    root.register_forward_pre_hook(settle_scales, prepend=True)  # before the gathers of the root and the units
-
-
-def _target_dtype(layer: Any) -> torch.dtype:
-    return layer.config.cast_config_weight.target_dtype
-
-
-def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
-    """Return FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` for one ``shard``, based on torchao's."""
-    from torchao.float8 import Float8TrainingTensor
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # private (torchao 0.18)
-
-    mm_config, target = layer.linear_mm_config, _target_dtype(layer)
-    reference = weakref.ref(shard)  # the shard holds these functions: a cycle would keep its memory
-
-    def before(mesh: DeviceMesh) -> Any:
-        shard: Any = reference()
-        return WeightWithDynamicFloat8CastTensor(shard, mm_config, target, shard._fp8_scale).fsdp_pre_all_gather(mesh)
-
-    def after(outputs: Any, scale: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        if out is not None and not isinstance(out, Float8TrainingTensor):
-            raise RuntimeError("fp8_gather: the network was gathered before its first forward; call its forward first")
-        weight = WeightWithDynamicFloat8CastTensor(reference(), mm_config, target)
-        return weight.fsdp_post_all_gather(outputs, scale, dtype, out=out)
-
-    return before, after

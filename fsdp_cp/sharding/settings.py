@@ -57,10 +57,11 @@ class ShardSettings:
     """Whether to keep a unit's saved tensors in CPU memory (pinned for CUDA)."""
     compile: bool = False
     """Whether to ``torch.compile`` each unit as one graph."""
-    fp8: Literal["none", "torchao"] = "none"
-    """``torchao``: multiply in fp8 in the linear layers of all units but the first and the last; emulated on a CPU."""
+    fp8: Literal["none", "torchao", "transformer_engine"] = "none"
+    """Package that multiplies in fp8 in the linear layers of all units but the first and the last. On a CPU ``torchao``
+    emulates fp8; ``transformer_engine`` needs CUDA."""
     fp8_gather: bool = False
-    """Whether to gather the weights of these layers in fp8 too."""
+    """Whether to gather the weights of these layers in fp8 too (``torchao``)."""
     offload: Literal["none", "cpu"] = "none"
     """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
     gather_stream: Literal["own", "compute"] = "own"
@@ -175,6 +176,10 @@ class ShardSettings:
         )
         return [
             (self.fp8 != "none" and fp64, "@fp8 rounds away what @precision=fp64 computes; use @fp8=none"),
+            (
+                self.fp8_gather and self.fp8 == "transformer_engine",
+                "@fp8_gather=true gathers for torchao; use @fp8=torchao or @fp8_gather=false",
+            ),
             (
                 self.fp8_gather and self.offload != "none",
                 "@fp8_gather=true needs shards on the GPU; use @offload=none or @fp8_gather=false",

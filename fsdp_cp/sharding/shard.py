@@ -18,7 +18,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gradients
 from fsdp_cp.sharding.activations import wrap_unit
-from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
+from fsdp_cp.sharding.fp8 import apply_fp8
+from fsdp_cp.sharding.fp8_torchao import gather_in_fp8
 from fsdp_cp.sharding.pool import pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import (
@@ -84,7 +85,7 @@ def shard(
     settings: ShardSettings,
     *,
     full_precision_units: Sequence[nn.Module] = (),
-    fp8_layers: Sequence[nn.Linear] = (),
+    fp8_layers: Sequence[nn.Module] = (),
 ) -> None:
     """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` come from ``apply_fp8``.
 

@@ -1,5 +1,7 @@
 """Roles whose blocks compute in emulated fp8: near bf16 on every mesh, and otherwise unchanged.
 
+torchao emulates fp8 itself. Transformer Engine needs CUDA, so its tests show the wiring, with a stand-in on the ranks.
+
 The miniature networks have three blocks; the middle one has ten fp8 layers.
 """
 
@@ -21,9 +23,11 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+from tests.oracles.transformer_engine import install
 
 pytestmark = pytest.mark.slow
 FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
+TE = {"fp8": "transformer_engine"}
 LORA = {"student": LoraSettings(rank=16, alpha=8.0), "fake": LoraSettings(rank=4)}
 LARGEST_LOSS, LARGEST_GRADIENT, LEAST_COSINE = 0.03, 0.15, 0.99
 """Bounds of the differences between the first steps of an fp8 run and a bf16 run.
@@ -35,7 +39,13 @@ benchmarks/results/fp8.md has the measured values.
 
 def _run(pools, checkpoints, changes, **sizes):
     setup = Setup(**{"precision": "bf16", "steps": 2, "changes": {"all": changes}} | sizes)
-    return trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    return trace_on_ranks(setup, checkpoints, _ranks(pools, setup.world_size, changes))
+
+
+def _ranks(pools, size, changes):
+    if changes.get("fp8") == "transformer_engine":
+        pools[size].run(install)
+    return pools[size]
 
 
 def _whole(gradients):
@@ -56,7 +66,7 @@ def _check_near(trace, oracle):
     assert 0 < norm < LARGEST_GRADIENT and loss < LARGEST_LOSS and angle < 1 - LEAST_COSINE, (loss, norm, angle)
 
 
-@pytest.mark.parametrize(("changes", "dp_shard", "cp"), [(GATHER, 2, 1), (FP8, 1, 2)])
+@pytest.mark.parametrize(("changes", "dp_shard", "cp"), [(GATHER, 2, 1), (FP8, 1, 2), (TE, 1, 2), (TE, 2, 2)])
 def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     sizes = {"dp_shard": dp_shard, "cp": cp, "activation_checkpointing": True}
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
@@ -75,6 +85,7 @@ def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
             ),
         ),
         (FP8, ({"strategy": "no_shard"}, {"offload": "cpu"})),
+        (TE, ({"strategy": "no_shard", "activation_offload": True}, {"offload": "cpu", "keep_gathered": True})),
     ):
         expected = _run(pools, checkpoints, changes, **sizes)
         for more in cases:
@@ -83,18 +94,19 @@ def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
             assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
 
 
-def test_adapters_on_an_fp8_base(pools, checkpoints):
+@pytest.mark.parametrize("changes", [GATHER, TE])
+def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
     """The three roles share one base. Its layers compute in fp8; the adapters do not."""
     sizes = {"cp": 2, "lora": LORA, "activation_checkpointing": True}
-    trace = _run(pools, checkpoints, GATHER, **sizes)
+    trace = _run(pools, checkpoints, changes, **sizes)
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in trace.gradients[0])
     _check_near(trace, _run(pools, checkpoints, {}, **sizes))
-    for adapters, base in pools[2].run(_fp8_layers_with_adapters, checkpoints):
+    for adapters, base in pools[2].run(_fp8_layers_with_adapters, checkpoints, changes):
         assert adapters == 0 and base == 10
 
 
-def _fp8_layers_with_adapters(folder):
-    setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": GATHER})
+def _fp8_layers_with_adapters(folder, changes):
+    setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": changes})
     network = make_trainer(setup, folder, make_config(setup, folder)).roles["student"].network
     fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"]
     return sum("lora_" in name for name in fp8), len(fp8)
@@ -131,9 +143,11 @@ def _jvp(folder, settings):
 
 def test_derivatives_in_forward_mode_are_those_of_bf16(pools, checkpoints):
     """Derivatives are equal bit by bit, between two forwards in fp8. Weights that were gathered in fp8 are refused."""
-    for ours, theirs in zip(pools[2].run(_jvp, checkpoints, FP8), pools[2].run(_jvp, checkpoints, {}), strict=True):
-        assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
-        assert torch.equal(ours[0], ours[3]) and not torch.equal(ours[0], theirs[0])
+    plain = pools[2].run(_jvp, checkpoints, {})
+    for settings in (FP8, TE):
+        for ours, theirs in zip(_ranks(pools, 2, settings).run(_jvp, checkpoints, settings), plain, strict=True):
+            assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
+            assert torch.equal(ours[0], ours[3]) and not torch.equal(ours[0], theirs[0])
     with pytest.raises(RuntimeError, match="fp8_gather"):
         pools[1].run(_jvp, checkpoints, GATHER)
 
@@ -168,9 +182,9 @@ def _looked_at(folder, settings, trainable):
 def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
     """Names, dtypes, classes and values stay: checkpoints, averages and optimizers see no fp8."""
     plain = pools[2].run(_looked_at, checkpoints, {}, trainable)
-    for settings in (FP8, GATHER):
+    for settings in (FP8, GATHER, TE):
         for (names, weights), (expected, values) in zip(
-            pools[2].run(_looked_at, checkpoints, settings, trainable), plain, strict=True
+            _ranks(pools, 2, settings).run(_looked_at, checkpoints, settings, trainable), plain, strict=True
         ):
             assert names == expected and weights.keys() == values.keys()
             assert all(torch.equal(weights[name], value) for name, value in values.items())

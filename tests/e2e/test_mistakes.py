@@ -66,6 +66,7 @@ MISTAKES = {
         ("experiment=quickstart_teacher student.causal.chunk=4", "4 or 8"),
         ("experiment=quickstart_teacher student.causal.chunk=7", "student.causal.chunk"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
+        ("dry_run=false student.fp8=transformer_engine", "student.fp8"),
         ("student.causal.window=2", "student.causal.chunk"),
         ("student.causal.chunk=1 student.causal.context_time=1", "student.causal.context_time"),
         ("student.causal.chunk=1 student.compile=true", "student.compile"),

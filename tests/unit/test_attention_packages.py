@@ -10,10 +10,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fsdp_cp.attention.kernels import cuda as cuda_kernels
 from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, SM_MARGIN
+from fsdp_cp.runtime import packages
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
+from tests.oracles.transformer_engine import call_checker
+from tests.transformer_engine_facts import read
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
 
@@ -88,14 +90,14 @@ def install(monkeypatch):
         for end in range(1, len(parts)):  # importing a module imports its parents
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
         monkeypatch.setitem(sys.modules, module, made)
-        installed = cuda_kernels.metadata.version
+        installed = packages.metadata.version
         monkeypatch.setattr(
-            cuda_kernels.metadata, "version", lambda name: version if name == distribution else installed(name)
+            packages.metadata, "version", lambda name: version if name == distribution else installed(name)
         )
-        cuda_kernels._package.cache_clear()
+        packages.optional_package.cache_clear()
 
     yield put
-    cuda_kernels._package.cache_clear()
+    packages.optional_package.cache_clear()
 
 
 def _install_flash(install, forward, backward):
@@ -179,54 +181,67 @@ def test_flash_attention_4(install):
 
 
 def _te_forward(given):
-    assert (given["is_training"], given["qkv_layout"], given["attn_mask_type"]) == (True, "bshd_bshd_bshd", "no_mask")
-    assert given.get("o_format", "bshd") == "bshd" and given["fused_attention_backend"] == 1
+    assert given["is_training"] and given["qkv_layout"] == "bshd_bshd_bshd"
+    assert given["o_format"] == "bshd" and given["fused_attention_backend"] == 1
     q, k, v = given["q"], given["k"], given["v"]
-    check_dense(*(x.transpose(1, 2) for x in (q, k, v)))
-    assert given["cu_seqlens_q"].tolist() == [i * q.shape[1] for i in range(len(q) + 1)]
-    assert given["cu_seqlens_kv"].tolist() == [i * k.shape[1] for i in range(len(q) + 1)]
-    assert (given["max_seqlen_q"], given["max_seqlen_kv"]) == (q.shape[1], k.shape[1])
-    out, lse = attend(q, k, v, None, given["attn_scale"])
+    out, lse = attend(q, k, v, _te_bias(given), given["attn_scale"])
     return out, [lse[..., None], torch.zeros(2, dtype=torch.int64)]
 
 
+def _te_bias(given):
+    """Return the bias of the keys beyond each sample's length; check the sizes."""
+    q, k, v = given["q"], given["k"], given["v"]
+    check_dense(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert given["cu_seqlens_q"].tolist() == [i * q.shape[1] for i in range(len(q) + 1)]
+    assert (given["max_seqlen_q"], given["max_seqlen_kv"]) == (q.shape[1], k.shape[1])
+    ends = given["cu_seqlens_kv"]
+    lengths = ends.diff()
+    assert ends.dtype == torch.int32 and ends[0] == 0 and lengths.min() > 0
+    if given["attn_mask_type"] == "no_mask":
+        assert (lengths == k.shape[1]).all()
+        return None
+    assert given["attn_mask_type"] == "padding" and given["attn_bias_type"] == "no_bias"
+    hidden = torch.arange(k.shape[1]) >= lengths[:, None]
+    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
+
+
 def _te_backward(given):
-    formats = [given.get(n, "bshd") for n in ("o_format", "do_format")] + [given.get("dqkv_layout", "bshd_bshd_bshd")]
-    assert formats == ["bshd", "bshd", "bshd_bshd_bshd"] and given["attn_mask_type"] == "no_mask"
+    formats = [given[n] for n in ("o_format", "do_format", "dqkv_layout")]
+    assert formats == ["bshd", "bshd", "bshd_bshd_bshd"]
     tensors = [given[n] for n in ("d_o", "q", "k", "v", "o")]
     check_dense(*(x.transpose(1, 2) for x in tensors))
     lse, rng_state = given["aux_ctx_tensors"]
     assert lse.is_contiguous() and lse.shape[3] == 1 and rng_state.shape == (2,)
-    return [*attend_backward(*tensors, lse[..., 0], None, given["attn_scale"]), None, None]
+    bias = _te_bias(given)
+    dq, dk, dv = attend_backward(*tensors, lse[..., 0], bias, given["attn_scale"])
+    if bias is not None:  # the package may leave anything there
+        dk, dv = (x.masked_fill(bias[:, 0, 0, :, None, None] == -torch.inf, torch.nan) for x in (dk, dv))
+    return [dq, dk, dv, None, None]
 
 
-_TE = "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v"
-_TE_LAST = 'qkv_layout="sbh3d", attn_mask_type="padding", attn_scale=None, o_format="sbhd"'
-
-
-def test_transformer_engine(install):
-    """The signatures are those of 2.18."""
-    forward = _function("f", f"is_training, {_TE}, fake_dtype, fused_attention_backend, {_TE_LAST}", _te_forward)
-    arguments = (
-        f"{_TE}, o, d_o, fake_dtype, aux_ctx_tensors, fused_attention_backend, {_TE_LAST}, "
-        'do_format="sbhd", dqkv_layout="sbh3d", deterministic=False'
-    )
+@pytest.mark.parametrize("version", [version for version in read() if version >= "2.17"])
+def test_transformer_engine(install, version):
+    facts = read()[version]
+    call_forward, call_backward = (call_checker(facts[name]) for name in ("fused_attn_fwd", "fused_attn_bwd"))
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-    backward = _function("b", arguments, _te_backward)
-    install("transformer-engine", "2.18.0", module, fused_attn_fwd=forward, fused_attn_bwd=backward,
-            FusedAttnBackend={"F16_arbitrary_seqlen": 1})  # fmt: skip
+    functions = {
+        "fused_attn_fwd": lambda **given: _te_forward(call_forward(**given)),
+        "fused_attn_bwd": lambda **given: _te_backward(call_backward(**given)),
+    }
+    install("transformer-engine", version, module, **functions, FusedAttnBackend={"F16_arbitrary_seqlen": 1})
     assert not isinstance(KERNELS["transformer_engine"].package(), str)
-    for case in ("grouped", "strided", "broadcast"):
-        check_kernel(KERNELS["transformer_engine"], "cpu", torch.float32, 2e-5, False, **CASES[case])
+    for case in ("grouped", "strided", "broadcast", "fewer keys"):
+        for masked in (False, True):
+            check_kernel(KERNELS["transformer_engine"], "cpu", torch.float32, 2e-5, masked, **CASES[case])
 
 
 def test_packages_that_are_absent_old_or_broken_are_refused(install, monkeypatch, tmp_path):
-    cuda_kernels._package.cache_clear()
+    packages.optional_package.cache_clear()
     for name in ("flash_attn_3", "flash_attn_4", "transformer_engine"):
         assert isinstance(KERNELS[name].package(), str), name
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-    install("transformer-engine", "2.14.1", module)
-    assert "2.15" in KERNELS["transformer_engine"].package()
+    install("transformer-engine", "2.16.1", module)
+    assert "2.17" in KERNELS["transformer_engine"].package()
     install("flash-attn-4", "4.0.0b27", "flash_attn.cute.interface")
     assert "4.0.0b36" in KERNELS["flash_attn_4"].package()
     for version in ("4.0.0b36", "4.0.0", "4.1"):
@@ -234,5 +249,5 @@ def test_packages_that_are_absent_old_or_broken_are_refused(install, monkeypatch
         assert not isinstance(KERNELS["flash_attn_4"].package(), str), version
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
-    cuda_kernels._package.cache_clear()
+    packages.optional_package.cache_clear()
     assert isinstance(KERNELS["flash_attn_3"].package(), str)

@@ -6,8 +6,11 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding import fp8
+from fsdp_cp.runtime import packages
+from fsdp_cp.sharding import fp8, fp8_torchao, fp8_transformer_engine
 from fsdp_cp.sharding.settings import ShardSettings
+from tests.oracles.transformer_engine import E4M3, E5M2, rounded, stand_in
+from tests.transformer_engine_facts import read
 
 SETTINGS = ShardSettings(fp8="torchao")
 
@@ -35,13 +38,39 @@ def test_nothing_to_convert_is_refused(blocks):
         fp8.linear_layers(blocks, where="fake.")
 
 
-@pytest.mark.parametrize("version", [None, "0.17.1"])
-def test_without_its_library(monkeypatch, version):
-    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None if version is None else name)
-    monkeypatch.setattr(fp8.metadata, "version", lambda name: version)
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("torchao", None), ("torchao", "0.17.1"), ("transformer_engine", None), ("transformer_engine", "2.16.1")],
+)
+def test_without_its_library(monkeypatch, package, version):
+    def installed(name):
+        if version is None:
+            raise packages.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(packages.metadata, "version", installed)
+    packages.optional_package.cache_clear()
     fp8.require_fp8(ShardSettings(), "cpu")
-    with pytest.raises(UserError, match="student.fp8"):
-        fp8.require_fp8(SETTINGS, "cpu", "student.")
+    with pytest.raises(UserError, match="student.fp8") as refusal:
+        fp8.require_fp8(ShardSettings(fp8=package), "cuda", "student.")
+    packages.optional_package.cache_clear()
+    install = {
+        "torchao": "pip install 'fsdp-cp[fp8]'",
+        "transformer_engine": "pip install --no-build-isolation 'fsdp-cp[te]'",
+    }
+    assert install[package] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_transformer_engine_on_a_cpu_and_compiled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fp8, "transformer_engine", lambda: packages)
+    monkeypatch.setattr(fp8_transformer_engine, "transformer_engine", lambda at_least: f"needs {at_least}")
+    settings = ShardSettings(fp8="transformer_engine")
+    fp8.require_fp8(settings, "cuda")
+    with pytest.raises(UserError, match="fake.fp8"):
+        fp8.require_fp8(settings, "cpu", "fake.")
+    with pytest.raises(UserError, match="fake.compile=true.* 2.20"):
+        fp8.require_fp8(ShardSettings(fp8="transformer_engine", compile=True), "cuda", "fake.")
 
 
 def test_on_a_gpu_without_fp8_products(monkeypatch):
@@ -55,7 +84,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 def converted(block: nn.Module) -> list[nn.Module]:
     """Convert a block between two plain ones. Return its fp8 layers."""
-    return fp8.convert(block, {id(block.up), id(block.down)}, emulate=True)
+    return fp8_torchao.convert(block, {id(block.up), id(block.down)}, emulate=True)
 
 
 def test_parameters_stay_the_same_objects_under_the_same_names():
@@ -100,3 +129,59 @@ def test_forward_mode_runs_the_plain_layers():
         found, expected = (forward_ad.unpack_dual(net(forward_ad.make_dual(x, dx))) for net in (block, plain))
     assert torch.equal(found.primal, expected.primal) and torch.equal(found.tangent, expected.tangent)
     assert not torch.equal(block(x), plain(x)), "without tangents it computes in fp8"
+
+
+@pytest.fixture(params=[version for version in read() if version >= "2.17"])
+def transformer_engine(request, monkeypatch):
+    """Install the stand-in, written from the signatures and assertions of each version."""
+    modules = stand_in(request.param)
+    find = lambda module="transformer_engine.pytorch", at_least="": modules[module]  # noqa: E731
+    monkeypatch.setattr(fp8_transformer_engine, "transformer_engine", find)
+    fp8_transformer_engine._layer_class.cache_clear()
+    yield modules
+    fp8_transformer_engine._layer_class.cache_clear()
+
+
+def test_wiring_of_transformer_engine(transformer_engine):
+    """Parameters stay under their names, no state, any number of rows, gradients of the recipe, plain duals."""
+    torch.manual_seed(0)
+    plain, block = Block(), Block()
+    block.load_state_dict(plain.state_dict())
+    before = dict(block.named_parameters())
+    layers = fp8_transformer_engine.convert(block, {id(block.up), id(block.down)})
+    assert layers == [block.up, block.down] and isinstance(
+        block.up, transformer_engine["transformer_engine.pytorch"].Linear
+    )
+    after = dict(block.named_parameters())
+    assert list(after) == list(before) and all(after[name] is parameter for name, parameter in before.items())
+    assert list(block.state_dict()) == list(before)
+    block.load_state_dict(plain.state_dict())
+    for rows in ((2, 5), (1,), (3, 16), (8,)):
+        x, down = torch.randn(*rows, 32, requires_grad=True), torch.randn(*rows, 32)
+        grads = torch.autograd.grad(block(x), [x, *block.parameters()], down)
+        for grad, expected in zip(grads, _by_hand(plain, x.detach(), down), strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+    block.requires_grad_(False)
+    x, dx = torch.randn(3, 32), torch.randn(3, 32)
+    with torch.no_grad(), forward_ad.dual_level():
+        found, expected = (forward_ad.unpack_dual(net(forward_ad.make_dual(x, dx))) for net in (block, plain))
+    assert torch.equal(found.primal, expected.primal) and torch.equal(found.tangent, expected.tangent)
+    assert not torch.equal(block(x), plain(x)), "without tangents it computes in fp8"
+
+
+def _by_hand(block, x, down):
+    """Return the gradients of the input and the parameters of ``block``, with the recipe's rounding."""
+    rows, grad = x.reshape(-1, 32), down.reshape(-1, 32)
+    up, second = block.up.weight.detach(), block.down.weight.detach()
+    hidden = torch.tanh(rounded(rows, E4M3) @ rounded(up, E4M3).T + block.up.bias.detach())
+    grad_second = rounded(grad, E5M2).T @ rounded(hidden, E4M3)
+    inner = rounded(grad, E5M2) @ rounded(second, E4M3) * (1 - hidden**2)
+    grad_up = rounded(inner, E5M2).T @ rounded(rows, E4M3)
+    return (grad + rounded(inner, E5M2) @ rounded(up, E4M3)).view(x.shape), grad_up, inner.sum(0), grad_second
+
+
+def test_versions_of_transformer_engine():
+    """2.17 and later know FSDP2. Dynamo can trace the layer from 2.20 on."""
+    facts = read()
+    assert all(x["Linear.forward reads is_fsdp2"] for x in facts.values())
+    assert {version for version, x in facts.items() if not x["Linear.forward leaves Dynamo"]} == {"2.20.2"}

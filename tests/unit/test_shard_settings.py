@@ -61,7 +61,9 @@ REFUSED = [  # settings, device, the setting that the message names, a change th
     ({"precision": "fp64", "reduce_dtype": "fp32"}, "cpu", "reduce_dtype", {"reduce_dtype": "auto"}),
     ({"precision": "fp32", "master_dtype": "bf16"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
     ({"precision": "fp64", "master_dtype": "fp32"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
-    ({"fp8": "transformer_engine"}, "cuda", "fp8", {"fp8": "torchao"}),
+    ({"fp8": "flash"}, "cuda", "fp8", {"fp8": "transformer_engine"}),
+    ({"fp8": "transformer_engine", "fp8_gather": True}, "cuda", "fp8_gather", {"fp8": "torchao"}),
+    ({"fp8": "transformer_engine", "precision": "fp64"}, "cuda", "fp8", {"precision": "bf16"}),
     ({"fp8": "torchao", "precision": "fp64"}, "cpu", "fp8", {"fp8": "none"}),
     ({"fp8": "torchao", "fp8_gather": True, "offload": "cpu"}, "cpu", "fp8_gather", {"offload": "none"}),
     *(

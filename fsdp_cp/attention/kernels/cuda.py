@@ -6,24 +6,20 @@ take random states, which they read only with dropout.
 
 Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
 2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
-Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
+Transformer Engine 2.17 to 2.20. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
 head size.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-from functools import lru_cache
-from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.torch_version import TorchVersion
+from torch import Tensor, nn
 
 from fsdp_cp.attention.kernels.kernel import Kernel, fold_query_groups, unfold_query_groups
+from fsdp_cp.runtime.packages import optional_package, transformer_engine
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -258,22 +254,6 @@ class Efficient(_CudaKernel):
         return _bias(mask, q.dtype, 16).narrow(3, 0, keys).expand(batch, heads, queries, keys)
 
 
-@lru_cache(maxsize=8)
-def _package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
-    """Import ``module``; return it, or the clause that says why it cannot be used.
-
-    ``distribution`` (``pip``'s name of the package) must have version ``at_least``. Its metadata is read, since
-    FlashAttention 4 gives itself the ``__version__`` "0.0.0".
-    """
-    try:
-        if distribution and (version := TorchVersion(metadata.version(distribution))) < at_least:
-            return f"needs {distribution} {at_least} or later, not {version} ({install})"
-        return importlib.import_module(module)
-    except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        return f"is not installed, or does not load: {first_line} ({install})"
-
-
 SM_MARGIN = 4
 """SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
 
@@ -305,9 +285,9 @@ class FlashAttention3(_CudaKernel):
     def package() -> Any:
         """Return the module with the kernel's functions, or the reason why it cannot be used."""
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        package = _package("flash_attn_interface", install)
+        package = optional_package("flash_attn_interface", install)
         if isinstance(package, str):  # other versions have the module here
-            package = _package("flash_attn_3.flash_attn_interface", install)
+            package = optional_package("flash_attn_3.flash_attn_interface", install)
         return package
 
     def unavailable(self, capability, head_dim):
@@ -349,7 +329,7 @@ class FlashAttention4(_CudaKernel):
     def package() -> Any:
         """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
         install = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
-        return _package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
+        return optional_package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
 
     def unavailable(self, capability, head_dim):
         if capability[0] > 12:
@@ -377,46 +357,59 @@ class TransformerEngine(_CudaKernel):
     """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``. ``auto`` never selects it.
 
     The first auxiliary tensor is the natural log-sum-exp, ``(B, H, Sq, 1)``. The functions derive strides from the
-    layout's name, so tensors must be packed.
+    layout's name, so tensors must be packed. A mask becomes a number of keys per sample (``padding``): attention does
+    not depend on the order of keys, so the allowed ones are moved to the front.
     """
 
     name = "transformer_engine"
     max_head_dim = 128
+    takes_masks = True
 
     @staticmethod
     def package() -> Any:
         """Return the module with the kernel's functions, or the reason why it cannot be used."""
-        module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-        return _package(module, "pip install 'fsdp-cp[te]'", "transformer-engine", "2.15")
+        return transformer_engine("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
     def unavailable(self, capability, head_dim):
         package = self.package()
         return _cudnn_unavailable(self.name) or (package if isinstance(package, str) else None)
 
     def forward(self, q, k, v, mask, scale):
-        out, aux, *_ = self.package().fused_attn_fwd(is_training=True, **self._settings(q, k, v, scale))
+        settings, _ = self._settings(q, k, v, mask, scale)
+        out, aux, *_ = self.package().fused_attn_fwd(is_training=True, **settings)
         return out, aux[0].squeeze(-1)
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        settings, order = self._settings(q, k, v, mask, scale)
         stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
         aux = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
         dq, dk, dv, *_ = self.package().fused_attn_bwd(
             o=_packed(out), d_o=_packed(grad_out), aux_ctx_tensors=aux, do_format="bshd", dqkv_layout="bshd_bshd_bshd",
-            deterministic=_deterministic(), **self._settings(q, k, v, scale),
+            deterministic=_deterministic(), **settings,
         )  # fmt: skip
-        return dq, dk, dv
+        if mask is None:
+            return dq, dk, dv
+        hidden = ~mask[..., None, None]
+        dk, dv = (torch.empty_like(x).scatter_(1, order, x).masked_fill_(hidden, 0) for x in (dk, dv))
+        return dq.masked_fill(hidden.all(1, keepdim=True), 0), dk, dv
 
-    def _settings(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict:
+    def _settings(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[dict, Any]:
+        """Return the arguments of both functions, and the order of the keys in them, ``(B, Sk, Hk, D)``, if masked."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        ends_q, ends_k = (
-            torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (queries, keys)
-        )
+        order, lengths = None, torch.full((batch,), keys, device=q.device)
+        if mask is not None:
+            order = mask.int().argsort(dim=1, descending=True, stable=True)[..., None, None].expand(k.shape)
+            k, v = k.gather(1, order), v.gather(1, order)
+            lengths = mask.sum(1).clamp(min=1)  # rows without keys may hold any value, but cuDNN needs a key
+        ends_q = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=q.device)
+        ends_k = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return {
             **{"q": _packed(q), "k": _packed(k), "v": _packed(v), "fake_dtype": q.dtype},
             **{"max_seqlen_q": queries, "max_seqlen_kv": keys, "cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_k},
             "fused_attention_backend": self.package().FusedAttnBackend["F16_arbitrary_seqlen"],
-            **{"attn_scale": scale, "attn_mask_type": "no_mask", "qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"},
-        }
+            **{"attn_scale": scale, "attn_mask_type": "no_mask" if mask is None else "padding"},
+            **{"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"},
+        }, order
 
 
 CUDA_KERNELS: tuple[Kernel, ...] = (

@@ -1,0 +1,95 @@
+"""fp8 layers by Transformer Engine's ``te.Linear`` (2.17 to 2.20) with current scaling. Not yet run on a GPU.
+
+Current scaling scales each tensor by its largest element of this product: inputs and weights to e4m3, gradients to
+e5m2. It needs no state. Under FSDP2 the layer saves no fp8 weight; its backward casts the weight that FSDP2 gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdp_cp.context.duals import inside_dual_level
+from fsdp_cp.errors import UserError
+from fsdp_cp.runtime.packages import transformer_engine
+
+FORWARD_ROWS, BACKWARD_ROWS = 8, 16
+"""Numbers that must divide the rows of an input: the layer asserts 8; the weight's gradient sums over rows and needs
+16."""
+
+
+def convert(module: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
+    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
+    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
+    for name in names:
+        module.set_submodule(name, te_linear(module.get_submodule(name)))
+    return [module.get_submodule(name) for name in names]
+
+
+def te_linear(layer: Any) -> nn.Module:
+    """Return a ``te.Linear`` with the parameters of the ``nn.Linear`` ``layer``, under the same names."""
+    # On the meta device te.Linear allocates nothing and draws no random numbers; its default device is "cuda".
+    made = _layer_class()(
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=layer.weight.dtype,
+        device="meta",
+    )
+    for name, parameter in layer.named_parameters():
+        made.register_parameter(name, parameter)
+    return made.train(layer.training)
+
+
+@cache
+def _layer_class() -> type[nn.Module]:
+    te: Any = transformer_engine()
+    recipe: Any = transformer_engine("transformer_engine.common.recipe")
+    current_scaling = recipe.Float8CurrentScaling()
+
+    class Float8Linear(te.Linear):
+        """``te.Linear`` without a state, for any number of rows, and plain inside a dual level."""
+
+        get_extra_state = nn.Module.get_extra_state  # torch then leaves the key out of state dicts
+        set_extra_state = nn.Module.set_extra_state
+
+        def reset_parameters(self, defer_init: bool = False) -> None:
+            if not defer_init:  # te.Linear would draw other values, on a GPU
+                nn.Linear.reset_parameters(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if inside_dual_level():  # te.Linear would drop tangents
+                return F.linear(x, self.weight, self.bias if self.use_bias else None)
+            rows = math.prod(x.shape[:-1])
+            multiple = BACKWARD_ROWS if torch.is_grad_enabled() and self.weight.requires_grad else FORWARD_ROWS
+            # Rows of zeros change neither the scales nor the sums over rows.
+            padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % multiple))
+            with te.autocast(enabled=True, recipe=current_scaling):
+                out: Tensor = super().forward(padded)
+            return out[:rows].view(*x.shape[:-1], -1)
+
+    return Float8Linear
+
+
+@lru_cache
+def require_compiled(where: str) -> None:
+    """Compile a small layer, forward and backward.
+
+    Raises:
+        UserError: this version breaks the graph. Before 2.20 each layer does.
+    """
+    reason = te if isinstance(te := transformer_engine(at_least="2.20"), str) else None
+    if reason is None:
+        layer: Any = te_linear(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
+        try:
+            torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
+        except Exception as error:  # of Dynamo, inductor or the package
+            reason = f"cannot compile a layer: {str(error).splitlines()[0]}"
+    if reason is not None:
+        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
