@@ -252,7 +252,11 @@ def guided_velocity(
     if w == 1.0:
         return role.velocity(x, t, condition, at=at, clean=clean)
     branches, history = Condition.cat([condition, condition.null]), None if clean is None else torch.cat([clean, clean])
-    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history)
+    return guide(role.velocity(torch.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history), w)
+
+
+def guide(both: Tensor, w: float) -> Tensor:
+    """Return ``u + w (c - u)`` for the velocities ``(2B, ...)`` of the conditions, then of their ``null``."""
     conditional, unconditional = both.chunk(2)
     return unconditional + w * (conditional - unconditional)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from distill.methods.base import Guidance, guided_velocity, scale_at
+from distill.methods.base import Guidance, guide, guided_velocity, scale_at
 from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
@@ -87,10 +87,7 @@ def guided_states(
         def velocity(x: Tensor, t: float) -> Tensor:
             times = torch.full((len(cache.condition),), t, dtype=x.dtype, device=x.device)
             v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
-            if w == 1.0:
-                return v
-            conditional, unconditional = v.chunk(2)
-            return unconditional + w * (conditional - unconditional)
+            return v if w == 1.0 else guide(v, w)
 
         return integrate(velocity, noise, **how)
 
