@@ -7,6 +7,7 @@ It shares only the method's formulas with the trainer. The rest is torch's (``to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,8 @@ _PROCESSORS = {"wan": WrittenOut, "ltx": tiny_ltx.WrittenOutLtx, "hunyuan15": ti
 
 class _PlainRole(Role):
     """Role that calls its diffusers network directly."""
+
+    kept_gathered = nullcontext
 
     def _outputs(
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0, causal: object = None
