@@ -22,7 +22,7 @@ from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Row, Run, clips_of, in_words, measured, over_seeds, renders, table, train_all
 from distill.config import Config, compose_config
 from distill.data.moving_shapes import BLINK_PERIOD
-from distill.report.measures import Measure, measure
+from distill.report.measures import Measure, geometry_of, measure
 from distill.report.media import contact_sheet
 from fsdp_cp.launch import end_process
 
@@ -31,7 +31,14 @@ STUDENT_STEPS = (4, 2, 1)
 FEW_STEPS = "stages 1+2"
 LONG, TRAINED = 24, 6
 """Frames of a long clip, and of a clip in training."""
-WINDOWED = ("colour_accuracy", "motion_accuracy", "distance/area", "distance/compactness", "distance/edge_sharpness")
+WINDOWED = (
+    "colour_accuracy",
+    "motion_accuracy",
+    "area",
+    "distance/area",
+    "distance/compactness",
+    "distance/edge_sharpness",
+)
 QUICK = ("steps=6", "batch_size=2", "log.every=1")
 
 
@@ -99,7 +106,8 @@ def drift(config: Config, folder: Path, steps: int, cache: Path, count: int) -> 
         clips = clips_of(config, "student", folder, steps, captions, frames=LONG)
         windows = {}
         for start in range(0, LONG - TRAINED + 1, BLINK_PERIOD):
-            found = measure(clips[:, start : start + TRAINED], captions, reference)
+            window = clips[:, start : start + TRAINED]
+            found = measure(window, captions, reference) | {"area": mean_area(window)}
             windows[f"{start}-{start + TRAINED - 1}"] = {key: asdict(found[key]) for key in WINDOWED}
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".npy"), clips[:2])
@@ -109,6 +117,12 @@ def drift(config: Config, folder: Path, steps: int, cache: Path, count: int) -> 
         Row(name=frames, steps=steps, measures={key: Measure(**value) for key, value in found.items()})
         for frames, found in windows.items()
     ]
+
+
+def mean_area(clips: np.ndarray) -> Measure:
+    """Return the mean number of pixels that a shape covers in a frame; a vanished shape covers none."""
+    areas = geometry_of(clips).area.mean(axis=1)
+    return Measure(float(areas.mean()), float(areas.std() / len(areas) ** 0.5))
 
 
 def main(argv: list[str] | None = None) -> int:

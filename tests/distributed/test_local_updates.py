@@ -43,7 +43,7 @@ def _role(mesh):
     materialise(model, "cpu")
     assert all(parameter.tag == name for name, parameter in model.named_parameters()), "attributes must survive both"
     initialise(model, seed=3)
-    network = Network(family=Wan(), config={}, module=model, precision="fp32", tokens=1, forward_flops=1)
+    network = Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp32", tokens=1, forward_flops=1)
     return Role(name="student", networks=(network,), trainable=True)
 
 

@@ -60,7 +60,9 @@ def _sharded(sizes, strategy):
     shard_module(model, mesh=mesh, units=[model.first, model.second], precision="fp64", strategy=strategy)
     role = Role(
         name="student",
-        networks=(Network(family=Wan(), config={}, module=model, precision="fp64", tokens=1, forward_flops=1),),
+        networks=(
+            Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp64", tokens=1, forward_flops=1),
+        ),
         trainable=True,
     )
     settings = OptimizerSettings(lr=1e-2, betas=[0.8, 0.99], eps=1e-7, weight_decay=0.1, **SETTINGS)

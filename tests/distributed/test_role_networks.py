@@ -123,7 +123,7 @@ def _frames(cp):
     module = family.build({"first_frame": True}, "x").double()
     mesh = build_mesh(dp_shard=1, cp=cp, heads=6)
     family.parallelize(module, mesh)
-    network = Network(family=family, config={}, module=module, precision="fp64", tokens=27, forward_flops=1)
+    network = Network(family=family, config={}, module=module, mesh=mesh, precision="fp64", tokens=27, forward_flops=1)
     role = Role(name="student", networks=(network,), trainable=True)
     x, text = torch.randn(batch, channels, frames, size, size).double(), torch.randn(batch, 5, 10).double()
     condition = Condition({"text": text, "first_frame": torch.randn(batch, channels, 1, size, size).double()})
