@@ -176,7 +176,7 @@ def plan_role(
         lora: settings of the adapters that the role trains on a frozen network.
         saved: file with the adapters' first values.
         experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
-        causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own. ``fake`` is never causal.
+        causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own.
 
     Raises:
         UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
@@ -267,8 +267,6 @@ def _causal(
         UserError: the settings contradict the checkpoint's, or are incomplete.
     """
     given, where = given or CausalSettings(), f"{name}.causal."
-    if name == "fake":
-        return None, None
     for folder in (*([saved.parent] if saved is not None else []), *(each.path for each in checkpoint.folders)):
         if (of_folder := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
             return given.merged(of_folder[0], where, folder), of_folder[1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
+from distill.methods.self_forcing import SelfForcingSettings
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import published_steps, step_folder
 from fsdp_cp.errors import UserError
@@ -78,10 +79,18 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
 
 
 @slow
-def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path):
+@pytest.mark.parametrize(
+    "method",
+    [
+        replace(METHODS["flow_matching"], history="clean"),
+        SelfForcingSettings(fake_updates_per_student_update=1, step_list=[1.0, 0.5], exit="each", guidance_scale=3.0),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path, method):
     """Draws per chunk continue; on another mesh the losses are the same to rounding."""
-    method = replace(METHODS["flow_matching"], history="clean")
-    setup = replace(OWN, method=method, causal=CausalSettings(chunk=1, window=1, context_time=0.1))
+    causal = CausalSettings(chunk=1, window=1, context_time=0.1)
+    setup = replace(OWN, method=method, causal=causal, causal_roles=("student",))
     truth = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
     for size in (2, 1):
         run_dir = tmp_path / str(size)

@@ -24,8 +24,10 @@ EACH = replace(
 )  # fmt: skip
 WINDOW = CausalSettings(chunk=1, window=1, context_time=0.1)
 CASES = {
-    "shared exit": Setup(steps=6, method=SHARED, causal=CausalSettings(chunk=2, first_chunk=1)),
-    "an exit each, GAN, window": Setup(steps=4, method=EACH, causal=WINDOW),
+    "shared exit": Setup(
+        steps=6, method=SHARED, causal=CausalSettings(chunk=2, first_chunk=1), causal_roles=("student",)
+    ),
+    "an exit each, GAN, window": Setup(steps=4, method=EACH, causal=WINDOW, causal_roles=("student",)),
 }
 SLOW = pytest.mark.slow
 REPLICAS = {"dp_replicate": 2, "cp": 2, "changes": {"fake": {"reduce_unused": True}}}
@@ -87,7 +89,7 @@ def _most_saved(folder, sizes):
         most = max(most, sum(storage.nbytes() for storage in storages.values()))
         return saved
 
-    setup = Setup(steps=1, method=SHARED, causal=WINDOW, latent_shape=sizes, batch_size=1)
+    setup = replace(CASES["an exit each, GAN, window"], steps=1, method=SHARED, latent_shape=sizes, batch_size=1)
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     weights = sum(p.nbytes for p in trainer.roles["student"].parameters())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):

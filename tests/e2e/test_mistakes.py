@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 
 from distill.config import SETTINGS
 from tests.e2e import mistakes
-from tests.e2e.launch import QUICK
+from tests.e2e.launch import QUICK, ROOT
 from train import main
+
+TEACHER, CAUSAL = ROOT / "assets" / "quickstart_teacher", ROOT / "assets" / "quickstart_causal_teacher"
 
 # Command lines, and the name that the error must have. Words alone are those of train.py in a dry run on one process;
 # NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds a user's files,
@@ -92,6 +94,11 @@ MISTAKES = {
         ("experiment=quickstart_teacher method.history=clean", "method.history"),
         ("student.causal.chunk=1", "method=dmd2"),
         ("experiment=quickstart_rcm student.causal.chunk=1 teacher.causal.chunk=1", "method=rcm"),
+        (f"method=self_forcing student.checkpoint={TEACHER}", "student.causal.chunk"),
+        (f"method=self_forcing student.checkpoint={CAUSAL} teacher.causal.chunk=1", "teacher.causal.chunk=1"),
+        (f"method=self_forcing student.checkpoint={CAUSAL} fake.checkpoint={CAUSAL}", "fake.c"),
+        ("method=self_forcing method.step_list_first=[0.9]", "method.step_list_first"),
+        ("method=self_forcing method.fake_knows_last_step=true method.exit=each", "method.fake_knows_last_step"),
         ("experiment=quickstart_meanflow student.causal.chunk=1", "method=meanflow"),
         ("experiment=quickstart_dcm student.causal.chunk=1", "teacher.causal.chunk=null"),
         ("experiment=quickstart_scm student.causal.chunk=2 teacher.causal.chunk=1", "student.causal.chunk=2"),

@@ -148,7 +148,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
         kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
-        if setup.causal is not None and name != "fake":
+        if setup.causal is not None and name in setup.causal_roles:
             roles[name] = _PlainCausalRole(**kwargs, causal=setup.causal)
         else:
             roles[name] = _PlainRole(**kwargs)

@@ -82,7 +82,8 @@ class Setup:
     """Boundaries of the roles that are two experts."""
     expert_draws: int = 1
     causal: CausalSettings | None = None
-    """Settings of a causal student and teacher."""
+    """Settings of the causal roles."""
+    causal_roles: tuple[str, ...] = ("student", "teacher")
 
     @property
     def world_size(self) -> int:
