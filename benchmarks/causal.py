@@ -21,6 +21,7 @@ import torch
 from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Row, Run, clips_of, in_words, measured, over_seeds, renders, table, train_all
 from distill.config import Config, compose_config
+from distill.data import ClipDataset
 from distill.data.moving_shapes import BLINK_PERIOD
 from distill.report.measures import Measure, geometry_of, measure
 from distill.report.media import contact_sheet
@@ -98,7 +99,7 @@ def drift(config: Config, folder: Path, steps: int, cache: Path, count: int) -> 
     """Measure the windows of ``count`` long clips, or read them from ``cache``. Distances are from held-out renders."""
     if not cache.exists():
         data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
-        blinking = [caption for caption in data.captions() if caption.endswith("blinking")]
+        blinking = blinking_captions(data)
         captions = [blinking[i % len(blinking)] for i in range(count)]
         heldout = data.heldout()
         indices = [i for i in range(len(heldout.captions()) * 32) if heldout[i]["caption"] in blinking]
@@ -117,6 +118,11 @@ def drift(config: Config, folder: Path, steps: int, cache: Path, count: int) -> 
         Row(name=frames, steps=steps, measures={key: Measure(**value) for key, value in found.items()})
         for frames, found in windows.items()
     ]
+
+
+def blinking_captions(data: ClipDataset) -> list[str]:
+    """Return the captions of blinking shapes."""
+    return [caption for caption in data.captions() if caption.endswith("blinking")]
 
 
 def mean_area(clips: np.ndarray) -> Measure:
@@ -159,7 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     print(table([row for student in students if student.long for row in student.windows(long_count)]))
     long = [student for student in students if student.long]
     clips = [(student.name, np.load(student.caches[0] / f"long_{student.long}.npy")) for student in long]
-    contact_sheet(out / "causal.png", clips, captions=["", ""], frames=LONG // 2)
+    data = few.data.build(seed=0, device=torch.device("cpu"), run_dir=out)
+    contact_sheet(out / "causal.png", clips, captions=blinking_captions(data)[:2], frames=LONG // 2)
     return 0
 
 
