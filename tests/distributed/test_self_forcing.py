@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from distill.methods.self_forcing import SelfForcingSettings
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
 from tests.oracles.difference import compare
@@ -101,3 +103,23 @@ def test_one_chunks_graph_is_alive(pools, checkpoints):
     """A clip of three times the chunks keeps as much for backward as a short one, except for its history."""
     ((short,), (long,)) = (pools[1].run(_most_saved, checkpoints, (4, frames, 8, 8)) for frames in (2, 6))
     assert 0 < long < 1.2 * short, (short, long)
+
+
+def _gathers(folder, keep):
+    """Return a fake step's calls of the student, its all-gathers, the student's units, and those gathered after it."""
+    setup = replace(CASES["shared exit"], cp=2, micro_batch_size=4, changes={"student": {"keep_gathered": keep}})
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    data, student, calls = trainer._steps_of_data(), trainer.roles["student"].network, []
+    trainer._train_step(data)
+    student.register_forward_pre_hook(lambda *_: calls.append(1))
+    with CollectiveCounter() as sent:
+        trainer._train_step(data)
+    return len(calls), sent.calls["all_gather"], len(fsdp_modules(student)), len(gathered_units(student))
+
+
+def test_weights_stay_gathered_in_the_rollout_of_a_fake_step(pools, checkpoints):
+    """With ``keep_gathered`` each unit is gathered once, and freed after the rollout."""
+    calls, gathers, units, _ = pools[2].run(_gathers, checkpoints, False)[0]
+    kept_calls, kept, _, gathered = pools[2].run(_gathers, checkpoints, True)[0]
+    assert kept_calls == calls > 2 and gathered == 0
+    assert gathers - kept == (calls - 1) * units
