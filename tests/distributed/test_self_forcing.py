@@ -118,7 +118,7 @@ def _gathers(folder, keep):
 
 
 def test_weights_stay_gathered_in_the_rollout_of_a_fake_step(pools, checkpoints):
-    """With ``keep_gathered`` each unit is gathered once, and freed after the rollout."""
+    """Each unit is gathered once with ``keep_gathered``, and freed after the rollout."""
     calls, gathers, units, _ = pools[2].run(_gathers, checkpoints, False)[0]
     kept_calls, kept, _, gathered = pools[2].run(_gathers, checkpoints, True)[0]
     assert kept_calls == calls > 2 and gathered == 0
