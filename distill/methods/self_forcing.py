@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.common.chunks import chunk_noise
+from distill.methods.common.few_step import check_step_list
 from distill.methods.common.sampling import LastStep, rollout_chunks
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from fsdp_cp.errors import UserError
@@ -45,10 +45,8 @@ class SelfForcingSettings(Dmd2Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         first = self.step_list_first
-        if first is not None and (
-            not first or first[0] != 1.0 or first[-1] <= 0 or any(a <= b for a, b in pairwise(first))
-        ):
-            raise UserError(f"method.step_list_first={list(first)} must descend from 1.0 and stay above 0, or be null")
+        if first is not None:
+            check_step_list("step_list_first", first)
         if self.fake_knows_last_step and (self.exit == "each" or first is not None):
             raise UserError(
                 "method.fake_knows_last_step=true needs one last step for all chunks; use method.exit=shared and"

@@ -56,6 +56,16 @@ class FewStepSettings:
         raise NotImplementedError
 
 
+def check_step_list(name: str, times: Sequence[float]) -> None:
+    """Check the setting ``method.NAME``, times of a student's steps.
+
+    Raises:
+        UserError: they do not descend from 1, or do not stay above 0.
+    """
+    if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in pairwise(times)):
+        raise UserError(f"method.{name}={list(times)} must descend from 1.0 and stay above 0")
+
+
 @dataclass(kw_only=True)
 class StepListSettings(FewStepSettings):
     """Settings of methods whose student is sampled at a list of times."""
@@ -65,9 +75,7 @@ class StepListSettings(FewStepSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        times = list(self.step_list)
-        if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in pairwise(times)):
-            raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
+        check_step_list("step_list", self.step_list)
 
     def student_times(self) -> list[float]:
         return list(self.step_list)
