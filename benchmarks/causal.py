@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     students = [
         Student(name="bidirectional teacher", config=teacher, folders=[TEACHER], caches=[out / "teacher"], steps=(50,)),
         Student(name="causal teacher", config=causal, folders=[CAUSAL], caches=[out / "causal"], steps=(50, 8), long=8),
-        Student(name="stage 1", config=few, folders=[CAUSAL], caches=[out / "1"], steps=STUDENT_STEPS, long=4),
+        Student(name="stage 1", config=few, folders=[CAUSAL], caches=[out / "stage_1"], steps=STUDENT_STEPS, long=4),
     ]
     for name in seeds[0]:
         folders = [runs[name].folder for runs in seeds]
