@@ -147,6 +147,11 @@ class ContextGroups:
         return self.ring_rank * self.ulysses_size + self.ulysses_rank
 
 
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Return the process group with a ``group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """Device mesh and its views; made by :func:`build_mesh`.

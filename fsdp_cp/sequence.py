@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.runtime.torch_versions import all_gather_single
+from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def is_count(x: Any) -> bool:
@@ -183,9 +183,7 @@ class _Gather(torch.autograd.Function):
                 start, stop = local_token_range(ctx.total, size, rank)
                 chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
             share = grad.new_empty(ctx.shape)
-            # torch 2.13 renamed the call and warns about the old name.
-            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            reduce_scatter(share.view(-1), chunks.view(-1), group=ctx.group)
+            reduce_scatter_single(share.view(-1), chunks.view(-1), ctx.group)
             return share, None, None, None, None
         start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
         share = grad.narrow(dim, start, stop - start)

@@ -18,7 +18,7 @@ class Counted:
         self.graphs = self.rings = self.host_bytes = 0
         self.copies = []
         self._backend, self._takes_options = lookup_backend(backend), backend == "inductor"
-        self._saved = torch.compile, operators.ring_forward, activations._HostCopy.__init__
+        self._saved = torch.compile, operators.attend_in_ring.forward, activations._HostCopy.__init__
 
     def _compile(self, graph, inputs, options=None):
         self.graphs += 1
@@ -37,11 +37,11 @@ class Counted:
 
         torch._dynamo.reset()
         torch.compile = partial(compile_, backend=self._compile)
-        operators.ring_forward, activations._HostCopy.__init__ = counted_ring, counted_copy
+        operators.attend_in_ring.forward, activations._HostCopy.__init__ = counted_ring, counted_copy
         return self
 
     def __exit__(self, *_):
-        torch.compile, operators.ring_forward, activations._HostCopy.__init__ = self._saved
+        torch.compile, operators.attend_in_ring.forward, activations._HostCopy.__init__ = self._saved
         torch._dynamo.reset()
 
 

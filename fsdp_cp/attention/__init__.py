@@ -14,15 +14,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
-from fsdp_cp.attention.kernels.derivative import choose_dual
+from fsdp_cp.attention.arguments import check_joint, check_options, check_split, check_tensors
+from fsdp_cp.attention.kernels.choose import choose_dual
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
-from fsdp_cp.attention.operators import attend_in_ring, make_ring
-from fsdp_cp.attention.ring import ring_dual
+from fsdp_cp.attention.operators import attend_in_ring
+from fsdp_cp.attention.ring import make_ring, ring_dual
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.context.duals import may_be_dual, unpack_duals
-from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
+from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 
 __all__ = ["context_parallel_attention", "cross_attention"]
@@ -41,7 +43,6 @@ def context_parallel_attention(
     backend: str = "auto",
     key_mask: Tensor | None = None,
     mask: BlockMask | None = None,
-    causal_block: int | None = None,
     joint: tuple[Tensor, Tensor, Tensor] | None = None,
     head_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,8 +71,6 @@ def context_parallel_attention(
         mask: keys that each query sees (:func:`fsdp_cp.attention.mask.block_causal`, :func:`teacher_forcing
             <fsdp_cp.attention.mask.teacher_forcing>`), counted like ``key_mask``; a query sees a key if both masks
             allow it. Ranks skip keys that none of their queries sees.
-        causal_block: shorthand for ``mask=block_causal(...)`` with this many tokens (frames x tokens per frame) in
-            every block but the last, which may have fewer. Takes one segment, and no ``joint`` text.
         joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full. Text and video attend to each
             other, and each text token counts once.
         head_groups: number of groups of heads that are exchanged and attended to one after another, so that one
@@ -91,16 +90,19 @@ def context_parallel_attention(
             for this rank until it exits (docs/library.md, "Attention").
     """
     groups = context_groups(mesh)
-    (q, k, v), text, segments, mask = check_self_attention(
-        q, k, v, mesh=mesh, groups=groups, total_tokens=total_tokens, scale=scale, backend=backend, key_mask=key_mask,
-        mask=mask, causal_block=causal_block, joint=joint, head_groups=head_groups,
-    )  # fmt: skip
-    if text is not None:
+    q, k, v = check_tensors(q, k, v)
+    segments = segments_of(total_tokens, q.shape[1], groups)
+    check_split(q, k, segments, head_groups, groups)
+    if joint is not None:
+        text = check_joint(joint, (q, k, v), segments, mesh)
+        segments = (text[0].shape[1], *segments)
+    check_options(q, scale, backend, sum(segments), key_mask, mask)
+    if joint is not None:
         assert isinstance(mesh, Mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
-    if text is None:
+    if joint is None:
         return out
     assert isinstance(mesh, Mesh)
     local_text = local_token_count(segments[0], mesh.cp_size)
@@ -145,9 +147,21 @@ def cross_attention(
     Raises:
         ValueError, RuntimeError: as in :func:`context_parallel_attention`.
     """
-    (q, k, v), keys = check_cross_attention(
-        q, k, v, mesh=mesh, total_keys=total_keys, scale=scale, backend=backend, key_mask=key_mask
-    )
+    q, k, v = check_tensors(q, k, v)
+    keys = k.shape[1]
+    if mesh is not None:
+        check_mesh(mesh)
+        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
+        if (local := local_token_count(keys, mesh.cp_size)) != k.shape[1]:
+            raise UserError(
+                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes {local}; use"
+                " fsdp_cp.sequence.split_tokens"
+            )
+    elif total_keys is None:
+        refuse_split_keys(q.shape[1], keys)
+    elif total_keys != keys:
+        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
+    check_options(q, scale, backend, keys, key_mask)
     if mesh is not None:
         k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
     layout = Layout((q.shape[1],), (keys,), ulysses=1, ring=1)
@@ -177,8 +191,9 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
     def attend(x: Sequence[Tensor], _part: int) -> tuple[Tensor]:
+        q, k, v = x
         runs = [] if layout.mask is None else layout.mask.as_numbers()
-        sizes = (list(layout.segments), list(layout.keys), runs, layout.ulysses, layout.ring)
-        return (attend_in_ring(*x, key_mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
+        sizes = ([*layout.segments], [*layout.keys], runs, layout.ulysses, layout.ring)
+        return (attend_in_ring(q, k, v, key_mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
 
     return with_all_tokens((q, k, v), attend, 1, groups, head_groups)[0]

@@ -1,9 +1,8 @@
-"""Checks of the arguments of attention before anything is sent, one function for each entry point."""
+"""Checks of the arguments of attention, for the entry points to call before anything is sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,77 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.kernels.choose import choose_kernel
-from fsdp_cp.attention.mask import BlockMask, block_causal
-from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
+from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh
+from fsdp_cp.mesh import ContextGroups, Mesh
 from fsdp_cp.sequence import is_count, local_token_count
 
 QKV = tuple[Tensor, Tensor, Tensor]
-
-
-def check_self_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    mesh: Mesh | DeviceMesh,
-    groups: ContextGroups,
-    total_tokens: int | str | Sequence[int | str] | None,
-    scale: Any,
-    backend: Any,
-    key_mask: Any,
-    mask: Any,
-    causal_block: Any,
-    joint: Any,
-    head_groups: Any,
-) -> tuple[QKV, QKV | None, tuple[int, ...], BlockMask | None]:
-    """Check the arguments of :func:`fsdp_cp.attention.context_parallel_attention`.
-
-    Returns:
-        q, k and v in autocast's dtype; those of the joint text; the total tokens of each segment, text first; the mask.
-
-    Raises:
-        ValueError: an invalid argument.
-    """
-    q, k, v = check_tensors(q, k, v)
-    segments = segments_of(total_tokens, q.shape[1], groups)
-    check_split(q, k, segments, head_groups, groups)
-    text = None
-    if joint is not None:
-        text = _check_joint(joint, (q, k, v), segments, mesh)
-        segments = (text[0].shape[1], *segments)
-    check_options(q, key_mask, scale, backend, sum(segments))
-    return (q, k, v), text, segments, _check_mask(mask, causal_block, segments)
-
-
-def check_cross_attention(
-    q: Any, k: Any, v: Any, *, mesh: Mesh | None, total_keys: int | str | None, scale: Any, backend: Any, key_mask: Any
-) -> tuple[QKV, int]:
-    """Check the arguments of :func:`fsdp_cp.attention.cross_attention`.
-
-    Returns:
-        q, k and v in autocast's dtype; the number of keys on all ranks together.
-
-    Raises:
-        ValueError: an invalid argument.
-    """
-    q, k, v = check_tensors(q, k, v)
-    keys = k.shape[1]
-    if mesh is not None:
-        check_mesh(mesh)
-        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
-        if local_token_count(keys, mesh.cp_size) != k.shape[1]:
-            raise UserError(
-                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes"
-                f" {local_token_count(keys, mesh.cp_size)}; use fsdp_cp.sequence.split_tokens"
-            )
-    elif total_keys is None:
-        refuse_split_keys(q.shape[1], keys)
-    elif total_keys != keys:
-        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    check_options(q, key_mask, scale, backend, keys)
-    return (q, k, v), keys
 
 
 def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
@@ -109,8 +43,8 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     return q, k, v
 
 
-def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
-    """Check the options that all attention functions share. A compiled graph checks ``backend`` when it runs."""
+def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any = None, mask: Any = None) -> None:
+    """Check options of attention to ``keys`` keys. A compiled graph checks ``backend`` when it runs."""
     wanted = (q.shape[0], keys)
     if key_mask is not None and (
         not isinstance(key_mask, Tensor)
@@ -119,31 +53,14 @@ def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int)
         raise UserError(
             f"key_mask must be a bool tensor (batch, keys) = {wanted} on {q.device}, got {_shown(key_mask)}"
         )
+    if mask is not None and (not isinstance(mask, BlockMask) or mask.tokens != keys):
+        described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else _shown(mask)
+        raise UserError(f"mask must be a BlockMask of all {keys} tokens, got {described}")
     if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
         raise UserError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
     if not torch.compiler.is_compiling():
         masked = key_mask is not None
         choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
-
-
-def _check_mask(mask: Any, causal_block: Any, segments: tuple[int, ...]) -> BlockMask | None:
-    """Check the two ways to give a mask over all segments; return the mask."""
-    tokens = sum(segments)
-    if mask is not None and (not isinstance(mask, BlockMask) or mask.tokens != tokens or causal_block is not None):
-        described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else _shown(mask)
-        raise UserError(
-            f"mask must be a BlockMask of all {tokens} tokens, without causal_block, got {described} and"
-            f" causal_block={causal_block!r}"
-        )
-    if causal_block is None:
-        return mask
-    if not is_count(causal_block) or len(segments) > 1:
-        raise UserError(
-            "causal_block must be a number of tokens of at least 1, of one segment (total_tokens, no joint text), got"
-            f" {causal_block!r} and {len(segments)} segments; use mask"
-        )
-    whole, rest = divmod(tokens, causal_block)
-    return block_causal([causal_block] * whole + [rest] * (rest > 0))
 
 
 def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: Any, groups: ContextGroups) -> None:
@@ -169,7 +86,7 @@ def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: An
             )
 
 
-def _check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh | DeviceMesh) -> QKV:
+def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh | DeviceMesh) -> QKV:
     """Check the text that every rank holds in full; return its q, k and v."""
     if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
         raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")

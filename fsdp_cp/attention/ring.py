@@ -23,6 +23,7 @@ from torch import Tensor
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.kernels.reference import Dual
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
+from fsdp_cp.mesh import group_by_name
 
 T = TypeVar("T", Tensor, Tensor | None)
 _KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
@@ -51,6 +52,11 @@ class Ring:
         if receive is not None:
             ops.append(dist.P2POp(dist.irecv, receive, previous, self.group, tag))
         return dist.batch_isend_irecv(ops) if ops else []
+
+
+def make_ring(layout: Layout, rank: int, group: str) -> Ring:
+    """Return the place of a rank in the ring of the named ``group``. A ring of one ignores the name."""
+    return Ring(layout, rank, group_by_name(group) if layout.ring > 1 else None)
 
 
 class _Travelling:

@@ -27,6 +27,13 @@ def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     gather(out, x, group=group)
 
 
+def reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum the flat ``x`` of every rank of ``group``; ``out`` gets the rank's own part of the sum."""
+    # torch 2.13 renamed the call and warns about the old name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(out, x, group=group)
+
+
 def compile_options(graphs: int) -> dict[str, Any]:
     """Return arguments of ``torch.compile`` that allow this many ``graphs``; none before torch 2.13, which allow 8."""
     return {"recompile_limit": graphs} if "recompile_limit" in signature(torch.compile).parameters else {}

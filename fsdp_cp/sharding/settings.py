@@ -265,7 +265,7 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     Raises:
         UserError: the operator does not exist, or autograd decomposes it.
     """
-    import fsdp_cp.attention  # noqa: F401  registers its operators
+    import fsdp_cp.attention.cached  # noqa: F401  registers the operators of attention
 
     namespace, operator, variant, *rest = [*name.replace("::", ".").split("."), "", "", ""]
     packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None

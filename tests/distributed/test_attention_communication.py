@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_cp.attention import context_parallel_attention, cross_attention, ring
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import teacher_forcing
-from tests.oracles.attention import Case, context_mesh
+from tests.oracles.attention import Case, context_mesh, equal_blocks
 
 FACTORS = [
     (1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow),
@@ -80,7 +80,7 @@ def _local(case, mesh):
     def attend(q, k, v):
         out = context_parallel_attention(
             q, k, v, mesh=mesh, total_tokens=case.tokens if len(case.tokens) > 1 else case.tokens[0], key_mask=mask,
-            mask=case.mask, causal_block=case.block, joint=tuple(text) if case.text else None,
+            mask=case.mask or equal_blocks(case), joint=tuple(text) if case.text else None,
             head_groups=case.head_groups,
         )  # fmt: skip
         return torch.cat(out, dim=1) if case.text else out

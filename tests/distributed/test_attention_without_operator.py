@@ -33,7 +33,7 @@ def _both(cases):
     """Return the results of each case without and with the operator, and the operators seen in the second run."""
     found = []
     for case in cases:
-        with mock.patch.object(operators, "ring_attention", side_effect=AssertionError("called")):
+        with mock.patch.object(operators.attend_in_ring, "operator", side_effect=AssertionError("called")):
             alone = on_ranks(case)
         with _Seen() as seen:
             found.append((alone, on_ranks(case), seen.names))
@@ -64,7 +64,7 @@ def _leaves():
 
 def _by_operator(work):
     """Return whether ``work()`` calls the operator."""
-    with mock.patch.object(operators, "ring_attention", wraps=operators.ring_attention) as called:
+    with mock.patch.object(operators.attend_in_ring, "operator", wraps=operators.attend_in_ring.operator) as called:
         work()
     return called.called
 

@@ -242,9 +242,9 @@ class Masked(nn.Module):
         super().__init__()
         self.mesh = mesh
 
-    def forward(self, q, k, v, mask, causal_block=None):
+    def forward(self, q, k, v, mask):
         options = {"mesh": self.mesh, "total_tokens": 10}
-        return context_parallel_attention(q, k, v, mask=mask, causal_block=causal_block, **options).sin()
+        return context_parallel_attention(q, k, v, mask=mask, **options).sin()
 
 
 def _compiled(ring):
@@ -258,11 +258,11 @@ def _compare_compiled(mesh):
     _rollout(mesh, (5, 3, 7), 4, 4, ("none", "compile"))
     leaves = [split_tokens(x, mesh).requires_grad_() for x in _draw(10, 4, 4)[:3]]
     plain, compiled = Masked(mesh), _wrap(Masked(mesh), "compile")
-    for arguments in ((teacher_forcing((3, 2)),), (block_causal((3, 7), window=0),), (None, 4)):
-        outs = [block(*leaves, *arguments) for block in (plain, compiled)]
+    for mask in (teacher_forcing((3, 2)), block_causal((3, 7), window=0), block_causal((4, 4, 2))):
+        outs = [block(*leaves, mask) for block in (plain, compiled)]
         grads = [torch.autograd.grad(out.sum(), leaves) for out in outs]
         for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
-            assert (a - b).norm() <= 1e-12 * a.norm(), arguments
+            assert (a - b).norm() <= 1e-12 * a.norm(), mask
 
 
 @pytest.mark.slow

@@ -92,7 +92,6 @@ def _attend(mesh, data):
         "scale": st.one_of(st.floats(), junk),
         "backend": st.one_of(st.sampled_from(["cpu_flash", "reference", "flash", "sdpa", ""]), junk),
         "key_mask": tensors(),
-        "causal_block": sizes,
         "mask": st.one_of(st.builds(block_causal, st.lists(st.integers(1, 3), min_size=1)), junk),
         "head_groups": sizes,
         "joint": st.one_of(st.tuples(tensors(), tensors(), tensors()), tensors(), st.just((q, k, v))),
@@ -103,7 +102,7 @@ def _attend(mesh, data):
     out = call(context_parallel_attention, names, q, k, v, mesh=mesh, **values)
     if out is not None:
         assert (out if isinstance(out, torch.Tensor) else out[0]).shape == q.shape
-    for name in ("total_tokens", "causal_block", "mask", "head_groups", "joint"):
+    for name in ("total_tokens", "mask", "head_groups", "joint"):
         values.pop(name, None)
     k, v = (x if data.draw(st.booleans()) else torch.ones(1, keys, heads, 4, dtype=dtype) for x in (k, v))
     out = call(cross_attention, names, q, k, v, **values)

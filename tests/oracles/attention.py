@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.mask import BlockMask
+from fsdp_cp.attention.mask import BlockMask, block_causal
 from fsdp_cp.mesh import Mesh, build_mesh, resolve_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 
@@ -133,6 +133,14 @@ def oracle(case: Case) -> list[Tensor]:
     return [out.detach(), *grads, out.detach(), tangent]
 
 
+def equal_blocks(case: Case) -> BlockMask | None:
+    """Return the causal mask of blocks of ``case.block`` tokens, of which the last may have fewer."""
+    if case.block is None:
+        return None
+    whole, rest = divmod(case.total, case.block)
+    return block_causal([case.block] * whole + [rest] * (rest > 0))
+
+
 def attend_on_rank(case: Case, mesh, tensors: list[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Attend on this rank's tokens of the full inputs. Return the local output and the text's output."""
     text, *segments = zip(*(x.split((case.text, *case.tokens), dim=1) for x in tensors), strict=True)
@@ -144,8 +152,7 @@ def attend_on_rank(case: Case, mesh, tensors: list[Tensor], mask: Tensor | None)
         scale=case.scale,
         backend=case.backend,
         key_mask=mask,
-        mask=case.mask,
-        causal_block=case.block,
+        mask=case.mask or equal_blocks(case),
         joint=tuple(text) if case.text else None,
         head_groups=case.head_groups,
     )

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from fsdp_cp.attention.kernels.choose import _explain, all_kernels, choose_kernel
-from fsdp_cp.attention.kernels.derivative import choose_dual
+from fsdp_cp.attention.kernels.choose import _explain, all_kernels, choose_dual, choose_kernel
 from fsdp_cp.attention.kernels.reference import attention_dual
 from fsdp_cp.mesh import ContextGroups
 
