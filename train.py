@@ -6,9 +6,8 @@ import sys
 
 from distill.config import Config, compose_config
 from distill.config.usage import information
-from fsdp_cp.launch import end_process, exit_code
+from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
-from fsdp_cp.runtime.torchrun import recorded
 
 
 def train(config: Config, arguments: list[str], stop: StopSignal) -> None:

@@ -31,8 +31,7 @@ from safetensors.torch import load_file
 from benchmarks.arguments import at_least_1
 from benchmarks.distillation import ROOT
 from distill.run.folder import STARTS
-from fsdp_cp.checkpoint.folder import published_steps, step_folder
-from fsdp_cp.checkpoint.reader import reader
+from fsdp_cp.checkpoint.folder import published_steps, reader, step_folder
 from fsdp_cp.errors import UserError
 
 RANKS = 2

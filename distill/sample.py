@@ -31,13 +31,13 @@ from fsdp_cp.launch import (
     exit_code,
     process_group,
     rank,
+    recorded,
     refuse_separate_worlds,
     world_size,
 )
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console, progress
-from fsdp_cp.runtime.torchrun import recorded
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import named_additions
 from models.families.base import LatentShape

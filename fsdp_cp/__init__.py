@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_cp.measure.phases import phase
     from fsdp_cp.mesh import Mesh, build_mesh
-    from fsdp_cp.sharding.accumulation import discard_step, microbatch
     from fsdp_cp.sharding.initialise import initialise
     from fsdp_cp.sharding.settings import ShardSettings
-    from fsdp_cp.sharding.shard import gather_first_block_early, materialise, shard_module
+    from fsdp_cp.sharding.shard import discard_step, gather_first_block_early, materialise, microbatch, shard_module
     from fsdp_cp.sharding.state import frozen
 
 __all__ = [

@@ -20,8 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_cp.checkpoint.folder import find_checkpoint, read_state
-from fsdp_cp.checkpoint.reader import readable, reader
+from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, reader
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code

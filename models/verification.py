@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool

@@ -19,8 +19,8 @@ from distill.data.encoders.image import SIGLIP
 from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
-from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_tensors
+from fsdp_cp.measure.memory import AttributedStorages, Peak
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
 

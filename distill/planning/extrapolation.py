@@ -14,7 +14,7 @@ import torch
 from distill.config import Config
 from distill.planning.simulation import Simulation, StepCost, simulate
 from distill.run.setup import RunPlan, Shapes, plan_run
-from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.measure.memory import Peak
 from fsdp_cp.runtime.signals import end_with_parent
 from models.roles.role_plan import RolePlan
 

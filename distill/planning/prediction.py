@@ -14,7 +14,7 @@ from distill.planning.roles import HOST, KINDS
 from distill.planning.simulation import Simulation
 from distill.run.setup import RunPlan
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.measure.memory import Peak
 from fsdp_cp.mesh import MeshShape
 
 GIB = 2**30

@@ -24,8 +24,8 @@ from distill.planning.roles import HOST, build_watched, is_offloaded, watch_shar
 from distill.run.setup import RunPlan
 from distill.train.gradients import accumulate_gradients
 from distill.train.optimizers import RoleOptimizer
-from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_world
+from fsdp_cp.measure.memory import AttributedStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
 from fsdp_cp.measure.sharding_allocations import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -33,7 +33,7 @@ from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
-from fsdp_cp.sharding.pool import pool_at
+from fsdp_cp.sharding.state import pool_at
 from models.roles.condition import Condition
 from models.roles.ema import Ema
 from models.roles.role import Role

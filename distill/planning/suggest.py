@@ -31,7 +31,7 @@ from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
 from distill.run.setup import has_adapters, world_of
 from fsdp_cp.errors import UserError, counted
-from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.runtime.progress import progress
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from distill.evaluate.evaluator import Evaluator, write_scheduler
 from distill.evaluate.sampling import sampling_batch
 from distill.train.trained import Trained
 from fsdp_cp.launch import rank
-from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.phases import phase
-from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.reduce import on_all_ranks, parameter_norms
 from fsdp_cp.runtime.timeouts import long_timeout
 from models.files.atomic_folder import withdraw
 from models.files.export_folder import export_adapters, export_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from distill.methods import Batch, Method
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding.accumulation import microbatch
+from fsdp_cp.sharding.shard import microbatch
 
 
 class Losses(NamedTuple):

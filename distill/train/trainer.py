@@ -34,11 +34,10 @@ from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
-from fsdp_cp.measure.diagnostics import first_non_finite
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, local_shard, on_all_ranks
+from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_all_ranks
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.arguments import check_options, check_split, check_tensors
-from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
-from fsdp_cp.attention.kernels.reference import Dual
+from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.operators import AttentionOperator
 from fsdp_cp.attention.ring import Merged, Ring, attend_tile, put_rows
 from fsdp_cp.attention.ulysses import with_all_tokens

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
-from fsdp_cp.attention.kernels.reference import Dual
+from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
 from fsdp_cp.mesh import group_by_name
 
@@ -352,7 +351,7 @@ def ring_dual(
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
     Shapes are those of :func:`ring_forward`. In a ring of one, ``None`` stands for a tangent of 0. ``attention_dual``
-    computes one tile, like :func:`fsdp_cp.attention.kernels.reference.attention_dual`.
+    computes one tile, like :func:`fsdp_cp.attention.kernels.kernel.attention_dual`.
 
     Returns:
         ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.

@@ -28,15 +28,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint.folder import (
     STATE,
+    first_failure,
     leave,
     published_steps,
+    readable,
+    reader,
     step_folder,
     unfinished_folders,
 )
-from fsdp_cp.checkpoint.reader import first_failure, readable, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
 from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout

@@ -21,6 +21,7 @@ import torch
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups
+from fsdp_cp.runtime.torch_versions import in_backward
 from fsdp_cp.sequence import is_count
 
 
@@ -80,14 +81,6 @@ def within(records: tuple[Lengths, ...]) -> Iterator[None]:
         yield
     finally:
         _entered[:] = before
-
-
-def in_backward() -> bool:
-    """Return whether a backward runs this code: activation checkpointing recomputes a part of a forward.
-
-    ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def records_of(groups: ContextGroups) -> list[Lengths]:

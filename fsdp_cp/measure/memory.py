@@ -1,12 +1,15 @@
-"""Peak memory and peak arithmetic rate of a device, and live bytes of tensors."""
+"""Peak memory and peak arithmetic rate of a device, memory of this host, and live bytes of tensors, also by label."""
 
 from __future__ import annotations
 
 import os
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,3 +237,149 @@ def call_in_sight(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict[
     key = torch._C._dispatch_key_for_device(inputs[0].device.type)
     with mode:
         return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_ROOTS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Root folder, limit file and usage file by controller: ``""`` is cgroup v2, ``memory`` is v1."""
+
+
+def available_host_memory() -> int | None:
+    """Return the bytes that can be allocated on this host without swapping, or ``None`` if unknown.
+
+    The limits of a container or a SLURM job count. Like the kernel's ``MemAvailable``, the number includes file cache
+    that can be dropped.
+    """
+    available = []
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        available.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, LookupError, ValueError):
+        pass
+    for folder, limit, usage in _groups():
+        try:
+            cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            available.append(room + int(cache.get("inactive_file", "0")))
+        except (OSError, ValueError):  # no limit file, or the limit is "max"
+            continue
+    return max(0, min(available)) if available else None
+
+
+def host_buffer(size: int, pinned: bool) -> Tensor:
+    """Allocate ``size`` bytes of CPU memory for an activation. The planner counts these calls."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """Yield the folders of this process's control groups and their parents, with the names of limit and usage files.
+
+    In a container, its group is mounted as the root, whatever path the kernel reports.
+    """
+    try:
+        lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = {name: path for _, names, path in lines for name in names.split(",")}
+    for controller, (root, limit, usage) in _ROOTS.items():
+        group = root / paths.get(controller, "/").strip("/")
+        for folder in (group, *group.parents):
+            if folder == root or root in folder.parents:
+                yield folder, limit, usage
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes alive at the peak."""
+
+    bytes: int
+    by: dict[Hashable, int]
+    """Bytes by label."""
+
+
+class AttributedStorages(LiveStorages):
+    """:class:`LiveStorages` with a label for every storage: the label current at its allocation, unless relabeled.
+
+    Args:
+        place: function that returns the name of the current part of the work. Each part has a separate peak.
+        elsewhere: function that returns whether storages with a label are in another memory, whatever their torch
+            device. :attr:`bytes` and the peaks exclude them.
+        fakes: whether fake tensors count (:class:`LiveStorages`).
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Callable[[], str] = lambda: "",
+        elsewhere: Callable[[Hashable], bool] = lambda label: False,
+        fakes: bool = False,
+    ) -> None:
+        super().__init__(fakes=fakes)
+        self.place, self.elsewhere = place, elsewhere
+        self.label: Hashable = None
+        """Label for new storages."""
+        self.by: Counter[Hashable] = Counter()
+        """Bytes alive now, by label."""
+        self.peaks: dict[str, Peak] = {}
+        """Peak of each place."""
+        self.away = Peak(0, {})
+        """Peak of the storages in another memory."""
+        self._labels: dict[int, Hashable] = {}
+
+    @contextmanager
+    def labelled(self, label: Hashable) -> Iterator[None]:
+        """Within this context, give new storages ``label``."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def relabel(self, tensor: Tensor, label: Hashable) -> None:
+        """Give ``tensor``'s storage (for a DTensor, its shard's) another ``label``."""
+        key = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+        if key in self._sizes:
+            size = self._sizes[key]
+            self._changed(key, -size)
+            self._labels[key] = label
+            self._changed(key, size)
+
+    def reset_peaks(self) -> None:
+        """Restart the peaks of all places from the bytes alive now."""
+        self.reset_peak()
+        self.peaks, self.away = {}, Peak(0, {})
+        self._note_peak_away()
+
+    def _see(self, storage: torch.UntypedStorage, counts: bool) -> None:
+        if counts and storage._cdata not in self._watched:
+            self._labels[storage._cdata] = self.label
+        super()._see(storage, counts)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self._labels.pop(key, None)
+
+    def _changed(self, key: int, change: int) -> None:
+        if not change:
+            return
+        label = self._labels[key]
+        self.by[label] += change
+        if not self.elsewhere(label):
+            super()._changed(key, change)
+        else:
+            self._note_peak_away()
+        place = self.place()
+        if place not in self.peaks or self.bytes > self.peaks[place].bytes:
+            self.peaks[place] = Peak(self.bytes, self._alive(elsewhere=False))
+
+    def _note_peak_away(self) -> None:
+        alive = self._alive(elsewhere=True)
+        if (size := sum(alive.values())) > self.away.bytes:
+            self.away = Peak(size, alive)
+
+    def _alive(self, elsewhere: bool) -> dict[Hashable, int]:
+        return {label: size for label, size in self.by.items() if size and self.elsewhere(label) == elsewhere}

@@ -34,6 +34,14 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> N
     reduce_scatter(out, x, group=group)
 
 
+def in_backward() -> bool:
+    """Return whether a backward runs this code: activation checkpointing recomputes a part of a forward.
+
+    ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def compile_options(graphs: int) -> dict[str, Any]:
     """Return arguments of ``torch.compile`` that allow this many ``graphs``; none before torch 2.13, which allow 8."""
     return {"recompile_limit": graphs} if "recompile_limit" in signature(torch.compile).parameters else {}

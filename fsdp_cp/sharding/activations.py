@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fsdp_cp.context.duals import inside_dual_level
 from fsdp_cp.context.sequence_lengths import entered, within
-from fsdp_cp.measure.host_memory import host_buffer
+from fsdp_cp.measure.memory import host_buffer
 from fsdp_cp.runtime.torch_versions import compile_options
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
 

@@ -27,11 +27,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.runtime.torch_versions import in_backward
+from fsdp_cp.sharding.state import POOL
 
 log = logging.getLogger(__name__)
 
-POOL = "_buffer_pool"
-"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
 ALIGNMENT = 512
 """Alignment in bytes, as in torch's CUDA allocator; NCCL and vectorized copies need at least 16."""
 LET_GO = 0.01
@@ -255,11 +255,6 @@ def pool_of(mesh: Mesh) -> BufferPool:
     return vars(mesh).setdefault(POOL, BufferPool())
 
 
-def pool_at(root: nn.Module) -> BufferPool | None:
-    """Return the pool that the units of ``root`` use, if any."""
-    return vars(root).get(POOL)
-
-
 def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
     """Let every unit of ``root`` take the buffers of its collectives from ``pool``.
 
@@ -284,12 +279,6 @@ def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
     vars(root)[POOL] = pool
 
 
-def _in_backward() -> bool:
-    """Return whether a backward runs, by the private call that FSDP2 uses (torch 2.11 to 2.13). Only a buffer's place
-    depends on it."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class _AllGather(DefaultAllGather):
     def __init__(self, pool: BufferPool, unit: str) -> None:
         super().__init__()
@@ -299,7 +288,7 @@ class _AllGather(DefaultAllGather):
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Use separate buffers in forward and backward, since different units and gradients are alive then. One place
         # for both would enlarge the pool by a unit.
-        kind = self._kinds[math.prod(size) * dtype.itemsize, _in_backward()]
+        kind = self._kinds[math.prod(size) * dtype.itemsize, in_backward()]
         return self._pool.allocate(kind, self._name, size, dtype=dtype, device=device)
 
 

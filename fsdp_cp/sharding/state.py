@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.runtime.torch_versions import param_groups, reset_iter_state
-from fsdp_cp.sharding.pool import pool_at
 
 if TYPE_CHECKING:
+    from fsdp_cp.sharding.pool import BufferPool
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 else:
     ShardedModule = FSDPModule
 
+POOL = "_buffer_pool"
+"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
 _UNITS = "_shard_units"
 """Attribute of a root of :func:`fsdp_cp.shard_module`, with the list of its units."""
 
@@ -42,6 +44,11 @@ def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
 def remember_units(root: ShardedModule) -> None:
     """Cache the result of :func:`fsdp_modules` for ``root``: a step needs it a dozen times, and the walk takes ms."""
     root.__dict__[_UNITS] = fsdp_modules(root)
+
+
+def pool_at(root: nn.Module) -> BufferPool | None:
+    """Return the pool that the units of ``root`` use, if any."""
+    return vars(root).get(POOL)
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[ShardedModule, Any]]:

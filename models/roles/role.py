@@ -14,9 +14,8 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.context.duals import may_be_dual
 from fsdp_cp.sequence import with_whole_gradient
-from fsdp_cp.sharding.accumulation import kept_gathered
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
-from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
+from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.base import additions_of
 from models.additions.gan_head import gan_head_of

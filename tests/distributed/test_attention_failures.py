@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.attention import context_parallel_attention, ring
-from fsdp_cp.attention.kernels import reference
+from fsdp_cp.attention.kernels import choose
 from fsdp_cp.attention.kernels.choose import CpuFlash
 from fsdp_cp.attention.layout import Chunk
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
@@ -47,7 +47,7 @@ PLACES = [
     ("forward", ring.Merged, "add"),
     ("backward", CpuFlash, "backward"),
     ("backward", Chunk, "add_into"),
-    ("dual", reference, "attention_dual"),
+    ("dual", choose, "attention_dual"),
     ("dual", ring, "_weight"),
     ("recomputation", CpuFlash, "forward"),
 ]

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 
 from distill.train.trainer import Trainer
-from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.mesh import build_mesh
-from fsdp_cp.reduce import full_tensor
-from fsdp_cp.runtime.communicators import first_collectives, groups_of, high_priority
+from fsdp_cp.mesh import build_mesh, first_collectives, groups_of, high_priority
+from fsdp_cp.reduce import full_tensor, parameter_norms
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from distill.train.metrics import NormsLog
 from fsdp_cp import build_mesh, phase, shard_module
-from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.reduce import parameter_norms
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.state import gathered_units
 from tests.oracles.runs import Setup, make_config

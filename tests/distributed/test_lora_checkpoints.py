@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from distill.config import EmaSettings
 from distill.run.checkpoint_checks import check_resume
-from fsdp_cp.checkpoint.folder import step_folder
-from fsdp_cp.checkpoint.reader import reader
+from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError
 from models.export import main as export
 from models.files.atomic_folder import atomic_folder

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from fsdp_cp.checkpoint.folder import published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.diagnostics import first_non_finite
-from fsdp_cp.reduce import local_shard
+from fsdp_cp.reduce import first_non_finite, local_shard
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from fsdp_cp import build_mesh, shard_module
-from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, scale_grads
+from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, parameter_norms, scale_grads
 
 
 def _model():

@@ -148,10 +148,10 @@ def _falls_back():
     """All ranks take chunked torch when the kernel fails on one; here it fails on rank 1 of the ring alone."""
     import torch.distributed as dist
 
-    from fsdp_cp.attention.kernels import choose, reference
+    from fsdp_cp.attention.kernels import choose, kernel
 
     rank = dist.get_rank()
-    choose._checked = lambda *_: (reference.attention_dual, "broken" if rank == 1 else None)
+    choose._checked = lambda *_: (kernel.attention_dual, "broken" if rank == 1 else None)
     groups = build_mesh(cp=4, ring=2).context
     chosen = choose._fused_on_all_ranks(torch.device("cpu"), torch.bfloat16, 64, groups)
     return chosen is None

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import distillation, experts, fp8, lora, modes, overhead, planning, weak_scaling
 from distill.planning.simulation import Simulation, StepCost
-from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.measure.memory import Peak
 from fsdp_cp.mesh import MeshShape
 from tests.e2e.launch import forked
 

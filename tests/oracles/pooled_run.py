@@ -18,7 +18,8 @@ from distill.methods import Batch
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding.pool import BufferPool, pool_at
+from fsdp_cp.sharding.pool import BufferPool
+from fsdp_cp.sharding.state import pool_at
 from tests.oracles import sharded_run
 from tests.oracles.buffers import BufferWatch, union
 from tests.oracles.full_tensors import full_tensors

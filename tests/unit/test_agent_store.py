@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fsdp_cp.runtime.torchrun import agree, own_part
+from fsdp_cp.launch import agree, own_part
 
 SOON = timedelta(seconds=20)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_cp.attention.kernels.choose import _explain, all_kernels, choose_dual, choose_kernel
-from fsdp_cp.attention.kernels.reference import attention_dual
+from fsdp_cp.attention.kernels.kernel import attention_dual
 from fsdp_cp.mesh import ContextGroups
 
 CPU = torch.device("cpu")

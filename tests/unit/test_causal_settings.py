@@ -9,8 +9,8 @@ from diffusers import WanTransformer3DModel
 
 from distill.planning.roles import build_watched
 from fsdp_cp import ShardSettings
-from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.fake_world import fake_world
+from fsdp_cp.measure.memory import AttributedStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
 from models.causal import CausalSettings, read_causal
 from models.families.wan import Wan

@@ -8,8 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fsdp_cp.checkpoint.folder import find_checkpoint, find_resume, published_steps, refuse_overtaken, step_folder
-from fsdp_cp.checkpoint.reader import _Unpickler, reader
+from fsdp_cp.checkpoint.folder import (
+    _Unpickler,
+    find_checkpoint,
+    find_resume,
+    published_steps,
+    reader,
+    refuse_overtaken,
+    step_folder,
+)
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
@@ -85,7 +92,7 @@ def test_a_signal_while_one_is_read_is_no_damage(folder, monkeypatch):
     def stopped(self, plan, planner):
         raise Stopped("stopped by SIGTERM")
 
-    monkeypatch.setattr("fsdp_cp.checkpoint.reader._Reader.read_data", stopped)
+    monkeypatch.setattr("fsdp_cp.checkpoint.folder._Reader.read_data", stopped)
     with pytest.raises(Stopped):
         load(step_folder(folder, 2), tensors(9))
 

@@ -8,7 +8,7 @@ import time
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdp_cp.runtime.torchrun import recorded, write_error
+from fsdp_cp.launch import recorded, write_error
 
 
 @recorded

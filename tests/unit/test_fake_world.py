@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from fsdp_cp.attention.kernels.reference import Reference, attention_dual
+from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
 from fsdp_cp.measure import fake_world
 from fsdp_cp.measure.fake_world import dual_layer_norms
 from fsdp_cp.measure.memory import LiveStorages

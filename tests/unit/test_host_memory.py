@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdp_cp.measure import host_memory
-from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.measure import memory
+from fsdp_cp.measure.memory import available_host_memory
 
 
 def of(tmp_path, monkeypatch, meminfo: str | None, limit: str, usage: int = 0, cache: int = 0, group="") -> int | None:
@@ -19,9 +19,9 @@ def of(tmp_path, monkeypatch, meminfo: str | None, limit: str, usage: int = 0, c
     ):
         (folder / name).write_text(text)
     (tmp_path / "own").write_text("0::/job/step\n")
-    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "_ROOTS", {"": (tmp_path / "cgroup", "memory.max", "memory.current")})
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_ROOTS", {"": (tmp_path / "cgroup", "memory.max", "memory.current")})
     return available_host_memory()
 
 

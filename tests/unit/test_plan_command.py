@@ -14,8 +14,7 @@ from distill.planning.prediction import hardware_names, load_hardware, predict
 from distill.planning.simulation import Simulation, StepCost
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.attributed import Peak
-from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages, Peak
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
 

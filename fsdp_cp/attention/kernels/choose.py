@@ -2,7 +2,7 @@
 
 Two implementations compute attention with its derivative: one fused Triton kernel
 (:mod:`fsdp_cp.attention.kernels.triton_dual`), only on CUDA, and chunked torch
-(:mod:`fsdp_cp.attention.kernels.reference`), on every device.
+(:mod:`fsdp_cp.attention.kernels.kernel`), on every device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernels import reference
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
-from fsdp_cp.attention.kernels.kernel import FLOATS, Kernel, fold_query_groups, unfold_query_groups
-from fsdp_cp.attention.kernels.reference import Dual, Reference
+from fsdp_cp.attention.kernels.kernel import (
+    FLOATS,
+    Dual,
+    Kernel,
+    Reference,
+    attention_dual,
+    fold_query_groups,
+    unfold_query_groups,
+)
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import device_type, is_fake
 from fsdp_cp.mesh import ContextGroups, group_by_name
@@ -26,7 +32,7 @@ from fsdp_cp.mesh import ContextGroups, group_by_name
 log = logging.getLogger("fsdp_cp.attention")
 
 AttendDual = Callable[..., Dual]
-"""Function with the arguments and results of :func:`fsdp_cp.attention.kernels.reference.attention_dual`."""
+"""Function with the arguments and results of :func:`fsdp_cp.attention.kernels.kernel.attention_dual`."""
 FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2
@@ -142,10 +148,10 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
         raise ValueError(f"backend={backend!r} has no forward-mode derivative (JVP); use backend='auto' or 'reference'")
     fits = device_type(q) == "cuda" and q.dtype in FUSED_DTYPES and q.shape[-1] <= FUSED_HEAD_DIM
     if backend == "reference" or not fits:
-        return reference.attention_dual
+        return attention_dual
     if is_fake(q):
         return _fused_shapes
-    return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or reference.attention_dual
+    return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
 
 
 @lru_cache(maxsize=64)
@@ -169,14 +175,14 @@ def _fused_on_all_ranks(
 def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[AttendDual | None, str | None]:
     """Compare the fused kernel with chunked torch on a small case. Return ``(kernel, None)`` or ``(None, reason)``."""
     try:
-        from fsdp_cp.attention.kernels.triton_dual import attention_dual
+        from fsdp_cp.attention.kernels import triton_dual
 
         generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run
         sizes = [(2, 150, 4, head_dim), *[(2, 200, 2, head_dim)] * 2] * 2
         tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         mask = (torch.rand(2, 200, generator=generator) < 0.8).to(device)
-        chunked: AttendDual = reference.attention_dual
-        fused: AttendDual = attention_dual
+        chunked: AttendDual = attention_dual
+        fused: AttendDual = triton_dual.attention_dual
         expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

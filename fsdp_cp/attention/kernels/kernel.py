@@ -1,4 +1,10 @@
-"""Interface of local attention kernels, and functions that they share.
+"""Interface of local attention kernels, functions that they share, and the kernel in plain torch.
+
+The kernel in plain torch works tile by tile, so that memory grows linearly in tokens, and takes every dtype on every
+device. :mod:`fsdp_cp.attention.kernels.triton_dual` computes the same derivative in one kernel on CUDA. The algorithm
+follows FlashAttention (Dao et al. 2022, algorithms 1 and 4). The tangent follows sCM (Lu and Song 2024, appendix on JVP
+of flash attention): with ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and ``t_lse = rowsum(P t_S)``,
+``t_out = (P t_S) v - t_lse out + P t_v``.
 
 Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads (Hk divides H), D head size.
 """
@@ -6,10 +12,13 @@ Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from fsdp_cp.measure.fake_world import device_type, is_fake
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -86,3 +95,162 @@ def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
     """Invert :func:`fold_query_groups`."""
     kv_heads = out.shape[2]
     return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)
+
+
+_ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
+"""Rows and columns of a tile of the attention matrix, by device type."""
+
+
+class Dual(NamedTuple):
+    """Attention and its tangent: ``out`` and ``t_out`` ``(B, Sq, H, D)``, ``lse`` and ``t_lse`` ``(B, H, Sq)``."""
+
+    out: Tensor
+    lse: Tensor
+    t_out: Tensor | None
+    t_lse: Tensor | None
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)`` and cast to the dtype of matrix products.
+
+    On CUDA bf16 and fp16 stay, since tensor cores sum in fp32. Other devices would round the product, so cast to fp32.
+    """
+    return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` in fp32 or better. ``a`` ``(B, H, M, K)`` is rounded to the dtype of ``b`` ``(B, H, K, N)``."""
+    a = a.to(b.dtype)
+    with torch.autocast(a.device.type, enabled=False):  # autocast acts inside operators too and would round to bf16
+        if b.dtype == accumulation_dtype(b.dtype):
+            return a @ b
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+
+
+def _tile_sizes(x: Tensor) -> tuple[int, int]:
+    return _ROWS.get(device_type(x), 256), _COLUMNS.get(device_type(x), 512)
+
+
+def _starts(x: Tensor, step: int) -> range:
+    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of the first two tiles only.
+
+    Two tiles reach the peak memory of all: the tensors of a tile live until those of the next exist, and the last tile
+    is the smallest. All tiles of a long fake sequence would take minutes.
+    """
+    return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
+
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    logits = _product(q, k.mT).mul_(scale)
+    return logits if mask is None else logits.masked_fill_(~mask[:, None, None, :], -torch.inf)
+
+
+class Reference(Kernel):
+    """Attention kernel in plain torch, in fp32 (fp64 for fp64), tile by tile."""
+
+    name = "reference"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+        return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
+
+    def forward(self, q, k, v, mask, scale):
+        dual = attention_dual(q, k, v, None, None, None, mask, scale)
+        return dual.out.to(q.dtype), dual.lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        dtype, heads = q.dtype, q.shape[2]
+        grad_out, q, out = (fold_query_groups(x, k.shape[2]) for x in (grad_out, q, out))
+        lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq), in the order of the folded queries
+        grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        sums = accumulation_dtype(dtype)
+        delta = (grad_out.to(sums) * out).sum(-1, keepdim=True)
+        dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (q, k, v))
+        rows, columns = _tile_sizes(q)
+        for i in _starts(q, rows):
+            r = slice(i, i + rows)
+            for j in _starts(k, columns):
+                c = slice(j, j + columns)
+                tile_mask = None if mask is None else mask[:, c]
+                p = _logits(q[:, :, r], k[:, :, c], tile_mask, scale).sub_(lse[:, :, r, None]).exp_()
+                dv[:, :, c] += _product(p.mT, grad_out[:, :, r])
+                ds = _product(grad_out[:, :, r], v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
+                dq[:, :, r] += _product(ds, k[:, :, c])
+                dk[:, :, c] += _product(ds.mT, q[:, :, r])
+        dq = unfold_query_groups(dq.transpose(1, 2), heads)
+        return dq.to(dtype), dk.transpose(1, 2).to(dtype), dv.transpose(1, 2).to(dtype)
+
+
+def attention_dual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+) -> Dual:
+    """Compute attention of queries to keys, and its derivative along the tangents, in one pass.
+
+    Args:
+        q, t_q: ``(B, Sq, H, D)``.
+        k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero.
+        mask: ``(B, Sk)``, True where a key may be attended to.
+        scale: factor on the logits.
+
+    Returns:
+        All in fp32 (fp64 for fp64); tangents are ``None`` if all given ones are. A row without a key has ``out`` 0,
+        ``lse`` -inf and tangents 0.
+    """
+    heads = q.shape[2]
+    q = _heads_first(fold_query_groups(q, k.shape[2]))
+    t_q = None if t_q is None else _heads_first(fold_query_groups(t_q, k.shape[2]))
+    k, v = _heads_first(k), _heads_first(v)
+    t_k, t_v = (None if t is None else _heads_first(t) for t in (t_k, t_v))
+    moves = t_q is not None or t_k is not None or t_v is not None
+    out = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
+    lse = out.new_empty(q.shape[:3])
+    t_out, t_lse = (torch.zeros_like(out), torch.zeros_like(lse)) if moves else (None, None)
+    rows, columns = _tile_sizes(q)
+    for i in _starts(q, rows):
+        r = slice(i, i + rows)
+        o = torch.zeros_like(out[:, :, r])
+        largest = o.new_full((*o.shape[:3], 1), -torch.inf)
+        total = torch.zeros_like(largest)
+        t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
+        for j in _starts(k, columns):
+            c = slice(j, j + columns)
+            logits = _logits(q[:, :, r], k[:, :, c], None if mask is None else mask[:, c], scale)
+            raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
+            # A row without a key so far has -inf here, and -inf - -inf is NaN.
+            shift = raised.masked_fill(raised == -torch.inf, 0)
+            fade, largest = (largest - shift).exp_(), raised
+            p = logits.sub_(shift).exp_()
+            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(_product(p, v[:, :, c]))
+            if not moves:
+                continue
+            t_o.mul_(fade)
+            if t_v is not None:
+                t_o += _product(p, t_v[:, :, c])
+            if t_q is None and t_k is None:
+                continue
+            t_logits: Tensor | int = 0
+            if t_q is not None:
+                t_logits = _product(t_q[:, :, r], k[:, :, c].mT)
+            if t_k is not None:
+                t_logits = _product(q[:, :, r], t_k[:, :, c].mT) + t_logits
+            assert isinstance(t_logits, Tensor)
+            p_t = t_logits.mul_(scale).mul_(p)
+            t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
+            t_o += _product(p_t, v[:, :, c])
+        lse[:, :, r] = (total.log() + largest).squeeze(-1)
+        total = total.masked_fill_(total == 0, 1)
+        out[:, :, r] = o.div_(total)
+        if t_out is not None and t_lse is not None:
+            t_total = t_total.div_(total)
+            t_out[:, :, r] = t_o.div_(total).sub_(t_total * out[:, :, r])
+            t_lse[:, :, r] = t_total.squeeze(-1)
+    out, lse = unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, -1)
+    if t_out is None or t_lse is None:
+        return Dual(out, lse, None, None)
+    return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))

@@ -1,6 +1,6 @@
 """Attention with its forward-mode derivative as one Triton kernel: output, log-sum-exp and the tangents of both.
 
-The kernel computes :func:`fsdp_cp.attention.kernels.reference.attention_dual` in one pass over the keys, with six
+The kernel computes :func:`fsdp_cp.attention.kernels.kernel.attention_dual` in one pass over the keys, with six
 matrix products per tile of logits (a forward alone takes two). It is FlashAttention-2 (Dao 2023, algorithm 1) with the
 tangents of sCM (Lu and Song 2024, appendix on the JVP of flash attention). It returns the tangent of the log-sum-exp
 too, so that a ring can merge chunks of keys exactly.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_cp.attention.kernels.reference import Dual
+from fsdp_cp.attention.kernels.kernel import Dual
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernel. It multiplies the raw bits of bf16 in ``tl.dot``, so tiles are cast."""
