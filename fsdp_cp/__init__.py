@@ -28,10 +28,9 @@ __all__ = [
 _MODULES = {
     "measure.phases": ("phase",),
     "mesh": ("Mesh", "build_mesh"),
-    "sharding.accumulation": ("discard_step", "microbatch"),
     "sharding.initialise": ("initialise",),
     "sharding.settings": ("ShardSettings",),
-    "sharding.shard": ("gather_first_block_early", "materialise", "shard_module"),
+    "sharding.shard": ("discard_step", "gather_first_block_early", "materialise", "microbatch", "shard_module"),
     "sharding.state": ("frozen",),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -173,18 +173,14 @@ class Mesh:
     context: ContextGroups
     _within: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @cached_property  # cached per instance, not by value: the process groups end with this mesh
-    def replicas(self) -> DeviceMesh:
-        """Mesh of all ranks as replicas (world x 1), for networks that are not sharded. All ranks must access it."""
-        with inherited_timeout():
-            return init_device_mesh(
-                self.device_type, (self.world.size(), 1), mesh_dim_names=("dp_replicate", "dp_shard_cp")
-            )
-
     def within(self, ranks: int) -> DeviceMesh:
-        """Return a mesh of copies of ``ranks`` neighbors each (world / ranks x ranks). Called by all ranks."""
+        """Return a mesh of copies of ``ranks`` neighbors each (world / ranks x ranks). Called by all ranks.
+
+        With 1 all ranks are replicas, for networks that are not sharded.
+        """
         if ranks not in self._within:
-            sizes, names = (self.world.size() // ranks, ranks), ("copies", f"shard_{ranks}")
+            sizes = self.world.size() // ranks, ranks
+            names = ("copies", f"shard_{ranks}") if ranks > 1 else ("dp_replicate", "dp_shard_cp")
             with inherited_timeout():
                 self._within[ranks] = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
             connect(self._within[ranks])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.arguments import check_options, check_split, check_tensors
+from fsdp_cp.attention import check_options, check_split, check_tensors
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.operators import AttentionOperator
 from fsdp_cp.attention.ring import Merged, Ring, attend_tile, put_rows
@@ -119,13 +119,13 @@ def cached_attention(
     start, stop = _held_tokens(segments[0], groups)
     received: list[tuple[Tensor, Tensor]] = []
 
-    def attend(x: Sequence[Tensor], group: int) -> tuple[Tensor]:
+    def attend(x: Sequence[Tensor], group: int) -> list[Tensor]:
         q, k, v = x
         heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
         received.append((k[:, : stop - start].detach(), v[:, : stop - start].detach()))  # only the tail has pads
         held = [x[:, :, heads] for entry in past for x in (entry.k, entry.v)]
         sizes = (list(segments), list(segments), list[int](), groups.ulysses_size, groups.ring_size, groups.ring_rank)
-        return (attend_to_cache(q, k, v, held, scale, *sizes, groups.ring_group, backend),)
+        return attend_to_cache(held, (scale, *sizes, groups.ring_group, backend), x)
 
     (out,) = with_all_tokens((q, k, v), attend, 1, groups, head_groups)
     keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too

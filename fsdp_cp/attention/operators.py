@@ -11,7 +11,7 @@ same two functions through an ``autograd.Function``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ _SETTINGS = (
 class AttentionOperator:
     """Attention of a rank's queries to keys on all ranks of a ring, as an operator with a backward.
 
-    Calling it returns the output ``(B, S, H, D)``. Its arguments are q, k, v, one further argument (tensors or
-    ``None``), and the settings of the schema above.
+    Calling it with one further argument (tensors or ``None``), the settings of the schema above, and q, k and v
+    returns the output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
 
     Args:
         name: name of the operator in the namespace ``fsdp_cp``.
@@ -63,20 +63,22 @@ class AttentionOperator:
         self._backward_operator.register_fake(_fake_backward)
         self.operator.register_autograd(self._differentiate, setup_context=_keep_for_backward)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, further: Any, *settings: Any) -> Tensor:
+    def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
-        if _looked_at(q, k, v, *(further if isinstance(further, list) else ())):
-            return self.operator(q, k, v, further, *settings)[0]
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Attention.apply(self, q, k, v, further, *settings)[0]
-        return self.compute(q, k, v, further, *settings)[0]
+        if _looked_at(*qkv, *(further if isinstance(further, list) else ())):
+            out, _ = self.operator(*qkv, further, *settings)
+        elif torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+            out, _ = _Attention.apply(self, *qkv, further, *settings)
+        else:
+            out, _ = self.compute(*qkv, further, *settings)
+        return [out]
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, further: Any, scale: float, *settings) -> tuple[Tensor, Tensor]:
+    def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, Tensor]:
         """Compute the output and the log-sum-exp, the kernel of the operator."""
         out, lse = self.forward(q, k, v, further, scale, *_ring_and_kernel(q, further, *settings))
         return out.contiguous(), lse.contiguous()
 
-    def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale: float, *settings) -> tuple[Tensor, ...]:
+    def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
         """Compute the gradients of q, k and v, the kernel of the backward operator."""
         ring, kernel = _ring_and_kernel(q, further, *settings)
         grads = self.backward(grad_out, q, k, v, out, lse, further, scale, ring, kernel)

@@ -163,53 +163,36 @@ class ShardSettings:
             raise UserError(f"{where}keep_operators must be a list, e.g. [aten.addmm], got {self.keep_operators!r}")
         for name in map(str, self.keep_operators):
             find_operator(name, f"{where}keep_operators")
-        for wrong, message in self.effective()._conflicts(device_type):
+        for message, wrong in self.effective()._conflicts(device_type).items():
             if wrong:
                 raise UserError(message.replace("@", where))
 
-    def _conflicts(self, device_type: str) -> list[tuple[bool, str]]:
-        """Return a row per refused combination: whether it is set, and the message; ``@`` stands for the name's
-        prefix."""
-        fp64, buffers = self.precision == "fp64", self.communication_buffers
-        too_narrow = self.master_dtype != "keep" and (
-            COMPUTE_DTYPE[self.master_dtype].itemsize < COMPUTE_DTYPE[self.precision].itemsize
-        )
-        return [
-            (self.fp8 != "none" and fp64, "@fp8 rounds away what @precision=fp64 computes; use @fp8=none"),
-            (
-                self.fp8_gather and self.fp8 == "transformer_engine",
-                "@fp8_gather=true gathers for torchao; use @fp8=torchao or @fp8_gather=false",
+    def _conflicts(self, device_type: str) -> dict[str, bool]:
+        """Return whether each refused combination is set, by its message; ``@`` stands for the name's prefix."""
+        fp64, buffers, ranks = self.precision == "fp64", self.communication_buffers, self.shard_ranks
+        master = COMPUTE_DTYPE[self.precision if self.master_dtype == "keep" else self.master_dtype]
+        return {
+            "@fp8 rounds away what @precision=fp64 computes; use @fp8=none": self.fp8 != "none" and fp64,
+            "@fp8_gather=true gathers for torchao; use @fp8=torchao or @fp8_gather=false": self.fp8_gather
+            and self.fp8 == "transformer_engine",
+            "@fp8_gather=true needs shards on the GPU; use @offload=none or @fp8_gather=false": self.fp8_gather
+            and self.offload != "none",
+            "@fp8_gather=true cannot send gradients of zeros; set it or @reduce_unused to false": self.fp8_gather
+            and self.reduce_unused,
+            f"@shard_ranks={ranks} makes a copy per {ranks} ranks, but @replicate=false one for all ranks; use"
+            " @shard_ranks=null or @replicate=true": ranks is not None and not self.replicate,
+            f"@communication_buffers={buffers} is memory of NCCL, but the device is {device_type}; use default": (
+                device_type != "cuda" and buffers in ("process_group", "symmetric")
             ),
-            (
-                self.fp8_gather and self.offload != "none",
-                "@fp8_gather=true needs shards on the GPU; use @offload=none or @fp8_gather=false",
+            "@communication_buffers=symmetric allows one gradient buffer; use @gradient_buffers=1": (
+                buffers == "symmetric" and self.gradient_buffers > 1
             ),
-            (
-                self.fp8_gather and self.reduce_unused,
-                "@fp8_gather=true cannot send gradients of zeros; set it or @reduce_unused to false",
+            f"@reduce_dtype={self.reduce_dtype} rounds the gradients of @precision=fp64; use auto": fp64
+            and self.reduce_dtype != "auto",
+            f"@master_dtype={self.master_dtype} is narrower than @precision={self.precision}; use keep": (
+                master.itemsize < COMPUTE_DTYPE[self.precision].itemsize
             ),
-            (
-                self.shard_ranks is not None and not self.replicate,
-                f"@shard_ranks={self.shard_ranks} makes a copy per {self.shard_ranks} ranks, but @replicate=false one"
-                " for all ranks; use @shard_ranks=null or @replicate=true",
-            ),
-            (
-                device_type != "cuda" and buffers in ("process_group", "symmetric"),
-                f"@communication_buffers={buffers} is memory of NCCL, but the device is {device_type}; use default",
-            ),
-            (
-                buffers == "symmetric" and self.gradient_buffers > 1,
-                "@communication_buffers=symmetric allows one gradient buffer; use @gradient_buffers=1",
-            ),
-            (
-                fp64 and self.reduce_dtype != "auto",
-                f"@reduce_dtype={self.reduce_dtype} rounds the gradients of @precision=fp64; use auto",
-            ),
-            (
-                too_narrow,
-                f"@master_dtype={self.master_dtype} is narrower than @precision={self.precision}; use keep",
-            ),
-        ]
+        }
 
 
 TRAINED_ONLY = (

@@ -189,7 +189,7 @@ def _set_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) -> 
 
 def _shard_mesh(mesh: Mesh, settings: ShardSettings) -> DeviceMesh:
     if settings.strategy == "no_shard":
-        return mesh.replicas if mesh.world.size() > 1 else mesh.world  # FSDP2 would sum over one replica
+        return mesh.within(1) if mesh.world.size() > 1 else mesh.world  # FSDP2 would sum over one replica
     if settings.shard_ranks is not None:
         return mesh.within(settings.shard_ranks) if settings.copies(mesh.shape) > 1 else mesh.world
     return mesh.fsdp if settings.replicate else mesh.world

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.attention import context_parallel_attention, ring
 from fsdp_cp.attention.kernels import choose
-from fsdp_cp.attention.kernels.choose import CpuFlash
+from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.layout import Chunk
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
 from tests.pools import Pools

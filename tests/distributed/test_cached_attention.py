@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.cached import KeyValues, cached_attention
-from fsdp_cp.attention.kernels.choose import CpuFlash
+from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.mask import block_causal, teacher_forcing
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sequence import gather_tokens, split_tokens

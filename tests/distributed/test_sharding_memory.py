@@ -166,7 +166,7 @@ def test_each_strategy_holds_its_share(pools):
 def _released(settings):
     model = _network()
     whole = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
-    assert _mesh(1).replicas.ndim == 2  # made now: meshes are kept, with the numbers of their ranks
+    assert _mesh(1).within(1).ndim == 2  # made now: meshes are kept, with the numbers of their ranks
     with LiveStorages() as live:
         shard_module(model, mesh=_mesh(1), units=list(model.blocks), **settings)
         gc.collect()

@@ -23,7 +23,7 @@ POOL = 77.0
 
 def _timeouts_of_a_mesh(sizes):
     mesh = build_mesh(**sizes)
-    views = [mesh.world, mesh.dp, mesh.cp, mesh.ring, mesh.ulysses, mesh.fsdp, mesh.replicas]
+    views = [mesh.world, mesh.dp, mesh.cp, mesh.ring, mesh.ulysses, mesh.fsdp, mesh.within(1)]
     groups = [view.get_group(axis) for view in views for axis in range(view.ndim)]
     assert all(any(group is known for known in process_groups()) for group in groups), "none is forgotten"
     return {timeout_of(group) for group in [*process_groups(), *groups]}
@@ -66,7 +66,7 @@ def _changing():
         if dist.get_rank() == 0:
             time.sleep(4)  # the other rank has left the block; with the short timeout its barrier would fail
     look()
-    assert mesh.replicas.size() == 2
+    assert mesh.within(1).size(0) == 2
     look()  # a group that is made now
     timeouts.forget()
     return seen

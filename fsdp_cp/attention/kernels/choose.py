@@ -1,4 +1,4 @@
-"""Local attention kernel of the CPU, and the choice among all kernels, also of those with a forward-mode derivative.
+"""Choice of a local attention kernel, and of the implementation of attention with its forward-mode derivative.
 
 Two implementations compute attention with its derivative: one fused Triton kernel
 (:mod:`fsdp_cp.attention.kernels.triton_dual`), only on CUDA, and chunked torch
@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
-from fsdp_cp.attention.kernels.kernel import (
-    FLOATS,
-    Dual,
-    Kernel,
-    Reference,
-    attention_dual,
-    fold_query_groups,
-    unfold_query_groups,
-)
+from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import device_type, is_fake
 from fsdp_cp.mesh import ContextGroups, group_by_name
@@ -37,52 +29,6 @@ FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
-
-
-class CpuFlash(Kernel):
-    """torch's flash attention for the CPU.
-
-    ``aten::_scaled_dot_product_flash_attention_for_cpu`` is private (torch 2.11 to 2.13).
-    """
-
-    name = "cpu_flash"
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        if device.type != "cpu":
-            return f"runs on the CPU, not on {device.type}"
-        if dtype not in FLOATS:
-            return f"takes fp64, fp32, bf16 and fp16, not {dtype}"
-        return None
-
-    def forward(self, q, k, v, mask, scale):
-        heads = q.shape[2]
-        folded = fold_query_groups(q, k.shape[2])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(1, 2) for x in (folded, k, v)), attn_mask=_bias(mask, q.dtype), scale=scale
-        )
-        return unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, q.shape[1])
-
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        heads, kv_heads = q.shape[2], k.shape[2]
-        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
-        lse = lse.reshape(lse.shape[0], kv_heads, -1)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
-            lse,
-            0.0,
-            False,
-            attn_mask=_bias(mask, q.dtype),
-            scale=scale,
-        )
-        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        return unfold_query_groups(dq, heads), dk, dv
-
-
-def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)``."""
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)[:, None, None, :]
 
 
 @lru_cache(maxsize=1)

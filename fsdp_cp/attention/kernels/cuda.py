@@ -96,7 +96,15 @@ class _CudaKernel(Kernel):
             return "finds no CUDA device"
         if capability < self.min_capability:
             return f"needs compute capability {_dotted(self.min_capability)} or later, not {_dotted(capability)}"
-        return self.unavailable(capability, head_dim)
+        if reason := self.unavailable(capability, head_dim):
+            return reason
+        package = self.package()
+        return package if isinstance(package, str) else None
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        return torch
 
     def unavailable(self, capability: tuple[int, int], head_dim: int) -> str | None:
         """Return why the kernel cannot run on this machine for reasons beyond its limits, or ``None`` if it can."""
@@ -283,7 +291,6 @@ class FlashAttention3(_CudaKernel):
 
     @staticmethod
     def package() -> Any:
-        """Return the module with the kernel's functions, or the reason why it cannot be used."""
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
         package = optional_package("flash_attn_interface", install)
         if isinstance(package, str):  # other versions have the module here
@@ -293,8 +300,7 @@ class FlashAttention3(_CudaKernel):
     def unavailable(self, capability, head_dim):
         if capability != (9, 0):
             return f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
-        package = self.package()
-        return package if isinstance(package, str) else None
+        return None
 
     def forward(self, q, k, v, mask, scale):
         q, k, v = (_aligned(x) for x in (q, k, v))
@@ -327,7 +333,6 @@ class FlashAttention4(_CudaKernel):
 
     @staticmethod
     def package() -> Any:
-        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
         install = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
         return optional_package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
 
@@ -336,8 +341,7 @@ class FlashAttention4(_CudaKernel):
             return f"runs on compute capability 9 to 12, not {_dotted(capability)}"
         if capability[0] == 12 and _deterministic():
             return "has no deterministic backward on compute capability 12, as torch.use_deterministic_algorithms asks"
-        package = self.package()
-        return package if isinstance(package, str) else None
+        return None
 
     def forward(self, q, k, v, mask, scale):
         q, k, v = (_aligned(x) for x in (q, k, v))
@@ -367,12 +371,10 @@ class TransformerEngine(_CudaKernel):
 
     @staticmethod
     def package() -> Any:
-        """Return the module with the kernel's functions, or the reason why it cannot be used."""
         return transformer_engine("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
     def unavailable(self, capability, head_dim):
-        package = self.package()
-        return _cudnn_unavailable(self.name) or (package if isinstance(package, str) else None)
+        return _cudnn_unavailable(self.name)
 
     def forward(self, q, k, v, mask, scale):
         settings, _ = self._settings(q, k, v, mask, scale)
@@ -412,14 +414,7 @@ class TransformerEngine(_CudaKernel):
         }, order
 
 
-CUDA_KERNELS: tuple[Kernel, ...] = (
-    FlashAttention3(),
-    FlashAttention4(),
-    Cudnn(),
-    Flash(),
-    Efficient(),
-    TransformerEngine(),
-)
+CUDA_KERNELS = (FlashAttention3(), FlashAttention4(), Cudnn(), Flash(), Efficient(), TransformerEngine())
 
 
 def preferred(device: torch.device) -> tuple[Kernel, ...]:

@@ -1,4 +1,4 @@
-"""Interface of local attention kernels, functions that they share, and the kernel in plain torch.
+"""Interface of local attention kernels, functions that they share, and the kernels of the CPU: flash and plain torch.
 
 The kernel in plain torch works tile by tile, so that memory grows linearly in tokens, and takes every dtype on every
 device. :mod:`fsdp_cp.attention.kernels.triton_dual` computes the same derivative in one kernel on CUDA. The algorithm
@@ -254,3 +254,49 @@ def attention_dual(
     if t_out is None or t_lse is None:
         return Dual(out, lse, None, None)
     return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))
+
+
+class CpuFlash(Kernel):
+    """torch's flash attention for the CPU.
+
+    ``aten::_scaled_dot_product_flash_attention_for_cpu`` is private (torch 2.11 to 2.13).
+    """
+
+    name = "cpu_flash"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+        if device.type != "cpu":
+            return f"runs on the CPU, not on {device.type}"
+        if dtype not in FLOATS:
+            return f"takes fp64, fp32, bf16 and fp16, not {dtype}"
+        return None
+
+    def forward(self, q, k, v, mask, scale):
+        heads = q.shape[2]
+        folded = fold_query_groups(q, k.shape[2])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=_bias(mask, q.dtype), scale=scale
+        )
+        return unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, q.shape[1])
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        heads, kv_heads = q.shape[2], k.shape[2]
+        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
+        lse = lse.reshape(lse.shape[0], kv_heads, -1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
+            lse,
+            0.0,
+            False,
+            attn_mask=_bias(mask, q.dtype),
+            scale=scale,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+        return unfold_query_groups(dq, heads), dk, dv
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)``."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)[:, None, None, :]
