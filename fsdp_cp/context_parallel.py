@@ -231,7 +231,7 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
             None if x is None else apply_split(x, split, f"{key}[{i}]")
             for i, (x, split) in enumerate(zip(value, splits, strict=True))
         ]
-        return _outputs(value)[1](shares)
+        return output_values(value)[1](shares)
 
     def split_inputs(_module, args, kwargs):
         args, kwargs = list(args), dict(kwargs)
@@ -244,7 +244,7 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
         return tuple(args), kwargs
 
     def split_outputs(_module, _args, output):
-        values, rebuilt = _outputs(output)
+        values, rebuilt = output_values(output)
         missing = [i for i in outputs if i >= len(values)]
         if missing:
             raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
@@ -292,7 +292,7 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
     assert gathers is not None
 
     def gather_outputs(_module, _args, output):
-        values, rebuilt = _outputs(output)
+        values, rebuilt = output_values(output)
         if len(values) != len(gathers):
             raise ValueError(
                 f"{name!r} returns {len(values)} values ({type(output).__name__}), but its context-parallel plan has"
@@ -319,7 +319,7 @@ def _tensor(x: Any, name: str, index: int) -> Tensor:
     return x
 
 
-def _outputs(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def output_values(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the values in a module's output, and a function that returns a copy of the output with new values."""
     if isinstance(output, (list, tuple)):
         kind = type(output)

@@ -242,21 +242,14 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
             f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order, or the mesh that"
             " fsdp_cp.build_mesh returns"
         )
-    groups = {name: mesh.get_group(name) for name in names}
     if mesh.device_type == "cuda":
         connect_once(mesh)  # a plain DeviceMesh is not connected yet
     fields: list[Any] = []
     for name in ("ring", "ulysses"):
-        # An axis of size 1 never communicates, so the name of any existing group works.
-        group = groups.get(name)
-        known = group if group is not None else next(iter(groups.values()))
-        fields += [known.group_name, group.rank() if group is not None else 0, group.size() if group is not None else 1]
+        # A missing axis never communicates, so the name of any existing group works.
+        group = mesh.get_group(name if name in names else names[0])
+        fields += [group.group_name, group.rank(), group.size()] if name in names else [group.group_name, 0, 1]
     return ContextGroups(*fields)
-
-
-def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Flatten neighboring axes to one axis. ``DeviceMesh._flatten`` is private (torch 2.11 to 2.13)."""
-    return mesh[axes]._flatten(name)
 
 
 def build_mesh(
@@ -309,10 +302,11 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
     with inherited_timeout():
         overrides = context_overrides(ring=shape.ring, ulysses=shape.ulysses)
         root = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=overrides)
-        world = _flattened(root, axes, "world")
-        fsdp = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
-        data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
-        context = _flattened(root, ("ring", "ulysses"), "cp")
+        # Flatten neighboring axes. ``DeviceMesh._flatten`` is private (torch 2.11 to 2.13).
+        world = root[axes]._flatten("world")
+        fsdp = root["dp_shard", "ring", "ulysses"]._flatten("fsdp")
+        data = root["dp_replicate", "dp_shard"]._flatten("dp")
+        context = root["ring", "ulysses"]._flatten("cp")
         if shape.dp_replicate > 1:  # a separate mesh, since slicing flattened axes is deprecated
             names = ("dp_replicate", "dp_shard_cp")
             fsdp = init_device_mesh(device_type, (shape.dp_replicate, shape.dp_shard * shape.cp), mesh_dim_names=names)

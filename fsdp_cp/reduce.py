@@ -126,10 +126,15 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
         square = squared_norms(local_shards(grads)).cumsum(0)[-1]
     else:
         square = torch.zeros((), dtype=torch.float64, device=device)
-    square = square.to(mesh.device_type)  # offloaded gradients are on the CPU, but the mesh may have only NCCL
+    return _sum_over_shards(square, mesh)
+
+
+def _sum_over_shards(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum over the last axis of ``mesh``. Offloaded gradients are on the CPU, but the mesh may have only NCCL."""
+    x = x.to(mesh.device_type)
     if mesh.size(mesh.ndim - 1) > 1:
-        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    return square
+        dist.all_reduce(x, group=mesh.get_group(mesh.ndim - 1))
+    return x
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -244,10 +249,7 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
     shards = local_shards(grad for grad in grads if grad is not None)
     if shards:
         gradients[has_grad.to(gradients.device)] = squared_norms(shards)
-    # Offloaded shards are on the CPU, but their mesh may have only NCCL.
-    sums = torch.stack([weights, gradients, has_grad.to(weights)], dim=1).to(mesh.device_type)
-    if mesh.size(mesh.ndim - 1) > 1:
-        dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    sums = _sum_over_shards(torch.stack([weights, gradients, has_grad.to(weights)], dim=1), mesh)
     return {
         name: (weight**0.5, gradient**0.5 if known else None)
         for name, (weight, gradient, known) in zip(named, sums.tolist(), strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_cp.context.sequence_lengths import entered
-from fsdp_cp.context_parallel import parallelize_context, read_plan
+from fsdp_cp.context_parallel import output_values, parallelize_context, read_plan
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
@@ -142,9 +142,9 @@ def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
         prepare(model, mesh=mesh)
     parallelize_context(model, mesh=mesh, plan=plan)
     seen, totals = _watch(model)
-    inputs = tree_map_only(Tensor, _as_double, copy.deepcopy(inputs))
+    inputs = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, copy.deepcopy(inputs))
     output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    values = [x for x in tree_leaves(_plain(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    values = _floats(output)
     generator = torch.Generator().manual_seed(1)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in values)
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
@@ -163,7 +163,7 @@ def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
         def hook(_module, _args, output) -> None:
             for record in entered():
                 totals.update(record.totals.values())
-            values = [x for x in tree_leaves(_plain(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+            values = _floats(output)
             for i, x in enumerate(values):
                 seen.append((f"output {i} of {name!r}" if len(values) > 1 else f"the output of {name!r}", x.detach()))
 
@@ -175,15 +175,10 @@ def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
     return seen, totals
 
 
-def _plain(output: Any) -> Any:
-    """Convert a dataclass to the dict of its fields, which pytree can flatten."""
-    if hasattr(output, "__dataclass_fields__") and not isinstance(output, Mapping):
-        return {name: getattr(output, name) for name in output.__dataclass_fields__}
-    return dict(output) if isinstance(output, Mapping) else output
-
-
-def _as_double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
+def _floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a module's output. ``output_values`` opens what pytree cannot flatten."""
+    leaves = tree_leaves(output_values(output)[0])
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolerance: float) -> float:
@@ -235,8 +230,6 @@ def _gathered(outputs: list[Tensor], truth: Tensor, totals: set[int], cp: int) -
         for segments in itertools.product(sorted(totals), repeat=n):
             counts = [local_token_count(segment, cp) for segment in segments]
             if sum(segments) == truth.shape[dim] and sum(counts) == outputs[0].shape[dim]:
-                shares_of_segments = zip(
-                    *(x.split(counts, dim) for x in outputs), strict=True
-                )  # for each segment, the ranks' shares
+                shares_of_segments = zip(*(x.split(counts, dim) for x in outputs), strict=True)
                 whole = (torch.cat(shares, dim) for shares in shares_of_segments)
                 yield torch.cat([x.narrow(dim, 0, total) for x, total in zip(whole, segments, strict=True)], dim)

@@ -71,7 +71,9 @@ def _full_values(
     vars(copied)["_modules"] = {}
     vars(copied)["_buffers"] = {key: None if x is None else x.clone() for key, x in module._buffers.items()}
     vars(copied)["_parameters"] = {
-        key: None if p is None else nn.Parameter(_unfilled(p), requires_grad=False)
+        key: None
+        if p is None
+        else nn.Parameter(torch.full(tuple(p.shape), torch.nan, dtype=torch.float32, device="cpu"), False)
         for key, p in module._parameters.items()
     }
     if hasattr(copied, "reset_parameters"):
@@ -92,12 +94,6 @@ def _full_values(
                 " fill it in `special`"
             )
     return values
-
-
-def _unfilled(parameter: Tensor) -> Tensor:
-    if not parameter.is_floating_point():
-        raise ValueError(f"only floating-point parameters can be initialized, got {parameter.dtype}")
-    return torch.full(tuple(parameter.shape), torch.nan, dtype=torch.float32, device="cpu")
 
 
 def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:

@@ -21,26 +21,13 @@ from torch.distributed.utils import _apply_to_tensors
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gradients
+from fsdp_cp.sharding import state
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8
 from fsdp_cp.sharding.fp8_torchao import gather_in_fp8
 from fsdp_cp.sharding.pool import pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
-from fsdp_cp.sharding.state import (
-    ShardedModule,
-    clear_unsynced_gradients,
-    fsdp_modules,
-    gather_in_compute_stream,
-    has_gradients,
-    is_finished,
-    never_gathered_units,
-    partly_reduced_units,
-    pool_at,
-    remember_units,
-    reset_iteration,
-    reshard,
-    unreduced_units,
-)
+from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, reshard
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +105,7 @@ def shard(
         pool_buffers(root, pool_of(mesh), ranks)
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
-    remember_units(root)
+    state.remember_units(root)
     _allow_inference_mode(root)
     if settings.fp8_gather:
         gather_in_fp8(root, fp8_layers, shard_mesh)  # after the line above: its hook must run first
@@ -249,7 +236,7 @@ def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: Sha
     """Set the units that each unit gathers ahead; FSDP2 prefetches one by default."""
     in_order = settings.gather_stream == "compute"
     if in_order:
-        gather_in_compute_stream(root)
+        state.gather_in_compute_stream(root)
         # FSDP2 does not prefetch then. The root starts, since the first unit would wait for its own gather at once.
         root.set_modules_to_forward_prefetch(list(units[: settings.forward_prefetch]))
     for i, unit in enumerate(units):
@@ -304,7 +291,7 @@ def _allow_inference_mode(model: ShardedModule) -> None:
         if not torch.is_inference_mode_enabled():
             return
         with torch.inference_mode(False), torch.no_grad():
-            for unit in never_gathered_units(model):
+            for unit in state.never_gathered_units(model):
                 unit.unshard()
                 unit.reshard()
 
@@ -373,7 +360,7 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         ValueError: ``model`` does not contain exactly one root of :func:`fsdp_cp.shard_module`.
     """
     root = _root(model)
-    if is_first and has_gradients(root):
+    if is_first and state.has_gradients(root):
         raise RuntimeError(
             "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch,"
             " or discard_step(model) after one that was broken off"
@@ -386,7 +373,7 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         _refuse_incomplete(root, is_last)
         if is_last:
             reshard(root)  # units that the backward did not reach
-            if (pool := pool_at(root)) is not None:
+            if (pool := state.pool_at(root)) is not None:
                 pool.end_step()
     except BaseException:
         discard_step(root)
@@ -435,8 +422,8 @@ def discard_step(model: nn.Module) -> None:
     Every rank must call it, since a collective that one rank left cannot be resumed.
     """
     root = _root(model)
-    reset_iteration(root)
-    clear_unsynced_gradients(root)
+    state.reset_iteration(root)
+    state.clear_unsynced_gradients(root)
     reshard(root)
     for parameter in root.parameters():
         parameter.grad = None
@@ -446,18 +433,18 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
     """Refuse gradients that FSDP2 did not reduce, or would add up wrongly, in the micro-batch that ends."""
     # FSDP2 reduces the units that a backward passes, and waits for all reductions only if it began at the root's
     # output.
-    if is_last and not is_finished(root):
+    if is_last and not state.is_finished(root):
         raise RuntimeError(
             "the last micro-batch had no backward through the network, so earlier gradients were not fully reduced;"
             " give is_last=True to the last one that has a backward"
         )
-    if is_last and (units := unreduced_units(root)):
+    if is_last and (units := state.unreduced_units(root)):
         raise RuntimeError(
             f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
             " the replicas; set reduce_unused=true"
         )
     # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
-    if not is_last and (units := partly_reduced_units(root)):
+    if not is_last and (units := state.partly_reduced_units(root)):
         raise RuntimeError(
             f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"
             " needs reduce_unused=true then"
