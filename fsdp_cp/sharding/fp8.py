@@ -108,27 +108,23 @@ def apply_fp8(
     if settings.fp8 == "none":
         return []
     require_fp8(settings, device_type)
-    chosen = linear_layers(units, excluded)
-    names = {id(module): name for name, module in model.named_modules()}
-    for layer in chosen:
+    wanted = {id(layer) for layer in linear_layers(units, excluded)}
+    named = {name: module for name, module in model.named_modules() if id(module) in wanted}
+    for name, layer in named.items():
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
         if any(hooks) or "forward" in vars(layer):
-            raise UserError(f"fp8: the layer {names[id(layer)]} has hooks, which fp8 would drop; add them afterwards")
+            raise UserError(f"fp8: the layer {name} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
-    wanted = {id(layer) for layer in chosen}
-    of_te = settings.fp8 == "transformer_engine"
-    converted: list[nn.Module] = []
-    for unit in units[1:-1]:
-        if of_te:
-            converted += fp8_transformer_engine.convert(unit, wanted)
-        else:
-            converted += fp8_torchao.convert(unit, wanted, emulate=emulate)
+    if settings.fp8 == "transformer_engine":
+        fp8_transformer_engine.convert(model, named)
+    else:
+        fp8_torchao.convert(model, named, emulate=emulate)
     if dist.get_rank() == 0:
         log.info(
             "fp8%s: %d of the %d linear layers in the blocks of %s",
             " (emulated: this device has no fp8 products)" if emulate else "",
-            len(converted),
+            len(named),
             sum(isinstance(module, nn.Linear) for unit in units for module in unit.modules()),
             type(model).__name__,
         )
-    return converted
+    return [model.get_submodule(name) for name in named]

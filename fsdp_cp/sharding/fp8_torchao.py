@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,16 @@ from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather
 log = logging.getLogger(__name__)
 
 
-def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
-    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
+def convert(model: nn.Module, layers: Mapping[str, nn.Module], *, emulate: bool) -> None:
+    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
 
     # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
-    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
-    layers = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-    for layer in layers:
-        _keep_tangents(layer)
-    return layers
+    wanted = {id(layer) for layer in layers.values()}
+    convert_to_float8_training(model, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
+    for name in layers:
+        _keep_tangents(model.get_submodule(name))
 
 
 def _keep_tangents(layer: Any) -> None:

@@ -7,7 +7,7 @@ e5m2. It needs no state. Under FSDP2 the layer saves no fp8 weight; its backward
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -24,12 +24,10 @@ FORWARD_ROWS, BACKWARD_ROWS = 8, 16
 16."""
 
 
-def convert(module: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
-    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
-    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    for name in names:
-        module.set_submodule(name, te_linear(module.get_submodule(name)))
-    return [module.get_submodule(name) for name in names]
+def convert(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
+    for name, layer in layers.items():
+        model.set_submodule(name, te_linear(layer))
 
 
 def te_linear(layer: Any) -> nn.Module:
