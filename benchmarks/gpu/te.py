@@ -34,7 +34,7 @@ def linear(context: Context) -> None:
     import torch
     from torch import nn
 
-    from fsdp_cp.sharding.fp8_transformer_engine import te_linear
+    from fsdp_cp.sharding.fp8 import te_linear
     from tests.oracles.attention_kernels import relative_error
 
     generator = torch.Generator(context.device).manual_seed(0)

@@ -2,21 +2,34 @@
 
 Weights, their names and their gradients do not change. For each product the inputs, weights and gradients are scaled by
 their largest element and rounded to fp8, so no extra state exists.
+
+torchao's ``Float8Linear`` (0.18) uses tensorwise scales, and FSDP2 can gather its weights in fp8. ``te.Linear`` of
+Transformer Engine (2.17 to 2.20) uses current scaling: inputs and weights in e4m3, gradients in e5m2. It is not yet run
+on a GPU. Under FSDP2 it saves no fp8 weight; its backward casts the weight that FSDP2 gathers. If a forward can carry
+forward-mode tangents the plain layers run, since fp8 layers would drop them. Both packages are optional and imported at
+first use.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
+from fsdp_cp.context.duals import inside_dual_level
 from fsdp_cp.errors import UserError
 from fsdp_cp.runtime.packages import optional_package, transformer_engine
-from fsdp_cp.sharding import fp8_torchao, fp8_transformer_engine
 from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather_by
 
 log = logging.getLogger(__name__)
 MULTIPLE = 16
@@ -56,7 +69,7 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
             f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
         )
     if of_te and settings.compile:
-        fp8_transformer_engine.require_compiled(where)
+        require_compiled(where)
 
 
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
@@ -116,9 +129,9 @@ def apply_fp8(
             raise UserError(f"fp8: the layer {name} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
     if settings.fp8 == "transformer_engine":
-        fp8_transformer_engine.convert(model, named)
+        convert_to_transformer_engine(model, named)
     else:
-        fp8_torchao.convert(model, named, emulate=emulate)
+        convert_to_torchao(model, named, emulate=emulate)
     if dist.get_rank() == 0:
         log.info(
             "fp8%s: %d of the %d linear layers in the blocks of %s",
@@ -128,3 +141,183 @@ def apply_fp8(
             type(model).__name__,
         )
     return [model.get_submodule(name) for name in named]
+
+
+def convert_to_torchao(model: nn.Module, layers: Mapping[str, nn.Module], *, emulate: bool) -> None:
+    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+
+    # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
+    wanted = {id(layer) for layer in layers.values()}
+    convert_to_float8_training(model, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
+    for name in layers:
+        _keep_tangents(model.get_submodule(name))
+
+
+def _keep_tangents(layer: Any) -> None:
+    """Let ``layer`` run as a plain layer inside a dual level, in place: torchao's forward would drop tangents.
+
+    The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
+    """
+    from torchao.float8 import Float8TrainingTensor
+
+    in_fp8 = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return forward(x)
+        if not inside_dual_level():
+            return in_fp8(x)
+        if isinstance(layer.weight, Float8TrainingTensor):
+            raise RuntimeError(
+                "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
+            )
+        return F.linear(x, layer.weight, layer.bias)
+
+    layer.forward = forward
+
+
+def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: DeviceMesh) -> None:
+    """Let FSDP2 gather the weights of ``layers`` in fp8: one byte per element, and one scale per whole weight.
+
+    Before each forward of ``root`` one all-reduce of the largest elements computes the scales, without waiting for the
+    host. A gather in backward uses the scale of its forward. Weights that do not divide evenly over the ranks are
+    gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
+
+    torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
+    Here only the shard's tensor has FSDP2's two functions as attributes.
+
+    Args:
+        root: sharded network.
+        layers: layers from :func:`fsdp_cp.sharding.fp8.apply_fp8`.
+        shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
+    """
+    from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
+
+    weights = evenly_sharded_weights(root, layers)
+    if len(weights) < len(layers) and dist.get_rank() == 0:
+        log.info(
+            "fp8_gather: %d of %d weights do not divide evenly over the ranks; gathering them in the compute dtype",
+            len(layers) - len(weights),
+            len(layers),
+        )
+    if not weights:
+        return
+    group = shard_mesh.get_group(shard_mesh.ndim - 1)
+
+    @torch.no_grad()
+    def settle_scales(_module: nn.Module, _args: Any) -> None:
+        # Leave inference mode, as for FSDP2's memory: a backward could not save a scale created in it.
+        with torch.inference_mode(False):
+            shards = [weight.sharded_param._local_tensor for weight, _ in weights]
+            largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            scales = amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
+        for (weight, layer), shard, scale in zip(weights, shards, scales, strict=True):
+            if not hasattr(shard, "fsdp_pre_all_gather"):  # first forward, to_empty, loading
+                gather_by(weight, *_gather_functions(shard, layer))
+            shard._fp8_scale = scale
+
+    root.register_forward_pre_hook(settle_scales, prepend=True)  # before the gathers of the root and the units
+
+
+def _target_dtype(layer: Any) -> torch.dtype:
+    return layer.config.cast_config_weight.target_dtype
+
+
+def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
+    """Return FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` for one ``shard``, based on torchao's."""
+    from torchao.float8 import Float8TrainingTensor
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # private (torchao 0.18)
+
+    mm_config, target = layer.linear_mm_config, _target_dtype(layer)
+    reference = weakref.ref(shard)  # the shard holds these functions: a cycle would keep its memory
+
+    def before(mesh: DeviceMesh) -> Any:
+        shard: Any = reference()
+        return WeightWithDynamicFloat8CastTensor(shard, mm_config, target, shard._fp8_scale).fsdp_pre_all_gather(mesh)
+
+    def after(outputs: Any, scale: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is not None and not isinstance(out, Float8TrainingTensor):
+            raise RuntimeError("fp8_gather: the network was gathered before its first forward; call its forward first")
+        weight = WeightWithDynamicFloat8CastTensor(reference(), mm_config, target)
+        return weight.fsdp_post_all_gather(outputs, scale, dtype, out=out)
+
+    return before, after
+
+
+FORWARD_ROWS, BACKWARD_ROWS = 8, 16
+"""Numbers that must divide the rows of an input: the layer asserts 8; the weight's gradient sums over rows and needs
+16."""
+
+
+def convert_to_transformer_engine(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
+    for name, layer in layers.items():
+        model.set_submodule(name, te_linear(layer))
+
+
+def te_linear(layer: Any) -> nn.Module:
+    """Return a ``te.Linear`` with the parameters of the ``nn.Linear`` ``layer``, under the same names."""
+    # On the meta device te.Linear allocates nothing and draws no random numbers; its default device is "cuda".
+    made = _layer_class()(
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=layer.weight.dtype,
+        device="meta",
+    )
+    for name, parameter in layer.named_parameters():
+        made.register_parameter(name, parameter)
+    return made.train(layer.training)
+
+
+@cache
+def _layer_class() -> type[nn.Module]:
+    te: Any = transformer_engine()
+    recipe: Any = transformer_engine("transformer_engine.common.recipe")
+    current_scaling = recipe.Float8CurrentScaling()
+
+    class Float8Linear(te.Linear):
+        """``te.Linear`` without a state, for any number of rows, and plain inside a dual level."""
+
+        get_extra_state = nn.Module.get_extra_state  # torch then leaves the key out of state dicts
+        set_extra_state = nn.Module.set_extra_state
+
+        def reset_parameters(self, defer_init: bool = False) -> None:
+            if not defer_init:  # te.Linear would draw other values, on a GPU
+                nn.Linear.reset_parameters(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if inside_dual_level():  # te.Linear would drop tangents
+                return F.linear(x, self.weight, self.bias if self.use_bias else None)
+            rows = math.prod(x.shape[:-1])
+            multiple = BACKWARD_ROWS if torch.is_grad_enabled() and self.weight.requires_grad else FORWARD_ROWS
+            # Rows of zeros change neither the scales nor the sums over rows.
+            padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % multiple))
+            with te.autocast(enabled=True, recipe=current_scaling):
+                out: Tensor = super().forward(padded)
+            return out[:rows].view(*x.shape[:-1], -1)
+
+    return Float8Linear
+
+
+@lru_cache
+def require_compiled(where: str) -> None:
+    """Compile a small layer, forward and backward.
+
+    Raises:
+        UserError: this version breaks the graph. Before 2.20 each layer does.
+    """
+    reason = te if isinstance(te := transformer_engine(at_least="2.20"), str) else None
+    if reason is None:
+        layer: Any = te_linear(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
+        try:
+            torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
+        except Exception as error:  # of Dynamo, inductor or the package
+            reason = f"cannot compile a layer: {str(error).splitlines()[0]}"
+    if reason is not None:
+        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")

@@ -23,8 +23,7 @@ from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gradients
 from fsdp_cp.sharding import state
 from fsdp_cp.sharding.activations import wrap_unit
-from fsdp_cp.sharding.fp8 import apply_fp8
-from fsdp_cp.sharding.fp8_torchao import gather_in_fp8
+from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
 from fsdp_cp.sharding.pool import pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, reshard

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_cp.runtime import packages
-from fsdp_cp.sharding import fp8, fp8_transformer_engine
+from fsdp_cp.sharding import fp8
 from tests.transformer_engine_facts import read
 
 VERSION = "2.20.2"
@@ -28,10 +28,10 @@ def install(version: str = VERSION) -> None:
     """Install the stand-in under the package's import names, in this process, and let it run on a CPU."""
     modules = stand_in(version)
     sys.modules.update(modules)
-    packages.transformer_engine = fp8_transformer_engine.transformer_engine = lambda module="", at_least="": modules[
+    packages.transformer_engine = fp8.transformer_engine = lambda module="", at_least="": modules[
         module or "transformer_engine.pytorch"
     ]
-    fp8_transformer_engine._layer_class.cache_clear()
+    fp8._layer_class.cache_clear()
     fp8.require_fp8 = lambda *_: None
 
 

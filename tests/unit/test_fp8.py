@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.runtime import packages
-from fsdp_cp.sharding import fp8, fp8_torchao, fp8_transformer_engine
+from fsdp_cp.sharding import fp8
 from fsdp_cp.sharding.settings import ShardSettings
 from tests.oracles.transformer_engine import E4M3, E5M2, rounded, stand_in
 from tests.transformer_engine_facts import read
@@ -63,8 +63,7 @@ def test_without_its_library(monkeypatch, package, version):
 
 def test_transformer_engine_on_a_cpu_and_compiled(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fp8, "transformer_engine", lambda: packages)
-    monkeypatch.setattr(fp8_transformer_engine, "transformer_engine", lambda at_least: f"needs {at_least}")
+    monkeypatch.setattr(fp8, "transformer_engine", lambda at_least="": f"needs {at_least}" if at_least else packages)
     settings = ShardSettings(fp8="transformer_engine")
     fp8.require_fp8(settings, "cuda")
     with pytest.raises(UserError, match="fake.fp8"):
@@ -84,7 +83,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 def converted(block: nn.Module) -> list[nn.Module]:
     """Convert a block between two plain ones. Return its fp8 layers."""
-    fp8_torchao.convert(block, {"up": block.up, "down": block.down}, emulate=True)
+    fp8.convert_to_torchao(block, {"up": block.up, "down": block.down}, emulate=True)
     return [block.up, block.down]
 
 
@@ -137,10 +136,10 @@ def transformer_engine(request, monkeypatch):
     """Install the stand-in, written from the signatures and assertions of each version."""
     modules = stand_in(request.param)
     find = lambda module="transformer_engine.pytorch", at_least="": modules[module]  # noqa: E731
-    monkeypatch.setattr(fp8_transformer_engine, "transformer_engine", find)
-    fp8_transformer_engine._layer_class.cache_clear()
+    monkeypatch.setattr(fp8, "transformer_engine", find)
+    fp8._layer_class.cache_clear()
     yield modules
-    fp8_transformer_engine._layer_class.cache_clear()
+    fp8._layer_class.cache_clear()
 
 
 def test_wiring_of_transformer_engine(transformer_engine):
@@ -149,7 +148,7 @@ def test_wiring_of_transformer_engine(transformer_engine):
     plain, block = Block(), Block()
     block.load_state_dict(plain.state_dict())
     before = dict(block.named_parameters())
-    fp8_transformer_engine.convert(block, {"up": block.up, "down": block.down})
+    fp8.convert_to_transformer_engine(block, {"up": block.up, "down": block.down})
     layers = [block.up, block.down]
     assert layers == [block.up, block.down] and isinstance(
         block.up, transformer_engine["transformer_engine.pytorch"].Linear
