@@ -93,8 +93,11 @@ class AttentionOperator:
 
     def _differentiate(self, ctx, grad_out, _grad_lse):
         inputs = _kept(ctx, grad_out)
-        further = [None] * len(inputs[6]) if isinstance(inputs[6], list) else None
-        return (*self._backward_operator(*inputs), further, *[None] * len(ctx.settings))
+        grads = self._backward_operator(*inputs)
+        if not ctx.is_list:
+            return (*grads, None, *[None] * len(ctx.settings))
+        # With a list of tensors torch expects a list for each list of tensors, and takes an empty list for one.
+        return (*grads, [None] * len(inputs[6]), *[[] if setting == [] else None for setting in ctx.settings])
 
 
 class _Attention(torch.autograd.Function):
