@@ -26,7 +26,7 @@ from distill.data import ClipDataset, condition_of
 from distill.data.sets.dataset import STATES
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
 from distill.data.shares import Shares
-from distill.evaluate.sampling import sampling_batch
+from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.sampling import guided_states
@@ -47,31 +47,6 @@ log = logging.getLogger(__name__)
 
 _MAX_STEPS = 10_000
 _IMAGE_PARTS = (FIRST_FRAME, "image_latents", "image_embeds")
-
-
-class _TeacherAlone(FewStepMethod):
-    """Method with only the teacher, which samples."""
-
-    required_roles = ("teacher",)
-    trained_roles = ()
-    settings_read = ("student", "fake")
-
-    def trained_role(self, step: int) -> str:
-        return "teacher"
-
-    def first_role(self, step: int) -> str:
-        return "teacher"
-
-    @classmethod
-    def check_experts(cls, *_: Any) -> None:
-        """Accept two experts: guidance has one scale for each."""
-
-    @classmethod
-    def check_causal(cls, *_: Any) -> None:
-        """Accept a causal teacher, which makes its clips chunk by chunk."""
-
-    def losses(self, *_: Any) -> Any:
-        raise NotImplementedError
 
 
 class _Sampling:
@@ -211,7 +186,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = user_path(names[0], "OUT").absolute()
     where = f"OUT={out}"
     device = open_device(config)
-    plan = plan_run(config, _TeacherAlone)
+    plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
         on_all_ranks(lambda: refuse_foreign(out, where) if rank() == 0 else None)
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)

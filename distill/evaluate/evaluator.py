@@ -10,33 +10,34 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import numpy as np
 import torch
 
-from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
-from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
-from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
+from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
-from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.runtime.progress import progress
-from models.files.export_folder import export_scheduler
+from fsdp_cp.runtime.timeouts import long_timeout
 from models.roles.condition import has_image
+
+if TYPE_CHECKING:
+    from distill.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +51,52 @@ SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
 
 
-@dataclass(kw_only=True)
-class Evaluator:
-    """Sampler of clips with a run's roles. All ranks must call every method; rank 0 writes."""
+class Evaluator(Callback):
+    """Samples of student and teacher, every ``sample.every`` steps and at the end, and the report.
 
-    config: Config
-    mesh: Mesh
-    device: torch.device
-    data: ClipDataset
-    method: Method
-    run_dir: Path
-    batch: int
-    """Number of clips per forward on a rank."""
-    teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
-    stored: dict[int, str] = field(default_factory=dict)
-    """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+    The student is sampled with its EMA if it has one. All ranks call each method; rank 0 writes.
+    """
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer)
+        self.config, self.mesh, self.device = trainer.config, trainer.mesh, trainer.device
+        self.data, self.method, self.run_dir = trainer.data, trainer.method, trainer.run_dir
+        self.teacher_clips: dict[int, np.ndarray | None] = {}
+        """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
+        self.stored: dict[int, str] = {}
+        """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+
+    @cached_property
+    def batch(self) -> int:
+        """Number of clips per forward on a rank. A micro-batch fits, since training runs it."""
+        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
+        return max(self.trainer.batching.micro_batch_size, fitting)
+
+    def after_step(self) -> None:
+        every, step = self.config.sample.every, self.trainer.step
+        if every and step % every == 0 and step < self.config.steps:
+            self._write()
+
+    def at_end(self) -> None:
+        if not self.config.sample.at_end:
+            return
+        self._write()
+        if self.config.sample.report_clips:
+            trainer = self.trainer
+            facts = {
+                "steps": trainer.step,
+                "minutes of training": round(trainer.seconds / 60, 2),
+                "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
+                "peak memory per rank, GiB": round(trainer.memory()["memory/peak_gib"], 3),
+                **trainer.facts,
+            }
+            with self.method.student_average():
+                self.write_report(facts)
+
+    @long_timeout()
+    def _write(self) -> None:
+        with self.method.student_average():
+            self.write_samples(self.trainer.step, self.trainer.log)
 
     def clips(
         self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
@@ -185,26 +216,12 @@ class Evaluator:
         for role, n in self._wanted():
             clips = self.clips(role, n, captions, items)
             if clips is not None:
-                rows.append(
-                    ReportRow(
-                        name=f"{role}, {_steps(n)}" + (" (stored)" if role == "teacher" and n in self.stored else ""),
-                        role=role,
-                        steps=n,
-                        measures=self._measures(clips, captions),
-                        clips=clips,
-                        evaluations=self.method.evaluations(role, n),
-                    )
-                )
+                name = f"{role}, {_steps(n)}" + " (stored)" * (role == "teacher" and n in self.stored)
+                rows.append(self._row(name, role, n, clips, captions))
         real = self._real_clips(captions, heldout)
         if real is not None:
-            reference = ReportRow(
-                name="data" if heldout is None else "held-out renders",
-                role="heldout",
-                steps=None,
-                measures=self._measures(real, captions),
-                clips=real,
-                evaluations=0,
-            )
+            name = "data" if heldout is None else "held-out renders"
+            reference = self._row(name, "heldout", None, real, captions)
             libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, diffusers))
             log.info("writing the report")
             # Show every other clip: neighbouring captions of moving shapes share their motion.
@@ -257,6 +274,11 @@ class Evaluator:
             if waiting.get(caption):
                 items[waiting[caption].pop()] = i % len(source)
 
+    def _row(self, name: str, role: Any, steps: int | None, clips: np.ndarray, captions: list[str]) -> ReportRow:
+        evaluations = 0 if steps is None else self.method.evaluations(role, steps)
+        measures = self._measures(clips, captions)
+        return ReportRow(name=name, role=role, steps=steps, measures=measures, clips=clips, evaluations=evaluations)
+
     def _measures(self, clips: np.ndarray, captions: list[str]):
         if self._heldout is None:
             return None
@@ -271,17 +293,6 @@ def reference_clips(heldout: MovingShapes) -> np.ndarray:
     They come from the second half of the stream; the report's row of held-out renders comes from its beginning.
     """
     return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
-
-
-def write_scheduler(method: Method, folder: Path) -> None:
-    """Write the scheduler with which a plain diffusers pipeline samples as ``method`` does, or log why none fits."""
-    scheduler = None
-    if isinstance(method, FewStepMethod):
-        try:
-            scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
-        except UserError as error:
-            log.warning("could not write %s: %s", folder, error)
-    export_scheduler(folder, scheduler)
 
 
 @contextmanager

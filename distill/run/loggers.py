@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from distill.config import LogSettings
+from distill.config.schema import LogSettings
 from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import in_pieces, local_shards
 from models.additions.base import PREFIX
@@ -116,7 +116,7 @@ class RoleOptimizer:
         for group, names in self.groups.items():
             trained = {name: named[name] for name in names if named[name].grad is not None}
             self._update(lr * group.lr_scale, group.weight_decay, trained)
-        _clear(named.values())
+        self.clear_gradients()
 
     def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:
         weights = local_shards(named.values())
@@ -147,13 +147,9 @@ class RoleOptimizer:
 
     def clear_gradients(self) -> None:
         """Clear the gradients without an update."""
-        _clear(self.role.parameters())
+        for parameter in self.role.parameters():
+            parameter.grad = None
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return Adam's state by parameter name. The tensors are live, so loading into them restores the state."""
         return {name: dict(state) for name, state in self._state.items()}
-
-
-def _clear(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from distill.config import Config, OptimizerSettings
+from distill.config import Config
+from distill.config.schema import OptimizerSettings
 from distill.methods import Method
 from distill.train.optimizers import RoleOptimizer, learning_rate
 from fsdp_cp.reduce import scale_grads
@@ -41,14 +42,6 @@ class Trained:
     updates: int = 0
     """Number of updates so far."""
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters that train, by public name."""
-        return self.single.named_parameters()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the values of :meth:`named_parameters`."""
-        return self.single.parameters()
-
     def weights(self, *, averaged: bool = False) -> Mapping[str, Tensor]:
         """Return the sharded masters, or their average, by public name."""
         if averaged and self.average is not None:
@@ -62,7 +55,7 @@ class Trained:
     def update(self, scale: float | None = None) -> None:
         """Update the weights with the gradients times ``scale``, update the average, and clear the gradients."""
         if scale is not None:
-            scale_grads(self.parameters(), scale)
+            scale_grads(self.single.parameters(), scale)
         self.optimizer.step(self.rate())
         if self.average is not None:
             self.average.update(self.updates)

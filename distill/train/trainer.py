@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
+from distill.data.order import Batching, MicroBatchSampler
+from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
-from distill.train.batches import StepBatches
-from distill.train.callbacks import Export, Norms, Report, Samples
+from distill.train.callbacks import Export, Norms
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.train.profiling import StepProfiler
@@ -43,6 +45,7 @@ from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
+from models.roles.condition import Condition
 from models.roles.role import Role
 
 log = logging.getLogger(__name__)
@@ -58,7 +61,6 @@ class Trainer:
         data: the clips.
         method: yields the losses.
         micro_batch_size: samples per data-parallel rank and forward.
-        run_dir: the run directory.
     """
 
     def __init__(
@@ -70,21 +72,23 @@ class Trainer:
         data: ClipDataset,
         method: Method,
         micro_batch_size: int,
-        run_dir: Path,
     ):
         self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
-        self.run_dir = run_dir
+        self.run_dir = Path(config.run_dir)
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.trained = build_trained(config, method)
         method.student_average = partial(averaged, self.trained_of("student"))
         self.training_data = method.training_data(data)
-        self.batches = StepBatches(
-            config,
-            mesh=mesh,
-            device=device,
-            data=data,
-            training_data=self.training_data,
+        self.batching = Batching(
+            global_size=config.batch_size,
             micro_batch_size=micro_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            parts=config.expert_draws,
+        )
+        # Move them once: a copy with each micro-batch would stall the GPU.
+        self._null, self._empty = (
+            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
         )
         # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
@@ -108,9 +112,8 @@ class Trainer:
         self.log: MetricsLog | None = None
         self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", **kept)
-        samples = Samples(self)
-        self.callbacks = (Norms(self), Export(self), samples, Report(self, samples))
+        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
+        self.callbacks = (Norms(self), Export(self), Evaluator(self))
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
@@ -275,8 +278,29 @@ class Trainer:
                 self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each remaining step."""
-        return self.batches.steps(self.config.steps - self.step, first_sample=self.samples)
+        """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
+        steps, accumulation = self.config.steps - self.step, self.batching.accumulation
+        sampler = MicroBatchSampler(
+            seed=self.config.seed,
+            clips=len(self.training_data),
+            batching=self.batching,
+            first_sample=self.samples,
+            steps=steps,
+        )
+        loader = DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda")
+        micro_batches = map(self._on_device, loader)
+        for _ in range(steps):
+            yield [next(micro_batches) for _ in range(accumulation)]
+
+    def _on_device(self, items: dict[str, Any]) -> Batch:
+        wanted = {"latents", "states", *self.data.condition_shapes}
+        moved = {name: items[name].to(self.device, non_blocking=True) for name in items if name in wanted}
+        return Batch(
+            latents=moved.get("latents"),
+            condition=Condition({name: moved[name] for name in self.data.condition_shapes}, self._null, self._empty),
+            latent_shape=self.data.latent_shape,
+            states=moved.get("states"),
+        )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """Update the role whose turn it is and return its metrics. All except times are equal on all ranks.
@@ -297,7 +321,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.before_update(name, trained)
             with phase(f"{name}/clip"):
-                norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))
+                norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))
             rates = {f"{network.name}/lr": network.rate() for network in trained}
             with phase(f"{name}/update"):
                 self._update(name, norm, trained)
@@ -328,7 +352,7 @@ class Trainer:
 
     def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
         """Run the backward passes of a step, and return this rank's share of its losses."""
-        batching = self.batches.batching
+        batching = self.batching
 
         def random(i: int) -> StepRandom:
             return StepRandom(
@@ -471,5 +495,4 @@ def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.de
         data=data,
         method=build_method(config.method, roles),
         micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
     )

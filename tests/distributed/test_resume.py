@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from distill.methods.self_forcing import SelfForcingSettings
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import published_steps, step_folder

@@ -91,8 +91,8 @@ FAULTS = (
         name="clip_first_expert",
         room="gradients: clip norm",
         harm="steps that train both experts clip by (and log) the first one's norm",
-        old="norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))",
-        new="norm = grad_norm(trained[0].parameters())",
+        old="norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))",
+        new="norm = grad_norm(trained[0].single.parameters())",
         killed_by="distributed/test_experts_parity.py::test_two_experts[rcm-{'cp': 2, 'micro_batch_size': 4, 'steps': 4}]",  # noqa: E501
     ),
     Fault(

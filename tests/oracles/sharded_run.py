@@ -91,7 +91,6 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         data=random_clips(setup),
         method=build_method(config.method, roles),
         micro_batch_size=setup.micro_batch_size,
-        run_dir=Path(config.run_dir),
     )
     if resume_from is not None:
         trainer.resume(resume_from)
