@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Prediction, hardware_names
 from distill.planning.roles import KINDS
-from distill.report.page import render
+from distill.report.charts import svg
+from distill.report.page import data_uri, render
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#c9a227", "#7a6a8f")
 """Color of each kind of memory."""
@@ -35,6 +41,14 @@ def in_words(plan: Prediction) -> list[str]:
             f"host memory {plan.host_gib:.3f} GiB a rank: {plan.offloaded_gib:.3f} for offloaded tensors,"
             f" {plan.staging_gib:.3f} for the copy of a checkpoint that is being written"
         )
+    lines.append("a step of each role: operations of all ranks, seconds by arithmetic, and the GiB that a rank sends:")
+    for name, step in plan.simulation.steps.items():
+        seconds = f", {plan.seconds[name]:.3g} s" if name in plan.seconds else ""
+        sent = "".join(
+            f", {kind} {group} {size / GIB:.3g}" for (kind, group), size in sorted(step.sent.items()) if size
+        )
+        operations = f"{step.flops * plan.mesh.dp / 1e15:.3g} PFLOP"
+        lines.append(f"  {name:<8} {plan.shares[name]:.0%} of the steps: {operations}{seconds}{sent}")
     return [*lines, verdict(plan)]
 
 
@@ -57,52 +71,35 @@ def verdict(plan: Prediction) -> str:
 
 
 def page(plan: Prediction, command: str) -> str:
-    """Return the HTML page. It has no scripts and loads nothing.
+    """Return the HTML page: a picture of the memory, and the lines of :func:`in_words`. It loads nothing.
 
     Args:
         plan: the prediction.
         command: command line that repeats this plan.
     """
-    costs = plan.simulation.steps
-    at_peak = sorted(plan.peaks[plan.peak_phase].by.items(), key=lambda item: -item[1])
+    text = {"command": command, "verdict": verdict(plan), "lines": in_words(plan)[:-1]}
     return render(
-        "plan.html.j2",
-        title="Predicted needs of this run",
-        plan=plan,
-        command=command,
-        verdict=verdict(plan),
-        colors=dict(zip(KINDS, _COLORS, strict=True)),
-        **_bars(plan),
-        roles=[[role, *plan.role_gib(role).values()] for role in plan.roles],
-        peak=_label(plan.peak_phase),
-        largest=[[role, kind, size / GIB] for (role, kind), size in at_peak],
-        fragmentation=FRAGMENTATION,
-        context=CONTEXT_GIB,
-        steps=[
-            [name, cost.flops * plan.mesh.dp / 1e15, plan.seconds.get(name, "unknown"), plan.shares[name]]
-            for name, cost in costs.items()
-        ],
-        traffic=[
-            [name, kind, group, size / GIB]
-            for name, cost in costs.items()
-            for (kind, group), size in sorted(cost.sent.items())
-            if size
-        ],
+        "plan.html.j2", title="Predicted needs of this run", picture=data_uri(_picture(plan), "svg+xml"), **text
     )
 
 
-def _bars(plan: Prediction) -> dict[str, Any]:
-    """Return ``phases`` (label, GiB, percent of the width by kind) and ``limit``, the device's memory in percent."""
-    usable = 0.0
-    if plan.hardware is not None:
-        usable = (plan.hardware.memory_gib - CONTEXT_GIB - plan.nccl_gib) / (1 + FRAGMENTATION)
-    usable = usable if usable < 4 * plan.most_gib else 0.0  # otherwise the bars are too short to read
-    width = max(usable, plan.most_gib) / 99
-    phases = []
-    for name, peak in plan.peaks.items():
-        kinds = [(kind, sum(size for (_, k), size in peak.by.items() if k == kind) / GIB / width) for kind in KINDS]
-        phases.append((_label(name), peak.bytes / GIB, kinds))
-    return {"phases": phases, "limit": usable / width}
+def _picture(plan: Prediction) -> bytes:
+    """Draw the memory of each phase by kind, with a line at the device's memory for tensors, as SVG."""
+    names = [_label(name) for name in plan.peaks]
+
+    def draw(axes: Axes) -> None:
+        left = np.zeros(len(names))
+        for kind, color in zip(KINDS, _COLORS, strict=True):
+            sizes = [sum(size for (_, k), size in peak.by.items() if k == kind) / GIB for peak in plan.peaks.values()]
+            axes.barh(names, sizes, left=left, color=color, label=kind)
+            left += sizes
+        if plan.hardware is not None:
+            usable = (plan.hardware.memory_gib - CONTEXT_GIB - plan.nccl_gib) / (1 + FRAGMENTATION)
+            axes.axvline(usable, color="#c22f3d", ls="--", label=f"limit of {plan.hardware.name}")
+        axes.invert_yaxis()
+        axes.set_title("GiB allocated at the peak of each phase")
+
+    return svg(draw, size=(9.6, 1.5 + 0.3 * len(names)))
 
 
 def _label(phase: str) -> str:

@@ -87,15 +87,16 @@ def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:
     frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG has at most 65,535 pixels per side
     # Use JPEG for large clips: as PNG, a page of photographic clips would have tens of MB.
     format = "JPEG" if clip.shape[2] > 96 else "PNG"
-    source = _data_uri(picture_bytes(strip(resize(frames, height, width)), format), format.lower())
+    source = data_uri(picture_bytes(strip(resize(frames, height, width)), format), format.lower())
     return {"source": source, "height": height, "width": width, "frames": len(frames), "seconds": len(clip) / fps}
 
 
 def _chart(title: str, svg: bytes) -> dict[str, str]:
-    return {"title": title, "source": _data_uri(svg, "svg+xml")}
+    return {"title": title, "source": data_uri(svg, "svg+xml")}
 
 
-def _data_uri(content: bytes, format: str) -> str:
+def data_uri(content: bytes, format: str) -> str:
+    """Return content of a MIME type ``image/FORMAT`` as the source of an ``<img>``."""
     return f"data:image/{format};base64,{base64.b64encode(content).decode()}"
 
 

@@ -76,11 +76,7 @@ def write_report(
         "run": dict(config_summary),
         "starts": starts,
         "unreadable_starts": unreadable_starts,
-        "metrics": {
-            "records": len(records),
-            "unreadable_lines": unreadable,
-            "repeated_steps": repeated,
-        },
+        "metrics": {"records": len(records), "unreadable_lines": unreadable, "repeated_steps": repeated},
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
@@ -102,16 +98,10 @@ def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
 
 
 def _row_json(row: ReportRow) -> dict[str, Any]:
-    measures = None if row.measures is None else {
+    measures = row.measures and {
         name: {**asdict(m), "higher_is_better": HIGHER_IS_BETTER[name]} for name, m in row.measures.items()
-    }  # fmt: skip
-    return {
-        "name": row.name,
-        "role": row.role,
-        "steps": row.steps,
-        "evaluations": row.evaluations,
-        "measures": measures,
     }
+    return {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")} | {"measures": measures}
 
 
 def _finite(value: Any) -> Any:
@@ -128,13 +118,8 @@ def report_picture(path: Path, rows: Sequence[ReportRow], captions: Sequence[str
 
     It has the first four clips of each row, with at most six frames each.
     """
-    ordered = _in_order(rows)
-    contact_sheet(
-        path,
-        [(row.name, row.clips[:4]) for row in ordered],
-        captions=captions[:4],
-        notes=[counted(row.evaluations, "network evaluation") if row.evaluations else "" for row in ordered],
-        colors=[ROLE_COLORS[row.role] for row in ordered],
-        frames=6,
-        width=1900,
-    )
+    labelled = [
+        (row.name + f", {counted(row.evaluations, 'network evaluation')}" * bool(row.evaluations), row.clips[:4])
+        for row in _in_order(rows)
+    ]
+    contact_sheet(path, labelled, captions=captions[:4], frames=6, width=1900)

@@ -26,13 +26,7 @@ log = logging.getLogger(__name__)
 _ADAM = 8
 """Bytes per parameter of AdamW's two fp32 moments."""
 
-BY_CONTENT = (
-    "teacher.checkpoint",
-    "student.checkpoint",
-    "fake.checkpoint",
-    "data.path",
-    "data.encoders",
-)
+BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
@@ -259,10 +253,8 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
     existing = len(published_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
-        for_good = 0
-        if settings.every and settings.keep_every:
-            for_good = steps // math.lcm(settings.every, settings.keep_every)
-        new = min(new, max(1, settings.keep + 1 - existing) + for_good)
+        kept_for_good = settings.every and settings.keep_every and math.lcm(settings.every, settings.keep_every)
+        new = min(new, max(1, settings.keep + 1 - existing) + (steps // kept_for_good if kept_for_good else 0))
     size = checkpoint_bytes(config, plan)
     directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(directory).free

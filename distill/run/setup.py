@@ -101,7 +101,10 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
             require_fp8(sharding[name], device.type, f"{name}.")
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
-    _check_experts(config, method, roles)
+    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
+    method.check_experts(config.method, boundaries, config.student.experts)
+    if config.expert_draws > 1 and not boundaries:
+        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
     causal = {role.name: role.causal for role in roles}
     method.check_causal(config.method, causal)
     if runs_here:
@@ -251,14 +254,6 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
                         f"{role.name}.lora.train: the {role.name} would train {name} whole, and {target} of the shared"
                         f" base has an adapter of the {other.name}; leave one of them out"
                     )
-
-
-def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
-    """Check that the method and ``expert_draws`` fit the number of experts."""
-    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
-    method.check_experts(config.method, boundaries, config.student.experts)
-    if config.expert_draws > 1 and not boundaries:
-        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:

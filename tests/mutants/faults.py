@@ -235,8 +235,8 @@ FAULTS = (
         name="resume_position_by_step",
         room="resume: sampler position",
         harm="a run resumed with another batch_size sees clips twice and skips others",
-        old="self.config.steps - self.step, first_sample=self.samples)",
-        new="self.config.steps - self.step, first_sample=self.step * self.config.batch_size)",
+        old="            first_sample=self.samples,\n",
+        new="            first_sample=self.step * self.config.batch_size,\n",
         killed_by="distributed/test_resume.py::test_another_batch_size",
     ),
     Fault(
