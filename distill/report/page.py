@@ -139,9 +139,7 @@ def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, st
     if "started" in shown:
         shown["started"] = _date(shown["started"])
     shown["report written"] = _date(data["written"])
-    shown |= {key: value for key, value in data["run"].items() if key != "versions" or "versions" not in shown}
-    for key, value in measured.items():
-        shown.setdefault(key, value)
+    shown |= data["run"] | measured
     return {key: _text(value) for key, value in shown.items()}
 
 

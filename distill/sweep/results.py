@@ -14,18 +14,8 @@ from distill.sweep.job import OUT_OF_MEMORY
 from distill.sweep.points import short_keys
 
 COLUMNS = (
-    "status",
-    "tokens",
-    "tokens_per_second",
-    "allocated_gib",
-    "predicted_allocated_gib",
-    "mfu",
-    "seconds_per_step",
-    "measured_steps",
-    "predicted_tokens_per_second",
-    "predicted_mfu",
-    "reason",
-    "plan_reason",
+    *("status", "tokens", "tokens_per_second", "allocated_gib", "predicted_allocated_gib", "mfu", "seconds_per_step"),
+    *("measured_steps", "predicted_tokens_per_second", "predicted_mfu", "reason", "plan_reason"),
 )
 """Columns after the swept settings; an empty cell is an unknown value."""
 _PANELS = {"tokens/s of all ranks": "tokens_per_second", "MFU": "mfu", "peak memory of a rank, GiB": "allocated_gib"}

@@ -69,7 +69,7 @@ def test_the_command_line():
         given.launcher[-5:]
         == ["--nproc_per_node=4", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--nproc-per-node=4"][1:]
     )
-    assert given.settings == ["seed=1,2"] and given.folder == Path("x") and not given.train
+    assert given.settings == ["seed=1,2"] and given.folder == Path("x") and given.plan
     assert "--standalone" in parse_arguments(["-m", "--nproc-per-node", "2", "seed=1"]).launcher
 
 
