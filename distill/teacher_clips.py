@@ -46,7 +46,7 @@ from models.roles.role import Role
 log = logging.getLogger(__name__)
 
 _MAX_STEPS = 10_000
-_IMAGE_PARTS = (FIRST_FRAME, "image_latents", "image_embeds")
+_IMAGES = (FIRST_FRAME, "image_latents", "image_embeds")
 
 
 class _Sampling:
@@ -122,7 +122,7 @@ class _Sampling:
 
     def _bytes_per_clip(self) -> int:
         shapes = [self.data.latent_shape] * (1 + len(self.arguments.states))
-        shapes += [self.data.condition_shapes[name] for name in _IMAGE_PARTS if name in self.data.condition_shapes]
+        shapes += [self.data.condition_shapes[name] for name in _IMAGES if name in self.data.condition_shapes]
         return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
@@ -148,16 +148,16 @@ class _Sampling:
             scale=method.guidance,
             states=states,
         )
-        *kept, latents = (torch.cat(parts, dim=2) for parts in zip(*chunks, strict=True))
+        *kept, latents = (torch.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
         made = {"latents": latents} | ({STATES: torch.stack(kept, dim=1)} if kept else {})
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
         stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
-            parts = {name: tensor[k] for name, tensor in made.items()}
-            if not all(tensor.isfinite().all() for tensor in parts.values()):
+            tensors = {name: tensor[k] for name, tensor in made.items()}
+            if not all(tensor.isfinite().all() for tensor in tensors.values()):
                 raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
-            parts |= {name: item[name] for name in _IMAGE_PARTS if name in item}
-            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in parts.items()}
+            tensors |= {name: item[name] for name in _IMAGES if name in item}
+            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
         return stored
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from distill.config import Config
 from distill.methods import METHODS
 from distill.run.setup import RunPlan
-from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state
+from fsdp_cp.checkpoint.folder import find_resume, read_state, saved_steps
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
@@ -250,7 +250,7 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
         The sizes, as a sentence.
     """
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
-    existing = len(published_steps(folder)) if resume != "never" else 0
+    existing = len(saved_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
         kept_for_good = settings.every and settings.keep_every and math.lcm(settings.every, settings.keep_every)

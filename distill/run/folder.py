@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config
 from distill.report.media import atomic_path
-from fsdp_cp.checkpoint.folder import published_steps
+from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
@@ -137,8 +137,8 @@ def this_start(command: Sequence[str]) -> dict[str, Any]:
     """Return all that is needed to run this process again, except the configuration."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        found = next(iter(distributions(name=package)), None)  # none for a checkout that is not installed
-        versions[package.replace("-", "_")] = "unknown" if found is None else found.version
+        installed = next(iter(distributions(name=package)), None)  # none for a checkout that is not installed
+        versions[package.replace("-", "_")] = "unknown" if installed is None else installed.version
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "started": _now(),
@@ -257,7 +257,7 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
 
     The file holds this process's ``exit_code``, since torchrun exits with 1 for every failure of a worker. ``state`` is
     ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
-    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest published step, ``job`` the job id
+    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
     of SLURM or torchrun.
 
     Args:
@@ -270,7 +270,7 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
             "state": state,
             "exit_code": exit_code,
             "error": error,
-            "checkpoint": (published_steps(run_dir / "checkpoints") or [None])[-1],
+            "checkpoint": (saved_steps(run_dir / "checkpoints") or [None])[-1],
             "started": started,
             "ended": None if exit_code is None else _now(),
             "host": socket.gethostname(),

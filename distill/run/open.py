@@ -17,7 +17,7 @@ from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
 from distill.run.summary import summary
-from fsdp_cp.checkpoint.folder import published_steps, refuse_overtaken, step_folder
+from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
 from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
@@ -82,7 +82,7 @@ class Run:
                 log.info("%s", line)
 
         def progress() -> str:
-            saved = published_steps(run_dir / "checkpoints")
+            saved = saved_steps(run_dir / "checkpoints")
             newest = f"newest checkpoint {step_folder(run_dir, saved[-1]).name}" if saved else "no checkpoint yet"
             return f"after {step()} of {self.config.steps} steps ({newest})"
 
@@ -117,7 +117,7 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
     """
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"
-        resume, existing = resume_setting(config, plan.run_dir), published_steps(checkpoints)
+        resume, existing = resume_setting(config, plan.run_dir), saved_steps(checkpoints)
         start = on_all_ranks(lambda: check_start(config, plan, resume) if rank() == 0 else None)[0]
         assert start is not None
         with held_run_dir(plan.run_dir):

@@ -37,7 +37,7 @@ class Trained:
     optimizer: RoleOptimizer
     average: Ema | None
     """Exponential moving average of the weights, if the role keeps one."""
-    planned: int
+    all_updates: int
     """Number of updates of this network in the whole run."""
     updates: int = 0
     """Number of updates so far."""
@@ -50,7 +50,7 @@ class Trained:
 
     def rate(self) -> float:
         """Return the learning rate of the next update."""
-        return learning_rate(self.settings, self.updates, self.planned)
+        return learning_rate(self.settings, self.updates, self.all_updates)
 
     def update(self, scale: float | None = None) -> None:
         """Update the weights with the gradients times ``scale``, update the average, and clear the gradients."""
@@ -77,7 +77,7 @@ class Trained:
 
 def build_trained(config: Config, method: Method) -> dict[str, Trained]:
     """Return the networks that ``method`` trains, by :attr:`Trained.name`, in the order of roles and networks."""
-    planned, trained = planned_updates(config, method), {}
+    counts, trained = count_updates(config, method), {}
     for role in (method.roles[name] for name in method.trained_roles):
         settings, ema = getattr(config.optim, role.name), getattr(config, role.name).ema
         for name, index in role.trained_networks.items():
@@ -90,12 +90,12 @@ def build_trained(config: Config, method: Method) -> dict[str, Trained]:
                 settings=settings,
                 optimizer=RoleOptimizer(single, settings),
                 average=Ema(single, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None,
-                planned=planned[role.name, index],
+                all_updates=counts[role.name, index],
             )
     return trained
 
 
-def planned_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
+def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
     """Return the number of updates that each network gets in this run, by role and position.
 
     For experts, count the steps whose random draw selects the expert.
