@@ -137,8 +137,7 @@ def generate(
         method: has the sampler that fits the role.
         role: ``teacher``, ``student`` or ``fake``.
         steps: number of sampling steps.
-        captions: one per clip.
-        data: embeds the captions.
+        captions, data: one caption per clip, and the data set that embeds them.
         mesh: the mesh, whose ``dp`` ranks share the clips.
         device: this rank's device.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.

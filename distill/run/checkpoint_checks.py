@@ -116,33 +116,29 @@ def check_resume(
         ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
-        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or,
-            if the checkpoint has all steps of the run, a changed training setting.
+        UserError: another seed or method, other networks, files or data, fewer steps than the checkpoint has, or a
+            changed training setting without further steps.
     """
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:
         raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
+    instead = "use that, another run_dir, or checkpoint.resume=never"
     for setting, value in (("seed", config.seed), ("method", config.method.name)):
         if state[setting] != value:
-            raise UserError(
-                f"{made} {setting}={state[setting]}, not {value}; use that, another run_dir, or checkpoint.resume=never"
-            )
+            raise UserError(f"{made} {setting}={state[setting]}, not {value}; {instead}")
     for role in roles:
         if role.name in METHODS[config.method.name][0].trained_roles:
             _check_network(role, state, made, config.checkpoint.accept)
     before, now = _flat(state["settings"]), _flat(asdict(config))
     changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
     sources, earlier = dict(sources or {}), state.get("sources", {})
-    known = sources.keys() & earlier.keys()
     free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
     other = _other_contents(earlier, sources)
     other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
     if refused := sorted(other - set(config.checkpoint.accept)):
-        values = [
-            f"{key}={before[key]}, not {now[key]}" if key in changed else f"other contents of {key}={now[key]}"
-            for key in refused
-        ]
+        different = {key: f"{key}={before[key]}, not {now[key]}" for key in changed}
+        values = [different.get(key, f"other contents of {key}={now[key]}") for key in refused]
         accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
         raise UserError(
             f"{made} {'; '.join(values)}; use that, another run_dir, checkpoint.resume=never, or, to allow the change,"
@@ -162,11 +158,9 @@ def check_resume(
             log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
         for key in sorted(other.difference(changed)):
             log.warning("resumed with other contents of %s=%s", key, now[key])
-        if unknown := [key for key in sources if key not in earlier]:
-            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
         if done:
             log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
-    for key in other & known:
+    for key in other & sources.keys() & earlier.keys():
         sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
     return sources
 

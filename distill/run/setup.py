@@ -92,13 +92,12 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = device_of(config)
-    check_profile(config, world=world_of(config))
+    check_profile(config.profile, world=world_of(config))
     sharding = {name: _sharding(config, name, method, device) for name in needed}
-    if runs_here and not config.dry_run:  # a dry run may be on another machine than the run
-        for name in needed:
-            if sharding[name].compile:
-                require_compiler(device.type, f"{name}.compile")
-            require_fp8(sharding[name], device.type, f"{name}.")
+    for name in needed if runs_here and not config.dry_run else ():  # a dry run may be on another machine
+        if sharding[name].compile:
+            require_compiler(device.type, f"{name}.compile")
+        require_fp8(sharding[name], device.type, f"{name}.")
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
@@ -121,8 +120,8 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
     for name, settings in sharding.items():
         settings.copies(shape, f"{name}.")
-    lacks_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"
-    _check_attention(config, roles, heads // shape.ulysses, device if runs_here and not lacks_gpus else None)
+    has_device = runs_here and not (config.dry_run and config.device == "cuda" and device.type == "cpu")
+    _check_attention(config, roles, heads // shape.ulysses, device if has_device else None)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,

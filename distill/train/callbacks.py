@@ -14,7 +14,7 @@ import torch
 
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
-from distill.train.trained import Trained
+from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import parameter_norms

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distill.config import Config
 from distill.config.schema import ProfileSettings
 from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError, shown
@@ -29,13 +28,13 @@ _ENTRIES = 1_000_000
 """Number of allocations and releases to keep, the latest ones. Each takes about 1 KB of host memory."""
 
 
-def check_profile(config: Config, *, world: int) -> None:
+def check_profile(settings: ProfileSettings, *, world: int) -> None:
     """Check ``profile.ranks`` against the number of ranks.
 
     Raises:
         UserError: a rank that does not exist.
     """
-    ranks = config.profile.ranks
+    ranks = settings.ranks
     if isinstance(ranks, list) and max(ranks) >= world:
         raise UserError(
             f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"

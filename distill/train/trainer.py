@@ -30,8 +30,8 @@ from distill.run.setup import RunPlan
 from distill.train.callbacks import Export, Norms
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
-from distill.train.trained import Trained, averaged, build_trained
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
@@ -126,23 +126,17 @@ class Trainer:
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            self.train(stop)
+            on_all_ranks(self._open_log)
+            reset_peak(self.device)
+            profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
+            # As a context, the bar closes before an error is printed.
+            progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
+            with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
+                self._train(shown.update, stop, profiler)
             self.finish()
-            self.close()
-
-    def train(self, stop: StopSignal) -> None:
-        """Open the logs and train the remaining steps.
-
-        Args:
-            stop: holds a received stop signal, which is checked between two steps.
-        """
-        on_all_ranks(self._open_log)
-        reset_peak(self.device)
-        profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        # As a context, the bar closes before an error is printed.
-        progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
-        with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
-            self._train(shown.update, stop, profiler)
+            for opened in (self.log, self.norms):
+                if opened is not None:
+                    opened.close()
 
     @long_timeout()
     def finish(self) -> None:
@@ -161,12 +155,6 @@ class Trainer:
         for callback in self.callbacks:
             callback.at_end()
         barrier()
-
-    def close(self) -> None:
-        """Close the logs."""
-        for opened in (self.log, self.norms):
-            if opened is not None:
-                opened.close()
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in ``folder``; a collective.
@@ -308,15 +296,21 @@ class Trainer:
         The host's clock measures the step's time, on CUDA too: the host waits for the reduced metrics at the end of the
         step, after the optimizer's kernels.
         """
-        started = time.perf_counter()
+        started, batching = time.perf_counter(), self.batching
         name = self.method.trained_role(self.step)
         for role in self.method.roles.values():
             role.flops = 0
+
+        def random(i: int) -> StepRandom:
+            at = {"step": self.step, "positions": batching.positions(i), "part": batching.part(i)}
+            return StepRandom(seed=self.config.seed, device=self.device, **at)
+
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
-            losses = self._accumulate_gradients(micro_batches)
+            share = batching.micro_batch_size / self.config.batch_size
+            losses = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
             trained = [network for network in self.trained_of(name) if network.index in losses.networks]
             for callback in self.callbacks:
                 callback.before_update(name, trained)
@@ -331,13 +325,13 @@ class Trainer:
         self.samples += self.config.batch_size
         self.seconds += seconds
         self.last_loss[name] = loss
-        peak = peak_flops(self.device)
+        peak, samples = peak_flops(self.device), self.config.batch_size
         performance = speed(
             name,
             seconds=seconds,
             phases=times.seconds(),
-            samples=self.config.batch_size,
-            tokens=self.roles[name].tokens * self.config.batch_size,
+            samples=samples,
+            tokens=self.roles[name].tokens * samples,
             flops=flops,
             peak=None if peak is None else peak * world_size(),
         )
@@ -349,22 +343,6 @@ class Trainer:
             **performance,
             **{f"{name}/{key}": value for key, value in means.items()},
         }
-
-    def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
-        """Run the backward passes of a step, and return this rank's share of its losses."""
-        batching = self.batching
-
-        def random(i: int) -> StepRandom:
-            return StepRandom(
-                seed=self.config.seed,
-                step=self.step,
-                positions=batching.positions(i),
-                part=batching.part(i),
-                device=self.device,
-            )
-
-        share = batching.micro_batch_size / self.config.batch_size
-        return accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.

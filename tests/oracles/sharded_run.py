@@ -11,7 +11,7 @@ import torch
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
-from distill.train.trained import Trained
+from distill.train.optimizers import Trained
 from distill.train.trainer import Trainer
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
