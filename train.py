@@ -22,9 +22,8 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
     from distill.run.folder import command_line, refuse_foreign, run_log
     from distill.run.mesh_check import check_meshes
-    from distill.run.open import open_device, open_run
+    from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
-    from distill.run.summary import dry_run
     from distill.train.trainer import build_trainer
 
     with run_log():

@@ -137,10 +137,8 @@ def sample(arguments: argparse.Namespace) -> None:
     shape = sampled_shape(config, plan, arguments.frames)  # before clips and captions are encoded
     about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
     about |= {"steps": steps, "seed": seed}
-    if arguments.frames is not None:
-        about["frames"] = arguments.frames
-    if images:
-        about["images"] = [str(Path(file).absolute()) for file in images]
+    about |= {"frames": arguments.frames} if arguments.frames is not None else {}
+    about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
     refuse_input(out, "--out", {"the student": student})
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, open_mesh(config, plan, device) as mesh:
@@ -204,30 +202,17 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", help="a run's folder (config.yaml and export/student are read)")
-    parser.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
-    parser.add_argument(
-        "--steps", type=int, help="sampling steps; the most that the run sampled its student with by default"
-    )
-    parser.add_argument(
-        "--caption",
-        action="append",
-        help="what to show (of moving_shapes, words that it knows); may be given several times",
-    )
-    parser.add_argument(
-        "--image", action="append", help="of an image-to-video student: a file for each --caption, in their order"
-    )
-    parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
-    parser.add_argument(
-        "--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs"
-    )
-    parser.add_argument(
-        "--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default"
-    )
+    add = parser.add_argument
+    add("run_dir", help="a run's folder (config.yaml and export/student are read)")
+    add("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
+    add("--steps", type=int, help="sampling steps; by default the most that the run sampled its student with")
+    add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")
+    add("--image", action="append", help="of an image-to-video student: a file for each --caption, in their order")
+    add("--count", type=int, default=4, help="clips, where no caption is given")
+    add("--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default")
+    add("--seed", type=int, default=0, help="of the noise")
+    add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")
+    add("--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default")
     args = parser.parse_args(argv)
     log_to_console()
     return exit_code(lambda: sample(args))

@@ -217,9 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     add("words", nargs="+", metavar="key=value | OUT", help="settings as train.py has them, and the folder to write")
     add("--clips", type=int, help="number of clips; by default one for each item of the data")
     add("--steps", type=int, default=50, help="steps of the teacher's sampler")
-    add(
-        "--states", type=_times, default=[], help="times whose states are stored, for method=ode_regression: 1.0,.9,.75"
-    )
+    add("--states", type=_times, default=[], help="times of stored states, for method=ode_regression: 1.0,.9,.75")
     add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents and states")
     arguments = parser.parse_args(argv)
     log_to_console()

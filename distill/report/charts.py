@@ -21,15 +21,11 @@ log = logging.getLogger(__name__)
 ROLE_COLORS = {"heldout": "#7b8591", "teacher": "#2f63b0", "student": "#0c7a56", "fake": "#a8560b"}
 _BAD, _MUTED, _LINE = "#c22f3d", "#59626d", "#dde1e6"
 _STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": _MUTED,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlelocation": "left",
     "grid.color": _LINE,
     "legend.fontsize": "small",
-    "legend.frameon": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "report",  # makes the ids the same in every report
 }

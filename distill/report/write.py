@@ -16,13 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distill.report import facts
 from distill.report.charts import ROLE_COLORS, read_metrics
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import atomic_path, contact_sheet
-from distill.report.page import page
-from distill.report.troubles import troubles
-from distill.report.verdict import ReportRow, student_beats_teacher, verdict
+from distill.report.page import page, read_starts
+from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
 from distill.run.folder import STARTS
 from fsdp_cp.errors import counted
 
@@ -60,7 +58,7 @@ def write_report(
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
     records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
-    starts, unreadable_starts = facts.read_starts(run_dir / STARTS)
+    starts, unreadable_starts = read_starts(run_dir / STARTS)
     wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)

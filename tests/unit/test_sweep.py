@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 
 from distill.config import compose_config
-from distill.sweep.command import INTERRUPTED, PLANNED, main, parse_arguments
+from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_arguments, write_csv, write_picture
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
-from distill.sweep.results import lines_of, write_csv, write_picture
 from fsdp_cp.errors import UserError
 from train import main as train
 
