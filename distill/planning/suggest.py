@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 SUGGESTIONS = "suggestions.json"
 MARGIN = 0.05
 """Share of the device's memory that a suggestion leaves free, since plans have errors."""
+_PREDICTED = ("device_gib", "seconds_per_step", "mfu", "peak_phase", "host_gib")
+"""Values of a prediction that an outcome has too."""
 _SHOWN = 5
 _PROCESS_BYTES = 3e9
 """Host memory of one planning process."""
@@ -241,14 +243,10 @@ def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
     (role, kind), size = max(prediction.peaks[prediction.peak_phase].by.items(), key=lambda item: item[1])
     return Outcome(
         words=words,
-        device_gib=prediction.device_gib,
         memory_gib=prediction.hardware.memory_gib,
         mesh=str(prediction.mesh),
-        seconds_per_step=prediction.seconds_per_step,
-        mfu=prediction.mfu,
-        peak_phase=prediction.peak_phase,
         largest=f"{role} {kind} {size / GIB:.1f} GiB",
-        host_gib=prediction.host_gib,
+        **{name: getattr(prediction, name) for name in _PREDICTED},
     )
 
 
