@@ -211,8 +211,8 @@ FAULTS = (
         name="lr_over_steps",
         room="optimizer: lr schedule",
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
-        old="                planned=planned[role.name, index],\n",
-        new="                planned=config.steps,\n",
+        old="                all_updates=counts[role.name, index],\n",
+        new="                all_updates=config.steps,\n",
         killed_by="distributed/test_nan.py::test_one_bad_step_is_skipped_on_all_ranks",
     ),
     Fault(
@@ -402,11 +402,11 @@ FAULTS = (
         name="refused_run_leaves_folder",
         room="command line: writes before refusal",
         harm="a dry run, or a run that is refused later, leaves an empty folder",
-        old=("    refuse_foreign(plan.run_dir)\n    if config.dry_run:\n"),
+        old=("        refuse_foreign(plan.run_dir)\n        if config.dry_run:\n"),
         new=(
-            "    refuse_foreign(plan.run_dir)\n"
-            "    plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
-            "    if config.dry_run:\n"
+            "        refuse_foreign(plan.run_dir)\n"
+            "        plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
+            "        if config.dry_run:\n"
         ),
         killed_by="e2e/test_mistakes.py::test_a_dry_run_writes_nothing",
     ),
