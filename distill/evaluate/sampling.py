@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ def alone(method: type[Method], name: str) -> type[Method]:
         @classmethod
         def check_experts(cls, *_: Any) -> None:
             """Accept two experts: guidance has one scale for each."""
+
+        @classmethod
+        def check_causal(cls, settings: Any, causal: Mapping[str, Any]) -> None:
+            if name != "teacher":  # every method samples a causal teacher chunk by chunk
+                super().check_causal(settings, causal)
 
     return Alone
 
