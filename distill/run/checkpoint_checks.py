@@ -107,8 +107,7 @@ def check_resume(
     """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
 
     Args:
-        config: configuration of the run.
-        checkpoint: a ``step_*`` folder.
+        config, checkpoint: configuration of the run, and a ``step_*`` folder.
         roles: roles of the run. Trained roles must have the checkpoint's networks.
         sources: result of :func:`find_sources`.
 
@@ -116,8 +115,7 @@ def check_resume(
         ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
-        UserError: another seed or method, other networks, files or data, fewer steps than the checkpoint has, or a
-            changed training setting without further steps.
+        UserError: another seed, method, network, file or data; too few steps; other training without further steps.
     """
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"

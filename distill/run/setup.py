@@ -75,8 +75,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     """Check ``config`` against the world and the files it names.
 
     Args:
-        config: the checked configuration.
-        method: a method to use instead of the configuration's method.
+        config, method: the checked configuration, and a method to use instead of its own.
         shapes: shapes of a sample's latents and condition. If given, the data and the method's files are not read.
 
     Raises:
