@@ -4,48 +4,47 @@ from __future__ import annotations
 
 import sys
 
-from distill.config import Config, compose_config
+from distill.config import compose_config
 from distill.config.usage import information
 from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 
 
-def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
-    """Plan the run of ``config``, build it on the mesh, and train.
+def train(arguments: list[str], stop: StopSignal) -> None:
+    """Compose the settings, plan the run, build it on the mesh, and train.
 
     Args:
-        config: the composed settings.
-        arguments: words of the command line from which ``config`` is composed.
+        arguments: words of the command line.
         stop: the signal that ends the run early.
     """
+    config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.run.folder import command_line, refuse_foreign
+    from distill.run.folder import command_line, refuse_foreign, run_log
     from distill.run.mesh_check import check_meshes
-    from distill.run.open import open_device, open_run
+    from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
-    from distill.run.summary import dry_run
     from distill.train.trainer import build_trainer
 
-    if config.plan == "suggest":
-        from distill.planning.suggest import suggest_command
+    with run_log():
+        if config.plan == "suggest":
+            from distill.planning.suggest import suggest_command
 
-        return suggest_command(config, arguments)
-    if config.plan:
-        from distill.planning.command import plan_command
+            return suggest_command(config, arguments)
+        if config.plan:
+            from distill.planning.command import plan_command
 
-        return plan_command(config, command_line(arguments))
-    device = open_device(config)
-    plan = plan_run(config)  # check as much as possible before anything is built
-    refuse_foreign(plan.run_dir)
-    if config.dry_run:
-        return dry_run(config, plan)
-    with open_run(config, plan, device=device, arguments=arguments) as run:
-        shown = {"captions": config.sample.captions, "images": config.sample.images}
-        data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-        if config.log.mesh_check and run.start.resume_from is None:
-            run.facts |= check_meshes(config, plan, device=device, data=data)
-        trainer = build_trainer(config, plan, mesh=run.mesh, device=device, data=data)
-        trainer.run(run, stop)
+            return plan_command(config, command_line(arguments))
+        device = open_device(config)
+        plan = plan_run(config)  # check as much as possible before anything is built
+        refuse_foreign(plan.run_dir)
+        if config.dry_run:
+            return dry_run(config, plan)
+        with open_run(config, plan, device=device, arguments=arguments) as run:
+            shown = {"captions": config.sample.captions, "images": config.sample.images}
+            data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
+            if config.log.mesh_check and run.start.resume_from is None:
+                run.facts |= check_meshes(config, plan, device=device, data=data)
+            build_trainer(config, plan, mesh=run.mesh, device=device, data=data).run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
@@ -58,15 +57,10 @@ def main(arguments: list[str]) -> int:
 
     def work() -> None:
         if (text := information(arguments)) is not None:  # --help, --cfg job
-            print(text)
-            return
+            return print(text)
         end_with_torchrun()
         with StopSignal() as stop:
-            config = compose_config(arguments)
-            from distill.run.folder import run_log
-
-            with run_log():
-                train(config, arguments, stop)
+            train(arguments, stop)
 
     return exit_code(work)
 

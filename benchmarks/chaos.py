@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from benchmarks.arguments import at_least_1
 from benchmarks.distillation import ROOT
 from distill.run.folder import STARTS
-from fsdp_cp.checkpoint.folder import published_steps, reader, step_folder
+from fsdp_cp.checkpoint.folder import reader, saved_steps, step_folder
 from fsdp_cp.errors import UserError
 
 RANKS = 2
@@ -192,7 +192,7 @@ class Start:
 
 def newest(run_dir: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0."""
-    return max(published_steps(run_dir / "checkpoints"), default=0)
+    return max(saved_steps(run_dir / "checkpoints"), default=0)
 
 
 def losses(run_dir: Path) -> list[dict[str, float]]:
@@ -268,8 +268,8 @@ def leftovers(run_dir: Path) -> list[str]:
     paths += [path for pattern in (".*unfinished_*", ".*replaced_*", "*_kept_*") for path in run_dir.rglob(pattern)]
     paths += [path for pattern in (".shared_*", ".*.tmp", "*.tmp") for path in run_dir.glob(pattern)]
     names = [str(path.relative_to(run_dir)) for path in sorted(set(paths))]
-    if len(published_steps(checkpoints)) > KEEP:
-        names.append(f"{len(published_steps(checkpoints))} checkpoints, of which {KEEP} are to be kept")
+    if len(saved_steps(checkpoints)) > KEEP:
+        names.append(f"{len(saved_steps(checkpoints))} checkpoints, of which {KEEP} are to be kept")
     return names
 
 

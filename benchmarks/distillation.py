@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +28,15 @@ from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
 from distill.data.sets.encoded_set import EncodedSet
 from distill.evaluate.evaluator import SAMPLE_SEED, reference_clips
-from distill.evaluate.sampling import generate, sample_captions
+from distill.evaluate.sampling import generate, plan_sampling, sample_captions
 from distill.methods import METHODS, build_method
 from distill.methods.common.schedules import euler_times
 from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
+from distill.run.open import open_mesh
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import end_process, process_group
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.launch import end_process
 from fsdp_cp.runtime.signals import end_with_parent
-from models.roles.load import build_role
-from models.roles.role import Role
 from models.roles.role_plan import plan_role
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,22 +205,12 @@ def clips_of(
 
     A causal network makes clips of any number of ``frames``; the default is that of the data.
     """
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), replace(config, device="cpu")
     data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
-    with process_group(device):
-        additions = METHODS[config.method.name][0].additions(config.method).get(role_name, ())
-        plan = plan_role(role_name, checkpoint=str(folder), additions=additions)
-        mesh = build_mesh(heads=plan.family.heads(plan.config), device_type="cpu")
-        role: Role = build_role(
-            plan,
-            mesh=mesh,
-            device=device,
-            trainable=False,
-            latent_shape=data.latent_shape,
-            condition_shapes=data.condition_shapes,
-        )
+    plan = plan_sampling(config, role_name, folder)
+    with open_mesh(config, plan, device) as mesh:
         latents = generate(
-            build_method(config.method, {role_name: role}),
+            build_method(config.method, plan.build_roles(mesh=mesh, device=device, data=data, seed=0)),
             role_name,
             steps=steps,
             captions=captions,

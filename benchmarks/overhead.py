@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.arguments import at_least_1
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import microbatch
 from fsdp_cp.measure.fake_world import fake_world

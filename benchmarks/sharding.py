@@ -34,7 +34,7 @@ from benchmarks.sharding_bounds import (
     sizes_of,
 )
 from benchmarks.sharding_memory import ShardingMemory, storage_bytes
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from distill.train.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch

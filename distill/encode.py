@@ -51,10 +51,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _columns(text: str) -> dict[str, str] | None:
-    parts = [part.split("=", 1) for part in text.split(",") if part]
-    if any(len(part) != 2 for part in parts):
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
         raise UserError(f"--columns must be like file_name=video,caption=prompt, got {text!r}")
-    return dict(parts) or None
+    return {name: column for name, _, column in pairs} or None
 
 
 @contextmanager

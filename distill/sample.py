@@ -15,94 +15,60 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
-from distill.data import ClipDataset
-from distill.evaluate.sampling import decode, generate, sample_captions
-from distill.methods import METHODS, Method, build_method
+from distill.evaluate.sampling import decode, generate, plan_sampling, sample_captions
+from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
+from distill.run.open import open_device, open_mesh
+from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
-from fsdp_cp.launch import (
-    choose_device,
-    end_process,
-    exit_code,
-    process_group,
-    rank,
-    recorded,
-    refuse_separate_worlds,
-    world_size,
-)
-from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.launch import end_process, exit_code, rank, recorded, world_size
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console, progress
-from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import named_additions
 from models.families.base import LatentShape
 from models.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from models.files.checkpoint_files import ADDITIONS
-from models.roles.load import build_role
-from models.roles.role_plan import RolePlan, plan_role
 
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
 
-def plan_student(config: Config, student: Path) -> RolePlan:
-    """Return the plan of the student in a diffusers folder, with the settings of its run.
+def plan_student(config: Config, student: Path) -> RunPlan:
+    """Return the plan to sample the student in a diffusers folder, with the settings of its run.
 
     Raises:
-        UserError: a missing folder, one without the modules that the run's method adds, or a causal student of a method
-            that cannot sample it.
+        UserError: see :func:`distill.evaluate.sampling.plan_sampling`; a folder without the modules that the run's
+            method adds.
     """
-    trained = config.student
-    sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
-    sharding.check(choose_device(config.device).type, "student.")
-    method = METHODS[config.method.name][0]
-    additions = method.additions(config.method).get("student", ())
-    plan = plan_role(
-        "student",
-        checkpoint=str(student),
-        family=trained.family,
-        sharding=sharding,
-        additions=additions,
-        causal=trained.causal,
-    )
-    method.check_causal(config.method, {"student": plan.causal})
-    if any(set(additions) - named_additions(folder.additions) for folder in plan.folders):
+    plan = plan_sampling(config, "student", student)
+    (role,) = plan.roles
+    if any(set(role.additions) - named_additions(folder.additions) for folder in role.folders):
         raise UserError(
-            f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
+            f"{student} has no {ADDITIONS} with {', '.join(role.additions)}, without which it is not the student that"
             f" method={config.method.name} trained; give a folder that has"
         )
     return plan
 
 
-def build_student(config: Config, plan: RolePlan, data: ClipDataset, device: torch.device) -> tuple[Method, Mesh]:
-    """Build the student over all ranks, and the run's method, which samples it. All ranks must call this."""
-    mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
-    shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
-    role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
-    return build_method(config.method, {"student": role}), mesh
-
-
-def sampled_shape(config: Config, plan: RolePlan, frames: int | None) -> LatentShape:
+def sampled_shape(config: Config, plan: RunPlan, frames: int | None) -> LatentShape:
     """Return the shape ``(C, T, H, W)`` of a clip's latents: the run's, or that of ``--frames``.
 
     Raises:
         UserError: a clip that the student cannot make.
     """
-    shape, condition = config.data.sample_shapes()
-    plan.tokens(shape, condition)
+    (shape, condition), (student,) = plan.shapes, plan.roles
     if frames is None:
         return shape
-    if plan.causal is None:
+    if student.causal is None:
         raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
     try:
         shape = replace(config.data, num_frames=frames).sample_shapes()[0]
-        plan.causal.chunks(shape[1], "student.causal.")
-        if plan.causal.window is None:
-            plan.tokens(shape, condition)  # refuses more frames than the network has positions
+        student.causal.chunks(shape[1], "student.causal.")
+        if student.causal.window is None:
+            student.tokens(shape, condition)  # refuses more frames than the network has positions
     except UserError as error:
         raise UserError(f"--frames {frames}: {error}") from None
     return shape
@@ -165,28 +131,25 @@ def sample(arguments: argparse.Namespace) -> None:
     student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
-    refuse_separate_worlds()
-    device = choose_device(config.device)
+    device = open_device(config)
     plan = plan_student(config, student)
     shape = sampled_shape(config, plan, arguments.frames)  # before clips and captions are encoded
     about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
     about |= {"steps": steps, "seed": seed}
-    if arguments.frames is not None:
-        about["frames"] = arguments.frames
-    if images:
-        about["images"] = [str(Path(file).absolute()) for file in images]
+    about |= {"frames": arguments.frames} if arguments.frames is not None else {}
+    about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
     refuse_input(out, "--out", {"the student": student})
     refuse_occupied(out, "--out", about)
-    with ExitStack() as stack, process_group(device):
+    with ExitStack() as stack, open_mesh(config, plan, device) as mesh:
         # Open the output before any work, to find now that it cannot be written.
         folder = on_all_ranks(lambda: stack.enter_context(atomic_folder(out, about)) if rank() == 0 else None)[0]
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
-        method, mesh = build_student(config, plan, data, device)
+        roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
-                method,
+                build_method(config.method, roles),
                 "student",
                 steps=steps,
                 captions=captions,
@@ -204,8 +167,8 @@ def sample(arguments: argparse.Namespace) -> None:
             _write(folder, clips, captions, data.fps, f"student, {counted(steps, 'step')}")
     if clips is not None:
         print(f"{counted(len(clips), 'clip')} in {out}")
-        if plan.causal is not None:
-            print(_chunk_times(finished, len(plan.causal.chunks(shape[1]))))
+        if causal := plan.roles[0].causal:
+            print(_chunk_times(finished, len(causal.chunks(shape[1]))))
 
 
 def _chunk_times(finished: list[float], chunks: int) -> str:
@@ -238,30 +201,17 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", help="a run's folder (config.yaml and export/student are read)")
-    parser.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
-    parser.add_argument(
-        "--steps", type=int, help="sampling steps; the most that the run sampled its student with by default"
-    )
-    parser.add_argument(
-        "--caption",
-        action="append",
-        help="what to show (of moving_shapes, words that it knows); may be given several times",
-    )
-    parser.add_argument(
-        "--image", action="append", help="of an image-to-video student: a file for each --caption, in their order"
-    )
-    parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
-    parser.add_argument(
-        "--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs"
-    )
-    parser.add_argument(
-        "--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default"
-    )
+    add = parser.add_argument
+    add("run_dir", help="a run's folder (config.yaml and export/student are read)")
+    add("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
+    add("--steps", type=int, help="sampling steps; by default the most that the run sampled its student with")
+    add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")
+    add("--image", action="append", help="of an image-to-video student: a file for each --caption, in their order")
+    add("--count", type=int, default=4, help="clips, where no caption is given")
+    add("--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default")
+    add("--seed", type=int, default=0, help="of the noise")
+    add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")
+    add("--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default")
     args = parser.parse_args(argv)
     log_to_console()
     return exit_code(lambda: sample(args))

@@ -26,7 +26,7 @@ from distill.data import ClipDataset, condition_of
 from distill.data.sets.dataset import STATES
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
 from distill.data.shares import Shares
-from distill.evaluate.sampling import sampling_batch
+from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.sampling import guided_states
@@ -46,32 +46,7 @@ from models.roles.role import Role
 log = logging.getLogger(__name__)
 
 _MAX_STEPS = 10_000
-_IMAGE_PARTS = (FIRST_FRAME, "image_latents", "image_embeds")
-
-
-class _TeacherAlone(FewStepMethod):
-    """Method with only the teacher, which samples."""
-
-    required_roles = ("teacher",)
-    trained_roles = ()
-    settings_read = ("student", "fake")
-
-    def trained_role(self, step: int) -> str:
-        return "teacher"
-
-    def first_role(self, step: int) -> str:
-        return "teacher"
-
-    @classmethod
-    def check_experts(cls, *_: Any) -> None:
-        """Accept two experts: guidance has one scale for each."""
-
-    @classmethod
-    def check_causal(cls, *_: Any) -> None:
-        """Accept a causal teacher, which makes its clips chunk by chunk."""
-
-    def losses(self, *_: Any) -> Any:
-        raise NotImplementedError
+_IMAGES = (FIRST_FRAME, "image_latents", "image_embeds")
 
 
 class _Sampling:
@@ -147,7 +122,7 @@ class _Sampling:
 
     def _bytes_per_clip(self) -> int:
         shapes = [self.data.latent_shape] * (1 + len(self.arguments.states))
-        shapes += [self.data.condition_shapes[name] for name in _IMAGE_PARTS if name in self.data.condition_shapes]
+        shapes += [self.data.condition_shapes[name] for name in _IMAGES if name in self.data.condition_shapes]
         return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
@@ -173,16 +148,16 @@ class _Sampling:
             scale=method.guidance,
             states=states,
         )
-        *kept, latents = (torch.cat(parts, dim=2) for parts in zip(*chunks, strict=True))
+        *kept, latents = (torch.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
         made = {"latents": latents} | ({STATES: torch.stack(kept, dim=1)} if kept else {})
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
         stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
-            parts = {name: tensor[k] for name, tensor in made.items()}
-            if not all(tensor.isfinite().all() for tensor in parts.values()):
+            tensors = {name: tensor[k] for name, tensor in made.items()}
+            if not all(tensor.isfinite().all() for tensor in tensors.values()):
                 raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
-            parts |= {name: item[name] for name in _IMAGE_PARTS if name in item}
-            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in parts.items()}
+            tensors |= {name: item[name] for name in _IMAGES if name in item}
+            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
         return stored
 
 
@@ -211,7 +186,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = user_path(names[0], "OUT").absolute()
     where = f"OUT={out}"
     device = open_device(config)
-    plan = plan_run(config, _TeacherAlone)
+    plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
         on_all_ranks(lambda: refuse_foreign(out, where) if rank() == 0 else None)
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
@@ -242,9 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     add("words", nargs="+", metavar="key=value | OUT", help="settings as train.py has them, and the folder to write")
     add("--clips", type=int, help="number of clips; by default one for each item of the data")
     add("--steps", type=int, default=50, help="steps of the teacher's sampler")
-    add(
-        "--states", type=_times, default=[], help="times whose states are stored, for method=ode_regression: 1.0,.9,.75"
-    )
+    add("--states", type=_times, default=[], help="times of stored states, for method=ode_regression: 1.0,.9,.75")
     add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents and states")
     arguments = parser.parse_args(argv)
     log_to_console()

@@ -36,10 +36,8 @@ def check(config: Config) -> None:
         raise UserError(f"profile.steps={shown(config.profile.steps)} must be at most steps={config.steps}")
     # Check the sampler's steps now: samples at the end of the run would otherwise fail after training.
     if hasattr(config.method, "student_times"):
-        most, times = (
-            len(config.method.student_times()),
-            "mid_times" if hasattr(config.method, "mid_times") else "step_list",
-        )
+        most = len(config.method.student_times())
+        times = "mid_times" if hasattr(config.method, "mid_times") else "step_list"
         if max(config.sample.student_steps) > most:
             raise UserError(
                 f"sample.student_steps={shown(config.sample.student_steps)} must be at most {most}, the number of the"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distill.config.checks import check
-from distill.config.command_line import in_grammar, split_word
 from distill.config.errors import (
     CONFIGS,
-    GROUPS,
     check_choice,
     no_recipe,
     no_such_setting,
@@ -31,8 +30,74 @@ from distill.config.errors import (
 from distill.config.kinds import NoSuchSetting, Setting, defaults, make
 from distill.config.schema import SETTINGS, Config
 from distill.data import DATA
-from distill.methods import BROKEN, METHODS
+from distill.methods import METHODS
+from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
+
+PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
+"""Last parts of the keys of settings that take a path."""
+_MAY_BE_EMPTY = ("negative_prompt",)
+
+
+def wanted_information(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the option that ``arguments`` contain (``"help"``, ``"help all"``, ``"cfg"`` or ``None``) and the words.
+
+    Raises:
+        UserError: another option.
+    """
+    wanted, words = None, []
+    rest = iter(arguments)
+    for word in rest:
+        flag, _, value = word.partition("=")
+        if flag in ("-h", "--help") and value in ("", "all"):
+            wanted = f"help {value}".strip()
+        elif word == "all" and wanted == "help":
+            wanted = "help all"
+        elif flag in ("-c", "--cfg"):
+            if (value := value or next(rest, "")) != "job":
+                raise UserError(f"{flag} {value}: train.py shows only the run's own configuration; use --cfg job")
+            wanted = wanted or "cfg"
+        elif word.startswith("-"):
+            key = flag.lstrip("-").replace("-", "_") or "steps"
+            raise UserError(f"unknown option {flag}; write settings as key=value, for example {key}=VALUE (see --help)")
+        else:
+            words.append(word)
+    return wanted, words
+
+
+def split_word(word: str) -> tuple[str, str]:
+    """Return key and value of a word, without Hydra's ``+`` or ``++``.
+
+    Raises:
+        UserError: a word without ``=``, a deletion, a control character or line break, an empty value.
+    """
+    key, equals, value = word.partition("=")
+    wrong = next((c for c in word if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
+    if wrong is not None:
+        raise UserError(f"{key.strip()[:60]!r} contains the character {wrong!r}; give it as plain text on one line")
+    if key.startswith("~"):
+        raise UserError(f"{word}: a setting cannot be deleted; use {key[1:]}=VALUE")
+    if not equals:
+        raise UserError(f"{word!r} is not key=value; leave no spaces around the =, and quote a value that has some")
+    key = key.lstrip("+")
+    if value == "" and key.rpartition(".")[2] not in _MAY_BE_EMPTY:
+        raise UserError(f"{key}= is empty (a shell variable that is not set?); give a value, or leave it out")
+    return key, value
+
+
+def in_grammar(key: str, value: str, setting: Setting) -> str:
+    """Return ``key=value`` in Hydra's grammar, with quotes around text, so that users can type paths and prompts bare.
+
+    Expand ``~`` at the start of a path: the shell does not expand it after ``=``.
+    """
+    if not setting.is_text or value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value):
+        return f"{key}={value}"
+    if key.rpartition(".")[2] in PATHS:
+        path = user_path(value, key)
+        value = str(path) if value.startswith("~") else value
+    value = re.sub(r"(\\+)(?='|$)", lambda run: run.group(1) * 2, value)  # backslashes count only before a quote
+    value = value.replace("'", r"\'")
+    return f"{key}='{value}'"
 
 
 @cache
@@ -61,7 +126,8 @@ def compose_config(words: list[str]) -> Config:
     for word in words:
         key, value = split_word(word)
         if key in folders:
-            groups[key] = _checked_choice(key, value)
+            check_choice(key, value)
+            groups[key] = value
         else:
             settings.append((key, value))
     try:
@@ -106,16 +172,6 @@ def compose_config(words: list[str]) -> Config:
     return config
 
 
-def _checked_choice(group: str, name: str) -> str:
-    """Return ``name``, checked as the choice of a config group."""
-    if group not in GROUPS:
-        raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
-    if group == "method" and name in BROKEN:
-        raise BROKEN[name]
-    check_choice(group, name)
-    return name
-
-
 def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) -> None:
     """Set one of the ``known`` settings of the composed configuration to a value in Hydra's grammar."""
     mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
@@ -153,11 +209,10 @@ def load_config(path: Path) -> Config:
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:
         return _typed(_without_removed(OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError,
+            RecursionError) as error:  # fmt: skip
         reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is not a configuration ({error}); give another run") from error
 
 
 def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from distill.config.kinds import Setting
-from distill.methods import INSTALLED
+from distill.methods import BROKEN, INSTALLED
 from fsdp_cp.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -51,7 +51,11 @@ def recipes_of(group: str, name: str) -> list[str]:
 
 
 def check_choice(group: str, name: str) -> None:
-    """Check that ``name`` is a file of ``group``; the error names the nearest file."""
+    """Check that ``name`` is a file of ``group``, which a user may choose; the error names the nearest file."""
+    if group not in GROUPS:
+        raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
+    if group == "method" and name in BROKEN:
+        raise BROKEN[name]
     names = [path.stem for path in group_files(group)]
     if name in names:
         return

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, OmegaConf
 
-from distill.config.command_line import wanted_information
-from distill.config.compose import compose_config
+from distill.config.compose import compose_config, wanted_information
 from distill.config.errors import GROUPS, group_files, recipes_of
 from distill.config.kinds import settings_of
 from distill.config.schema import Config

@@ -1,42 +1,45 @@
-"""Sample clips during a run, and the report and the student's scheduler at its end."""
+"""Sample clips during a run and the report at its end, with clips that are stored next to the teacher."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
-import platform
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diffusers
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
-from distill.evaluate.sampling import decode, generate, sample_captions
-from distill.evaluate.stored_clips import read_clips
-from distill.methods import Method
-from distill.methods.common.few_step import FewStepMethod
+from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
+from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
-from fsdp_cp.errors import UserError, counted, duration
+from fsdp_cp.errors import counted, duration
 from fsdp_cp.launch import rank
-from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.runtime.progress import progress
-from models.files.export_folder import export_scheduler
+from fsdp_cp.runtime.timeouts import long_timeout
+from models.files.shipped import find_shipped
 from models.roles.condition import has_image
+
+if TYPE_CHECKING:
+    from distill.train.trainer import Trainer
+
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +53,52 @@ SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
 
 
-@dataclass(kw_only=True)
-class Evaluator:
-    """Sampler of clips with a run's roles. All ranks must call every method; rank 0 writes."""
+class Evaluator(Callback):
+    """Samples of student and teacher, every ``sample.every`` steps and at the end, and the report.
 
-    config: Config
-    mesh: Mesh
-    device: torch.device
-    data: ClipDataset
-    method: Method
-    run_dir: Path
-    batch: int
-    """Number of clips per forward on a rank."""
-    teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
-    stored: dict[int, str] = field(default_factory=dict)
-    """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+    The student is sampled with its EMA if it has one. All ranks call each method; rank 0 writes.
+    """
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer)
+        self.config, self.mesh, self.device = trainer.config, trainer.mesh, trainer.device
+        self.data, self.method, self.run_dir = trainer.data, trainer.method, trainer.run_dir
+        self.teacher_clips: dict[int, np.ndarray | None] = {}
+        """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
+        self.stored: dict[int, str] = {}
+        """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+
+    @cached_property
+    def batch(self) -> int:
+        """Number of clips per forward on a rank. A micro-batch fits, since training runs it."""
+        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
+        return max(self.trainer.batching.micro_batch_size, fitting)
+
+    def after_step(self) -> None:
+        every, step = self.config.sample.every, self.trainer.step
+        if every and step % every == 0 and step < self.config.steps:
+            self._write()
+
+    def at_end(self) -> None:
+        if not self.config.sample.at_end:
+            return
+        self._write()
+        if self.config.sample.report_clips:
+            trainer = self.trainer
+            facts = {
+                "steps": trainer.step,
+                "minutes of training": round(trainer.seconds / 60, 2),
+                "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
+                "peak memory per rank, GiB": round(trainer.memory()["memory/peak_gib"], 3),
+                **trainer.facts,
+            }
+            with self.method.student_average():
+                self.write_report(facts)
+
+    @long_timeout()
+    def _write(self) -> None:
+        with self.method.student_average():
+            self.write_samples(self.trainer.step, self.trainer.log)
 
     def clips(
         self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
@@ -134,15 +167,13 @@ class Evaluator:
                 stem = f"step_{step:08d}_{stem}"
             if clips is not None:
                 files = [folder / f"{stem}_{i}.mp4" for i in range(len(clips))]
-                with _written(folder):
-                    for file, clip in zip(files, clips, strict=True):
-                        write_mp4(file, clip, self.data.fps)
+                for file, clip in zip(files, clips, strict=True):
+                    write_mp4(file, clip, self.data.fps)
                 videos[f"{role}_{n}steps"] = files
         if rank() == 0:
             path = folder / f"step_{step:08d}.png"
             shown = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
-            with _written(folder):
-                sheet = contact_sheet(path, shown, captions=captions, title=f"step {step}")
+            sheet = contact_sheet(path, shown, captions=captions, title=f"step {step}")
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in rows.items()
@@ -156,10 +187,9 @@ class Evaluator:
 
     def _wanted(self) -> list[tuple[str, int]]:
         """Return the roles to sample, with their numbers of steps."""
-        student = [("student", n) for n in self.config.sample.student_steps]
-        if "teacher" not in self.method.roles:
-            return student
-        return [("teacher", n) for n in self.config.sample.teacher_steps] + student
+        steps = self.config.sample
+        wanted = [("teacher", n) for n in steps.teacher_steps] + [("student", n) for n in steps.student_steps]
+        return [(role, n) for role, n in wanted if role in self.method.roles]
 
     @cached_property
     def _heldout(self) -> MovingShapes | None:
@@ -185,50 +215,33 @@ class Evaluator:
         for role, n in self._wanted():
             clips = self.clips(role, n, captions, items)
             if clips is not None:
-                rows.append(
-                    ReportRow(
-                        name=f"{role}, {_steps(n)}" + (" (stored)" if role == "teacher" and n in self.stored else ""),
-                        role=role,
-                        steps=n,
-                        measures=self._measures(clips, captions),
-                        clips=clips,
-                        evaluations=self.method.evaluations(role, n),
-                    )
-                )
+                name = f"{role}, {_steps(n)}" + " (stored)" * (role == "teacher" and n in self.stored)
+                rows.append(self._row(name, role, n, clips, captions))
         real = self._real_clips(captions, heldout)
         if real is not None:
-            reference = ReportRow(
-                name="data" if heldout is None else "held-out renders",
-                role="heldout",
-                steps=None,
-                measures=self._measures(real, captions),
-                clips=real,
-                evaluations=0,
-            )
-            libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, diffusers))
+            name = "data" if heldout is None else "held-out renders"
+            reference = self._row(name, "heldout", None, real, captions)
             log.info("writing the report")
             # Show every other clip: neighbouring captions of moving shapes share their motion.
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
-            with _written(self.run_dir):
-                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
-                write_report(
-                    self.run_dir,
-                    title=self._title(),
-                    rows=rows,
-                    reference=reference,
-                    captions=captions[:SHOWN_CLIPS],
-                    config_summary={
-                        **({"student": "export/student"} if self.config.export.at_end else {}),
-                        "mesh": str(self.mesh.shape),
-                        **facts,
-                        **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
-                        "versions": f"{libraries}, Python {platform.python_version()}",
-                        "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
-                    },
-                    fps=self.data.fps,
-                    clip=self.config.optim.clip,
-                    updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
-                )
+            report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
+            write_report(
+                self.run_dir,
+                title=self._title(),
+                rows=rows,
+                reference=reference,
+                captions=captions[:SHOWN_CLIPS],
+                config_summary={
+                    **({"student": "export/student"} if self.config.export.at_end else {}),
+                    "mesh": str(self.mesh.shape),
+                    **facts,
+                    **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
+                    "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
+                },
+                fps=self.data.fps,
+                clip=self.config.optim.clip,
+                updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
+            )
         self.data.release()
         barrier()
 
@@ -257,6 +270,11 @@ class Evaluator:
             if waiting.get(caption):
                 items[waiting[caption].pop()] = i % len(source)
 
+    def _row(self, name: str, role: Any, steps: int | None, clips: np.ndarray, captions: list[str]) -> ReportRow:
+        evaluations = 0 if steps is None else self.method.evaluations(role, steps)
+        measures = self._measures(clips, captions)
+        return ReportRow(name=name, role=role, steps=steps, measures=measures, clips=clips, evaluations=evaluations)
+
     def _measures(self, clips: np.ndarray, captions: list[str]):
         if self._heldout is None:
             return None
@@ -273,29 +291,74 @@ def reference_clips(heldout: MovingShapes) -> np.ndarray:
     return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
 
-def write_scheduler(method: Method, folder: Path) -> None:
-    """Write the scheduler with which a plain diffusers pipeline samples as ``method`` does, or log why none fits."""
-    scheduler = None
-    if isinstance(method, FewStepMethod):
-        try:
-            scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
-        except UserError as error:
-            log.warning("could not write %s: %s", folder, error)
-    export_scheduler(folder, scheduler)
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a one-line error that says that the checkpoint is safe."""
-    try:
-        yield
-    except OSError as error:
-        path = error.filename2 or error.filename or folder
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); make room there and start the same"
-            " command again: the newest checkpoint holds what was trained"
-        ) from error
-
-
 def _steps(n: int) -> str:
     return counted(n, "step")
+
+
+def stored_file(config: Config, steps: int) -> Path | None:
+    """Return the path for the teacher's clips of ``steps`` steps, or ``None`` if it has no checkpoint."""
+    checkpoint = config.teacher.checkpoint
+    return find_shipped(checkpoint) / f"clips_{steps}steps.safetensors" if checkpoint else None
+
+
+def read_clips(
+    config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int
+) -> tuple[np.ndarray, str] | None:
+    """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
+
+    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs.
+
+    Args:
+        config: settings of the run.
+        data: embeds the captions.
+        steps: sampling steps of the teacher.
+        captions: one per clip; must be the first of the stored captions.
+        seed: seed of the noise.
+    """
+    file = stored_file(config, steps)
+    if file is None or not file.is_file():
+        return None
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            about, clips = stored.metadata(), stored.get_tensor("clips")[: len(captions)]
+    except SafetensorError as error:
+        log.warning("%s cannot be read (%s); sampling the teacher", file, error)
+        return None
+    captions = [*captions, *json.loads(about["captions"])[len(captions) :]]
+    wanted = definition(config, data, steps=steps, captions=captions, seed=seed)
+    if differing := [name for name, value in wanted.items() if about.get(name) != value]:
+        log.info("%s was made with other %s; sampling the teacher", file, ", ".join(differing))
+        return None
+    phrase = f"stored in {file.parent.name}/{file.name}, sampled with {about['made with']}; same weights and settings"
+    return clips, phrase
+
+
+def definition(config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int) -> dict[str, str]:
+    """Return everything that a teacher's clips depend on, as text."""
+    method = config.method
+    assert isinstance(method, FewStepSettings), "only its methods sample a teacher"
+    weights = hashlib.sha256()
+    folder = find_shipped(config.teacher.checkpoint) / "transformer"
+    for path in sorted(folder.iterdir()):
+        weights.update(path.name.encode())
+        weights.update(path.read_bytes())
+    condition = data.condition(list(captions))
+    embeddings = hashlib.sha256()
+    for tensors in (condition.tensors, condition.null.tensors):
+        for name in sorted(tensors):
+            embeddings.update(tensors[name].contiguous().numpy().tobytes())
+    values = {
+        "weights": weights.hexdigest(),
+        "captions": list(captions),
+        "embeddings": embeddings.hexdigest(),
+        "latent_shape": data.latent_shape,
+        "steps": steps,
+        "guidance_scale": method.guidance,
+        "shift": method.shift,
+        "teacher_sampler": method.teacher_sampler,
+        "architecture": config.teacher.architecture,
+        "precision": config.teacher.precision,
+        "fp8": config.teacher.fp8,
+        "seed": seed,
+    }
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}

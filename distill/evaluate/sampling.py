@@ -4,22 +4,77 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distill.config import Config
+from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.data import ClipDataset
-from distill.methods import Method
+from distill.methods import METHODS, Method
 from distill.methods.common.chunks import chunk_noise
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from models.roles.role import Role
+
+
+def alone(method: type[Method], name: str) -> type[Method]:
+    """Return ``method`` with only the role ``name``, frozen, which it samples."""
+
+    class Alone(method):  # type: ignore[misc, valid-type]
+        trained_roles = ()
+        settings_read = ("teacher", "student", "fake")
+
+        @classmethod
+        def roles_needed(cls, settings: Any) -> tuple[str, ...]:
+            return (name,)
+
+        @classmethod
+        def check_files(cls, *_: Any) -> None:
+            """Read no files: only training does."""
+
+        @classmethod
+        def check_experts(cls, *_: Any) -> None:
+            """Accept two experts: guidance has one scale for each."""
+
+        @classmethod
+        def check_causal(cls, settings: Any, causal: Mapping[str, Any]) -> None:
+            if name != "teacher":  # every method samples a causal teacher chunk by chunk
+                super().check_causal(settings, causal)
+
+    return Alone
+
+
+def plan_sampling(config: Config, name: str, folder: Path) -> RunPlan:
+    """Plan to sample the role ``name`` of a finished run on data-parallel ranks, with the network in ``folder``.
+
+    Raises:
+        UserError: a folder that cannot be read, or a causal role that the run's method cannot sample.
+    """
+    trained = getattr(config, name)
+    kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
+    of_training = {"batch_size": world_size(), "micro_batch_size": 1, "expert_draws": 1}
+    config = replace(
+        config,
+        **of_training,
+        **{name: type(trained)(checkpoint=str(folder), **kept)},
+        mesh=MeshSettings(),
+        attention=AttentionSettings(),
+        export=ExportSettings(at_end=False),
+        log=LogSettings(),
+        profile=ProfileSettings(),
+    )
+    return plan_run(config, alone(METHODS[config.method.name][0], name))
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
@@ -87,8 +142,7 @@ def generate(
         method: has the sampler that fits the role.
         role: ``teacher``, ``student`` or ``fake``.
         steps: number of sampling steps.
-        captions: one per clip.
-        data: embeds the captions.
+        captions, data: one caption per clip, and the data set that embeds them.
         mesh: the mesh, whose ``dp`` ranks share the clips.
         device: this rank's device.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.

@@ -63,7 +63,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     if encodes and image:
         size, hidden = image["image_size"], _SIGLIP not in (image.get("architectures") or ())
         peaks["encode/images"] = _peak(
-            lambda: build_image_encoder(image),
+            lambda: _build(image, "CLIPVisionModel", _SIGLIP),
             lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=hidden),
         )
     if config.sample.at_end or config.sample.every:
@@ -112,11 +112,6 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
     """Build the text encoder of ``config.json`` with random weights on the current default device."""
     return _build(settings, "UMT5EncoderModel", "T5EncoderModel", _QWEN)
-
-
-def build_image_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    """Build the image encoder of ``config.json`` with random weights on the current default device."""
-    return _build(settings, "CLIPVisionModel", _SIGLIP)
 
 
 def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -20,13 +21,8 @@ import torch
 
 from distill.config import Config, compose_config
 from distill.methods import METHODS
-from distill.planning.command import (
-    MADE_BY,
-    make_prediction,
-    plan_without_gpus,
-    prepare_folder,
-    require_plannable,
-)
+from distill.planning import command
+from distill.planning.command import MADE_BY, make_prediction, plan_without_gpus
 from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
 from distill.run.setup import has_adapters, world_of
@@ -39,6 +35,8 @@ log = logging.getLogger(__name__)
 SUGGESTIONS = "suggestions.json"
 MARGIN = 0.05
 """Share of the device's memory that a suggestion leaves free, since plans have errors."""
+_PREDICTED = ("device_gib", "seconds_per_step", "mfu", "peak_phase", "host_gib")
+"""Values of a prediction that an outcome has too."""
 _SHOWN = 5
 _PROCESS_BYTES = 3e9
 """Host memory of one planning process."""
@@ -90,13 +88,13 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     Raises:
         UserError: see :func:`distill.planning.command.plan_command`; or ``planning.hardware`` is not set.
     """
-    require_plannable(config)
+    command.require_plannable(config)
     if config.planning.hardware is None:
         raise UserError(
             "plan=suggest needs planning.hardware; use planning.hardware=h20, or another in configs/hardware"
         )
     folder = Path(config.run_dir)
-    prepare_folder(folder, SUGGESTIONS)
+    command.prepare_folder(folder, SUGGESTIONS)
     typed = [word for word in overrides if not word.startswith("plan=")]
     axes = Axes.from_config(config, typed)
     cores, memory = len(os.sched_getaffinity(0)), available_host_memory()
@@ -108,40 +106,27 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
         ", ".join(map(str, axes.cp)),
         counted(processes, "process", "processes"),
     )
+
+    def evaluate(candidates: list[Words]) -> list[Outcome]:
+        outcomes = []
+        with progress(len(candidates), "planning", "candidate") as advance:
+            for outcome in pool.map(partial(_plan_candidate, typed), candidates):
+                result = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
+                log.info("  %-12s  %s", result, shlex.join(outcome.words))
+                outcomes.append(outcome)
+                advance(1)
+        return outcomes
+
     context = get_context("spawn")  # a fork would copy torch's threads in their current state
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        plan = partial(_plan_candidate, typed)
-        outcomes = search(axes, lambda candidates: plan_all(candidates, plan, pool))
+        outcomes = search(axes, evaluate)
     for line in in_words(outcomes, typed):
         log.info(line)
     candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
+    content = {"made_by": MADE_BY, "words": typed, "candidates": candidates}
     with atomic_path(folder / SUGGESTIONS) as temporary:
-        temporary.write_text(
-            json.dumps({"made_by": MADE_BY, "words": typed, "candidates": candidates}, indent=1) + "\n"
-        )
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
     log.info("wrote %s", folder / SUGGESTIONS)
-
-
-def plan_all(candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor) -> list[Outcome]:
-    """Plan the candidates, log each when it is done, and return all outcomes in order.
-
-    Args:
-        candidates: words of each candidate.
-        plan: function that plans one candidate in a worker of ``pool``.
-        pool: executor of ``plan``.
-    """
-    futures = [pool.submit(plan, words) for words in candidates]
-    try:
-        with progress(len(futures), "planning", "candidate") as advance:
-            for future in as_completed(futures):
-                outcome = future.result()
-                result = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
-                log.info("  %-12s  %s", result, shlex.join(outcome.words))
-                advance(1)
-    finally:
-        for future in futures:
-            future.cancel()
-    return [future.result() for future in futures]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +156,12 @@ class Axes:
         keys = {word.lstrip("+~").split("=")[0] for word in typed}
         mesh = not keys & {"mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring"}
         cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh else (config.mesh.cp,)
-        larger = (2 * first, 4 * first) if first is not None else ()  # without micro-batches, a step is one forward
-        crowded = tuple(n for n in cp if (first or config.batch_size * n // world) > 1)
-        has_free_batch = "micro_batch_size" not in keys
+        larger: tuple[int, ...] = ()
+        crowded: tuple[int, ...] = ()
+        if "micro_batch_size" not in keys:
+            larger = (2 * first, 4 * first) if first is not None else ()  # without micro-batches, a step is one forward
+            crowded = tuple(n for n in cp if (first or config.batch_size * n // world) > 1)
+        kinds = ("none", "selective", "full")
         adapted = any(has_adapters(getattr(config, name)) for name in trained)
 
         def words(setting: str, value: str, names: Sequence[str] = trained, fixing: Sequence[str] = trained) -> Words:
@@ -183,13 +171,9 @@ class Axes:
         return cls(
             cp=cp,
             mesh=mesh,
-            checkpointing=tuple(
-                dict.fromkeys(words("activation_checkpointing", kind) for kind in ("none", "selective", "full"))
-            ),
-            micro_batches=tuple(
-                (f"micro_batch_size={n}",) for n in larger if has_free_batch and config.batch_size % n == 0
-            ),
-            crowded=crowded if has_free_batch else (),
+            checkpointing=tuple(dict.fromkeys(words("activation_checkpointing", kind) for kind in kinds)),
+            micro_batches=tuple((f"micro_batch_size={n}",) for n in larger if config.batch_size % n == 0),
+            crowded=crowded,
             gathered=words("strategy", "optim_grads", roles, roles),
             offloaded=words("offload", "cpu", roles if adapted else trained),
         )
@@ -242,13 +226,10 @@ def _variations(axes: Axes, words: Words) -> list[Words]:
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Sort outcomes: candidates that fit, fastest first; then the others, smallest first; refused ones last."""
 
-    def key(outcome: Outcome) -> tuple[int, float, float]:
-        seconds = outcome.seconds_per_step
-        if outcome.refused is not None:
-            return 2, 0.0, 0.0
-        if outcome.fits:
-            return 0, float("inf") if seconds is None else seconds, outcome.device_gib
-        return 1, outcome.device_gib, 0.0
+    def key(outcome: Outcome) -> tuple[bool, bool, float, float]:
+        seconds = outcome.seconds_per_step or math.inf
+        first = seconds if outcome.fits else outcome.device_gib
+        return outcome.refused is not None, not outcome.fits, first, outcome.device_gib
 
     return sorted(outcomes, key=key)
 
@@ -262,14 +243,10 @@ def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
     (role, kind), size = max(prediction.peaks[prediction.peak_phase].by.items(), key=lambda item: item[1])
     return Outcome(
         words=words,
-        device_gib=prediction.device_gib,
         memory_gib=prediction.hardware.memory_gib,
         mesh=str(prediction.mesh),
-        seconds_per_step=prediction.seconds_per_step,
-        mfu=prediction.mfu,
-        peak_phase=prediction.peak_phase,
         largest=f"{role} {kind} {size / GIB:.1f} GiB",
-        host_gib=prediction.host_gib,
+        **{name: getattr(prediction, name) for name in _PREDICTED},
     )
 
 

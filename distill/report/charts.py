@@ -21,15 +21,11 @@ log = logging.getLogger(__name__)
 ROLE_COLORS = {"heldout": "#7b8591", "teacher": "#2f63b0", "student": "#0c7a56", "fake": "#a8560b"}
 _BAD, _MUTED, _LINE = "#c22f3d", "#59626d", "#dde1e6"
 _STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": _MUTED,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlelocation": "left",
     "grid.color": _LINE,
     "legend.fontsize": "small",
-    "legend.frameon": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "report",  # makes the ids the same in every report
 }
@@ -134,7 +130,7 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
         if is_log:
             axes.set_yscale("log")
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
@@ -170,17 +166,17 @@ def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) ->
         axes.set_ylabel(hint)
         axes.set_title(title)
 
-    return _svg(draw)
+    return svg(draw)
 
 
-def _svg(draw: Callable[[Axes], None]) -> bytes:
+def svg(draw: Callable[[Axes], None], size: tuple[float, float] = (4.8, 2.9)) -> bytes:
     """Return the axes that ``draw`` fills as SVG, with a legend below them."""
     import matplotlib
     from matplotlib.figure import Figure  # pyplot has global state and may open windows
 
     buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.8, 2.9), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         figure.legend(loc="outside lower center", ncols=3, columnspacing=1)
         figure.savefig(buffer, format="svg", metadata={"Date": None})

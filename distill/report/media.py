@@ -109,8 +109,6 @@ def contact_sheet(
     rows: Sequence[tuple[str, np.ndarray]],
     *,
     captions: Sequence[str],
-    notes: Sequence[str] = (),
-    colors: Sequence[str] = (),
     title: str = "",
     frames: int = 8,
     width: int = 1600,
@@ -121,8 +119,6 @@ def contact_sheet(
         path: path to the PNG file.
         rows: (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay empty).
         captions: texts above the columns.
-        notes: small texts under the labels, one per row.
-        colors: colors of the rows' marks, one per row.
         title: text at the top.
         frames: maximal number of frames of each clip, evenly spaced, in time order.
         width: approximate width of the picture, in pixels.
@@ -148,11 +144,7 @@ def contact_sheet(
         draw.text((x, top - 8), head, fill="#3f4750", font=text_font, anchor="ld")
     for i, ((label, _), clips) in enumerate(zip(rows, picked, strict=True)):
         y = top + i * row_height
-        if colors:
-            draw.rectangle((margin, y, margin + 4, y + row_height - 15), fill=colors[i])
-        draw.text((margin + 14, y), _wrapped(label, label_width, lines=2), fill="#16191d", font=label_font)
-        if notes:
-            draw.text((margin + 14, y + 44), notes[i], fill="#5b646e", font=text_font)
+        draw.text((margin + 14, y), _wrapped(label, label_width, lines=3), fill="#16191d", font=label_font)
         for column, clip in enumerate(clips):
             picture = Image.fromarray(strip(resize(clip, *size), gap=frame_gap))
             sheet.paste(picture, (margin + label_width + column * column_width, y), mask=picture)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distill.report import charts
-from distill.report.facts import measured_facts, start_facts
+from distill.report.charts import values
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import fitted_size, pick_frames, picture_bytes, resize, strip
 from distill.report.verdict import ReportRow, label
+from distill.run.json_lines import finite_number, read_objects
 
 _CAPTIONS_IN_GRID = 8
 
@@ -87,15 +90,16 @@ def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:
     frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG has at most 65,535 pixels per side
     # Use JPEG for large clips: as PNG, a page of photographic clips would have tens of MB.
     format = "JPEG" if clip.shape[2] > 96 else "PNG"
-    source = _data_uri(picture_bytes(strip(resize(frames, height, width)), format), format.lower())
+    source = data_uri(picture_bytes(strip(resize(frames, height, width)), format), format.lower())
     return {"source": source, "height": height, "width": width, "frames": len(frames), "seconds": len(clip) / fps}
 
 
 def _chart(title: str, svg: bytes) -> dict[str, str]:
-    return {"title": title, "source": _data_uri(svg, "svg+xml")}
+    return {"title": title, "source": data_uri(svg, "svg+xml")}
 
 
-def _data_uri(content: bytes, format: str) -> str:
+def data_uri(content: bytes, format: str) -> str:
+    """Return content of a MIME type ``image/FORMAT`` as the source of an ``<img>``."""
     return f"data:image/{format};base64,{base64.b64encode(content).decode()}"
 
 
@@ -138,9 +142,7 @@ def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, st
     if "started" in shown:
         shown["started"] = _date(shown["started"])
     shown["report written"] = _date(data["written"])
-    shown |= {key: value for key, value in data["run"].items() if key != "versions" or "versions" not in shown}
-    for key, value in measured.items():
-        shown.setdefault(key, value)
+    shown |= data["run"] | measured
     return {key: _text(value) for key, value in shown.items()}
 
 
@@ -155,3 +157,49 @@ def _text(value: Any) -> str:
 def _date(time: Any) -> str:
     """Return an ISO time with a space instead of the T."""
     return str(time).replace("T", " ", 1)[:40]
+
+
+_START = ("started", "command", "directory", "host", "device", "world_size", "commit", "clean", "versions", "from_step")
+"""Keys of a start that the report has."""
+_PHASE = re.compile(r"perf/seconds/\w{1,40}/[\w/]{1,80}", re.ASCII)
+
+
+def read_starts(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the starts of a run, oldest first, and the number of unreadable lines. A missing value is None."""
+    lines = read_objects(path)
+    return [{key: record.get(key) for key in _START} for record in lines.records], lines.unreadable
+
+
+def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the newest start as the page shows it, without unknown values."""
+    if not starts:
+        return {}
+    start = starts[-1]
+    facts = {key: start[key] for key in ("command", "directory", "commit", "started", "host")}
+    if start["commit"] is not None and start["clean"] is False:
+        facts["commit"] = f"{start['commit']} with uncommitted changes"
+    facts |= {"hardware": start["device"], "processes": start["world_size"], "versions": start["versions"]}
+    if len(starts) > 1:
+        facts["starts"] = f"{len(starts)}, from steps {', '.join(str(start['from_step']) for start in starts)}"
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def measured_facts(records: Sequence[Mapping]) -> dict[str, str]:
+    """Return speed, peak memory and the phases of each role's step, from the records of `metrics.jsonl`."""
+    result = {}
+    if speeds := list(filter(math.isfinite, values(records, "perf/tokens_per_second"))):
+        result["tokens per second (median)"] = f"{np.median(speeds):,.0f}"
+    if memory := list(filter(math.isfinite, values(records, "memory/peak_gib"))):
+        result["peak memory in training, any rank (GiB)"] = f"{max(memory):.2f}"
+    times: dict[str, dict[str, list[float]]] = {}
+    for record in records:
+        for key in filter(_PHASE.fullmatch, record):
+            role, phase = key.removeprefix("perf/seconds/").split("/", 1)
+            if (whole := finite_number(record.get(f"perf/seconds/{role}"))) > 0:
+                times.setdefault(role, {}).setdefault(phase, []).append(finite_number(record[key]) / whole)
+    for role, phases in times.items():
+        shares = {phase: float(np.median(times)) for phase, times in phases.items()}
+        longest = sorted((item for item in shares.items() if item[1] >= 0.01), key=lambda item: -item[1])
+        if longest:
+            result[f"a step of the {role} (median)"] = ", ".join(f"{phase} {share:.0%}" for phase, share in longest)
+    return result

@@ -16,13 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distill.report import facts
 from distill.report.charts import ROLE_COLORS, read_metrics
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import atomic_path, contact_sheet
-from distill.report.page import page
-from distill.report.troubles import troubles
-from distill.report.verdict import ReportRow, student_beats_teacher, verdict
+from distill.report.page import page, read_starts
+from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
 from distill.run.folder import STARTS
 from fsdp_cp.errors import counted
 
@@ -60,7 +58,7 @@ def write_report(
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
     records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
-    starts, unreadable_starts = facts.read_starts(run_dir / STARTS)
+    starts, unreadable_starts = read_starts(run_dir / STARTS)
     wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)
@@ -76,11 +74,7 @@ def write_report(
         "run": dict(config_summary),
         "starts": starts,
         "unreadable_starts": unreadable_starts,
-        "metrics": {
-            "records": len(records),
-            "unreadable_lines": unreadable,
-            "repeated_steps": repeated,
-        },
+        "metrics": {"records": len(records), "unreadable_lines": unreadable, "repeated_steps": repeated},
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
@@ -102,16 +96,10 @@ def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
 
 
 def _row_json(row: ReportRow) -> dict[str, Any]:
-    measures = None if row.measures is None else {
+    measures = row.measures and {
         name: {**asdict(m), "higher_is_better": HIGHER_IS_BETTER[name]} for name, m in row.measures.items()
-    }  # fmt: skip
-    return {
-        "name": row.name,
-        "role": row.role,
-        "steps": row.steps,
-        "evaluations": row.evaluations,
-        "measures": measures,
     }
+    return {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")} | {"measures": measures}
 
 
 def _finite(value: Any) -> Any:
@@ -128,13 +116,8 @@ def report_picture(path: Path, rows: Sequence[ReportRow], captions: Sequence[str
 
     It has the first four clips of each row, with at most six frames each.
     """
-    ordered = _in_order(rows)
-    contact_sheet(
-        path,
-        [(row.name, row.clips[:4]) for row in ordered],
-        captions=captions[:4],
-        notes=[counted(row.evaluations, "network evaluation") if row.evaluations else "" for row in ordered],
-        colors=[ROLE_COLORS[row.role] for row in ordered],
-        frames=6,
-        width=1900,
-    )
+    labelled = [
+        (row.name + f", {counted(row.evaluations, 'network evaluation')}" * bool(row.evaluations), row.clips[:4])
+        for row in _in_order(rows)
+    ]
+    contact_sheet(path, labelled, captions=captions[:4], frames=6, width=1900)

@@ -14,7 +14,7 @@ from typing import Any
 from distill.config import Config
 from distill.methods import METHODS
 from distill.run.setup import RunPlan
-from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state
+from fsdp_cp.checkpoint.folder import find_resume, read_state, saved_steps
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
@@ -26,13 +26,7 @@ log = logging.getLogger(__name__)
 _ADAM = 8
 """Bytes per parameter of AdamW's two fp32 moments."""
 
-BY_CONTENT = (
-    "teacher.checkpoint",
-    "student.checkpoint",
-    "fake.checkpoint",
-    "data.path",
-    "data.encoders",
-)
+BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
@@ -113,8 +107,7 @@ def check_resume(
     """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
 
     Args:
-        config: configuration of the run.
-        checkpoint: a ``step_*`` folder.
+        config, checkpoint: configuration of the run, and a ``step_*`` folder.
         roles: roles of the run. Trained roles must have the checkpoint's networks.
         sources: result of :func:`find_sources`.
 
@@ -122,33 +115,28 @@ def check_resume(
         ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
-        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or,
-            if the checkpoint has all steps of the run, a changed training setting.
+        UserError: another seed, method, network, file or data; too few steps; other training without further steps.
     """
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:
         raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
+    instead = "use that, another run_dir, or checkpoint.resume=never"
     for setting, value in (("seed", config.seed), ("method", config.method.name)):
         if state[setting] != value:
-            raise UserError(
-                f"{made} {setting}={state[setting]}, not {value}; use that, another run_dir, or checkpoint.resume=never"
-            )
+            raise UserError(f"{made} {setting}={state[setting]}, not {value}; {instead}")
     for role in roles:
         if role.name in METHODS[config.method.name][0].trained_roles:
             _check_network(role, state, made, config.checkpoint.accept)
     before, now = _flat(state["settings"]), _flat(asdict(config))
     changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
     sources, earlier = dict(sources or {}), state.get("sources", {})
-    known = sources.keys() & earlier.keys()
     free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
     other = _other_contents(earlier, sources)
     other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
     if refused := sorted(other - set(config.checkpoint.accept)):
-        values = [
-            f"{key}={before[key]}, not {now[key]}" if key in changed else f"other contents of {key}={now[key]}"
-            for key in refused
-        ]
+        different = {key: f"{key}={before[key]}, not {now[key]}" for key in changed}
+        values = [different.get(key, f"other contents of {key}={now[key]}") for key in refused]
         accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
         raise UserError(
             f"{made} {'; '.join(values)}; use that, another run_dir, checkpoint.resume=never, or, to allow the change,"
@@ -168,11 +156,9 @@ def check_resume(
             log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
         for key in sorted(other.difference(changed)):
             log.warning("resumed with other contents of %s=%s", key, now[key])
-        if unknown := [key for key in sources if key not in earlier]:
-            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
         if done:
             log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
-    for key in other & known:
+    for key in other & sources.keys() & earlier.keys():
         sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
     return sources
 
@@ -256,13 +242,11 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
         The sizes, as a sentence.
     """
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
-    existing = len(published_steps(folder)) if resume != "never" else 0
+    existing = len(saved_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
-        for_good = 0
-        if settings.every and settings.keep_every:
-            for_good = steps // math.lcm(settings.every, settings.keep_every)
-        new = min(new, max(1, settings.keep + 1 - existing) + for_good)
+        kept_for_good = settings.every and settings.keep_every and math.lcm(settings.every, settings.keep_every)
+        new = min(new, max(1, settings.keep + 1 - existing) + (steps // kept_for_good if kept_for_good else 0))
     size = checkpoint_bytes(config, plan)
     directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(directory).free

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config
 from distill.report.media import atomic_path
-from fsdp_cp.checkpoint.folder import published_steps
+from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
@@ -42,20 +42,8 @@ LOG = "log.txt"
 STATUS = "status.json"
 """File with the state of the run; see :func:`recorded_end`."""
 OUTPUTS = (
-    "config.yaml",
-    STARTS,
-    LOG,
-    "metrics.jsonl",
-    "norms.jsonl",
-    "tensorboard",
-    "checkpoints",
-    "samples",
-    "profile",
-    "export",
-    "report.html",
-    "report.json",
-    "report.png",
-    STATUS,
+    *("config.yaml", STARTS, LOG, STATUS, "metrics.jsonl", "norms.jsonl", "tensorboard"),
+    *("checkpoints", "samples", "profile", "export", "report.html", "report.json", "report.png"),
 )
 """Names of a run's output files. ``cache`` (keyed, so later runs can use it), ``wandb`` and ``previous`` stay."""
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
@@ -89,8 +77,7 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
             )
 
 
-@contextmanager
-def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
+def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
     """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
 
     Args:
@@ -100,8 +87,7 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
     Raises:
         UserError: see :func:`refuse_foreign` and :func:`fsdp_cp.checkpoint.lock.held_directory`.
     """
-    with held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting)):
-        yield
+    return held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting))
 
 
 def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:
@@ -132,9 +118,17 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
                 file.write(json.dumps(record) + "\n")
             with atomic_path(run_dir / "config.yaml") as temporary:
                 OmegaConf.save(OmegaConf.create(asdict(config)), temporary)
-            _log_to(run_dir / LOG)
+            handler = logging.FileHandler(run_dir / LOG, encoding="utf-8")
         except OSError as error:
             raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
+        handler.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        root = logging.getLogger()
+        for kept in [h for h in root.handlers if isinstance(h, MemoryHandler)]:
+            root.removeHandler(kept)
+            kept.setTarget(handler)
+            kept.close()  # writes the lines so far to the target
+        root.addHandler(handler)
 
     on_all_ranks(write)
 
@@ -143,10 +137,8 @@ def this_start(command: Sequence[str]) -> dict[str, Any]:
     """Return all that is needed to run this process again, except the configuration."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            versions[package.replace("-", "_")] = version(package)
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            versions[package.replace("-", "_")] = "unknown"
+        installed = next(iter(distributions(name=package)), None)  # none for a checkout that is not installed
+        versions[package.replace("-", "_")] = "unknown" if installed is None else installed.version
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "started": _now(),
@@ -259,26 +251,13 @@ def run_log() -> Iterator[None]:
             handler.close()
 
 
-def _log_to(file: Path) -> None:
-    """Write the buffered lines and every later line to ``file``, each with its time."""
-    handler = logging.FileHandler(file, encoding="utf-8")
-    handler.setLevel(logging.INFO)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    for kept in [h for h in root.handlers if isinstance(h, MemoryHandler)]:
-        root.removeHandler(kept)
-        kept.setTarget(handler)
-        kept.close()  # writes the buffered lines to the target
-    root.addHandler(handler)
-
-
 @contextmanager
 def recorded_end(run_dir: Path) -> Iterator[None]:
     """Write ``status.json`` on entering and on leaving the context, on rank 0.
 
     The file holds this process's ``exit_code``, since torchrun exits with 1 for every failure of a worker. ``state`` is
     ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
-    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest published step, ``job`` the job id
+    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
     of SLURM or torchrun.
 
     Args:
@@ -291,7 +270,7 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
             "state": state,
             "exit_code": exit_code,
             "error": error,
-            "checkpoint": (published_steps(run_dir / "checkpoints") or [None])[-1],
+            "checkpoint": (saved_steps(run_dir / "checkpoints") or [None])[-1],
             "started": started,
             "ended": None if exit_code is None else _now(),
             "host": socket.gethostname(),

@@ -1,6 +1,7 @@
 """Logging services that show a run's metrics and clips, one small class each.
 
-To add a service, write a class here and add a line to :func:`open_services`; see docs/extending.md.
+To add a service, write a class here and add a line to :func:`open_services`; see docs/extending.md. Services exist on
+rank 0 only. Steps are 1-based, and a metric without a value is ``None``.
 """
 
 from __future__ import annotations
@@ -10,40 +11,15 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from distill.config import LogSettings
+from distill.config.schema import LogSettings
 from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)
-
-
-class Logger(Protocol):
-    """Service that shows a run's metrics and clips. Exists on rank 0 only; steps are 1-based."""
-
-    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Log the metrics of a step; ``None`` where there is no value."""
-        ...
-
-    def show(
-        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
-    ) -> None:
-        """Show sample clips.
-
-        Args:
-            step: the 1-based step.
-            sheet: picture of all clips.
-            videos: mp4 files, by the name of the network and its number of steps.
-            measures: measures of the clips by name; may be empty.
-        """
-        ...
-
-    def close(self) -> None:
-        """Flush and close everything."""
-        ...
 
 
 def check_services(settings: LogSettings) -> None:
@@ -60,7 +36,7 @@ def check_services(settings: LogSettings) -> None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
 
 
-def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Logger]:
+def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Any]:
     """Open the services that ``settings`` enable.
 
     Args:
@@ -69,7 +45,7 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
         config: the whole configuration, for services that show it.
         step: step of the checkpoint from which the run resumes.
     """
-    services: list[Logger] = []
+    services: list[Any] = []
     if settings.wandb:
         services.append(WeightsAndBiases(run_dir, settings.project, config))
     if settings.tensorboard:
@@ -104,8 +80,22 @@ class WeightsAndBiases:
     def show(
         self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
     ) -> None:
-        """Send the mp4 files as they are."""
-        self._send(lambda run: run.log({"step": step, **_for_wandb(sheet, videos), **measures}))
+        """Show sample clips; the mp4 files are sent as they are.
+
+        Args:
+            step: the 1-based step.
+            sheet: picture of all clips.
+            videos: mp4 files, by the name of the network and its number of steps.
+            measures: measures of the clips by name; may be empty.
+        """
+
+        def send(run: Any) -> None:
+            import wandb
+
+            clips = {f"samples/{name}": [wandb.Video(str(f), format="mp4") for f in videos[name]] for name in videos}
+            run.log({"step": step, "samples/sheet": wandb.Image(sheet), **clips, **measures})
+
+        self._send(send)
 
     def close(self) -> None:
         self._send(lambda run: run.finish())
@@ -131,16 +121,11 @@ class WeightsAndBiases:
         try:
             work()
         except Exception as error:  # errors come from W&B's service process and can be of any kind
-            log.warning("Weights & Biases failed (%s); %s", _one_line(error), instead)
+            log.warning(
+                "Weights & Biases failed (%s); %s", " ".join(str(error).split()) or type(error).__name__, instead
+            )
             return False
         return True
-
-
-def _for_wandb(sheet: Image.Image, videos: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    import wandb
-
-    shown = {f"samples/{name}": [wandb.Video(str(file), format="mp4") for file in videos[name]] for name in videos}
-    return {"samples/sheet": wandb.Image(sheet), **shown}
 
 
 class TensorBoard:
@@ -169,7 +154,3 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

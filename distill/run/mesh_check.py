@@ -42,10 +42,10 @@ def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: C
             log.info("log.mesh_check: cannot compare with cp=%d: %s", cp, error)
         return {}
     rows: dict[str, str] = {}
-    for settings, planned in plans:
-        shape = planned.mesh
+    for settings, on_shape in plans:
+        shape = on_shape.mesh
         on_mesh = mesh_of_shape(shape, device_type=device.type)
-        trainer = build_trainer(settings, planned, mesh=on_mesh, device=device, data=data)
+        trainer = build_trainer(settings, on_shape, mesh=on_mesh, device=device, data=data)
         for name, (loss, norm) in trainer.first_steps().items():
             rows[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
     if rank() == 0:

@@ -75,8 +75,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     """Check ``config`` against the world and the files it names.
 
     Args:
-        config: the checked configuration.
-        method: a method to use instead of the configuration's method.
+        config, method: the checked configuration, and a method to use instead of its own.
         shapes: shapes of a sample's latents and condition. If given, the data and the method's files are not read.
 
     Raises:
@@ -92,16 +91,18 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = device_of(config)
-    check_profile(config, world=world_of(config))
+    check_profile(config.profile, world=world_of(config))
     sharding = {name: _sharding(config, name, method, device) for name in needed}
-    if runs_here and not config.dry_run:  # a dry run may be on another machine than the run
-        for name in needed:
-            if sharding[name].compile:
-                require_compiler(device.type, f"{name}.compile")
-            require_fp8(sharding[name], device.type, f"{name}.")
+    for name in needed if runs_here and not config.dry_run else ():  # a dry run may be on another machine
+        if sharding[name].compile:
+            require_compiler(device.type, f"{name}.compile")
+        require_fp8(sharding[name], device.type, f"{name}.")
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
-    _check_experts(config, method, roles)
+    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
+    method.check_experts(config.method, boundaries, config.student.experts)
+    if config.expert_draws > 1 and not boundaries:
+        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
     causal = {role.name: role.causal for role in roles}
     method.check_causal(config.method, causal)
     if runs_here:
@@ -118,8 +119,8 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
     for name, settings in sharding.items():
         settings.copies(shape, f"{name}.")
-    lacks_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"
-    _check_attention(config, roles, heads // shape.ulysses, device if runs_here and not lacks_gpus else None)
+    has_device = runs_here and not (config.dry_run and config.device == "cuda" and device.type == "cpu")
+    _check_attention(config, roles, heads // shape.ulysses, device if has_device else None)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -251,14 +252,6 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
                         f"{role.name}.lora.train: the {role.name} would train {name} whole, and {target} of the shared"
                         f" base has an adapter of the {other.name}; leave one of them out"
                     )
-
-
-def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
-    """Check that the method and ``expert_draws`` fit the number of experts."""
-    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
-    method.check_experts(config.method, boundaries, config.student.experts)
-    if config.expert_draws > 1 and not boundaries:
-        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:

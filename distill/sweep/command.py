@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from distill.report.media import atomic_path
 from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
-from distill.sweep.points import check_points, parse_words
-from distill.sweep.results import write_csv, write_picture
+from distill.sweep.points import check_points, parse_words, short_keys
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import exit_code
@@ -52,21 +52,6 @@ _PRINTED = {
 _MADE_BY = "fsdp_cp sweep"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Parsed command line of a sweep."""
-
-    launcher: list[str]
-    """Command that starts a job's processes: ``--prefix``, torchrun and its options."""
-    world: int
-    """Number of ranks of a point's job."""
-    settings: list[str]
-    """Words ``key=value``, without ``sweep_dir``."""
-    folder: Path
-    train: bool
-    predict: bool
-
-
 def main(arguments: list[str]) -> int:
     """Run a sweep; return its exit code.
 
@@ -97,7 +82,7 @@ def sweep(arguments: Sequence[str]) -> None:
     about = {"made_by": _MADE_BY, "fixed": fixed, "swept": list(swept), "world": options.world}
     known = read_rows(folder, about)
     print(f"checking the points; each is {shlex.join(options.launcher)} train.py ...", flush=True)
-    points = check_points(fixed, swept, world=options.world, planned=not options.train)
+    points = check_points(fixed, swept, world=options.world, planned=options.plan)
     if all(point.refusal is not None for point in points):
         raise UserError(f"{points[0].refusal} (all points are refused: {len(points)})")
     if foreign := [point.name for point in points if point.name not in known and (folder / point.name).exists()]:
@@ -122,9 +107,9 @@ def sweep(arguments: Sequence[str]) -> None:
                 row, run_dir = rows[point.name], folder / point.name
                 save()
                 run_dir.mkdir(exist_ok=True)
-                if options.predict and not _is_predicted(row):
+                if not options.no_plan and not _is_predicted(row):
                     row |= plan_point(point, run_dir, world=options.world)
-                if options.train:
+                if not options.plan:
                     row["status"] = INTERRUPTED  # until it ends
                     save()
                     row |= train_point(point, run_dir, launcher=options.launcher)
@@ -139,18 +124,15 @@ def sweep(arguments: Sequence[str]) -> None:
             raise Stopped(f"{stopped}; {counted(left, 'point')} left, the same command resumes the sweep") from None
         finally:
             save()
-            write_picture(
-                folder / PICTURE,
-                [*rows.values()],
-                title=f"{folder.name}, {counted(options.world, 'rank')}; cross: out of memory",
-            )
+            title = f"{folder.name}, {counted(options.world, 'rank')}; cross: out of memory"
+            write_picture(folder / PICTURE, [*rows.values()], title=title)
     print(f"wrote to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
     if all(row["status"] == REFUSED for row in rows.values()):
         raise UserError(f"all points were refused; {TABLE} has the reasons")
 
 
-def _is_done(row: dict[str, Any], options: Options) -> bool:
-    return row["status"] in _FINISHED if options.train else _is_predicted(row)
+def _is_done(row: dict[str, Any], options: argparse.Namespace) -> bool:
+    return _is_predicted(row) if options.plan else row["status"] in _FINISHED
 
 
 def _is_predicted(row: dict[str, Any]) -> bool:
@@ -173,9 +155,7 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
         changed = [key for key in about if earlier[key] != about[key]]
         rows = {row["name"]: row for row in earlier["rows"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(
-            f"{folder / FILE} was not written by a sweep of this version; choose a new directory"
-        ) from error
+        raise UserError(f"{folder / FILE} was not written by a sweep of this version; choose a new one") from error
     if changed:
         raise UserError(
             f"sweep_dir={folder} contains another sweep: its {changed[0]} is {earlier[changed[0]]}, not"
@@ -184,8 +164,12 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def parse_arguments(arguments: Sequence[str]) -> Options:
-    """Split a sweep's command line into our options, torchrun's options and settings.
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Split a sweep's command line.
+
+    Returns:
+        ``plan``, ``no_plan``, ``settings`` (words ``key=value`` without ``sweep_dir``), ``folder``, ``world`` (the
+        number of ranks of a point's job), and ``launcher``: ``--prefix``, torchrun and its options.
 
     Raises:
         UserError: an unknown option, an option after a setting, an unknown number of ranks, or a sweep in torchrun.
@@ -205,7 +189,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     theirs = get_args_parser()
     theirs.set_defaults(nnodes="1", nproc_per_node=str(max(1, torch.cuda.device_count())))
     ours.error = theirs.error = _refuse  # type: ignore[method-assign]  # instead of printing usage and exiting
-    parsed_ours, rest = ours.parse_known_args(arguments)
+    options, rest = ours.parse_known_args(arguments)
     parsed = theirs.parse_args([*rest, "-"])  # without settings, "-" takes the place of torchrun's script
     settings = [parsed.training_script, *parsed.training_script_args][:-1]
     torchrun = rest[: len(rest) - len(settings)]
@@ -217,20 +201,77 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         raise UserError(f"--nnodes and --nproc-per-node must be numbers ({error})") from error
     if nodes == 1 and not any(word.lstrip("-").startswith(("standalone", "rdzv", "master")) for word in torchrun):
         torchrun.insert(0, "--standalone")
-    torchrun.append(f"--nproc-per-node={processes}")
     chosen = dict(word.split("=", 1) for word in settings if "=" in word)
     folder = chosen.get("sweep_dir", f"runs/{chosen.get('experiment', 'quickstart')}_sweep")
     if not folder:
         _refuse("sweep_dir= is empty (an unset shell variable?); give a folder")
-    return Options(
-        launcher=[*parsed_ours.prefix, sys.executable, "-m", "torch.distributed.run", *torchrun],
-        world=nodes * processes,
-        settings=[word for word in settings if not word.startswith("sweep_dir=")],
-        folder=user_path(folder, "sweep_dir"),
-        train=not parsed_ours.plan,
-        predict=not parsed_ours.no_plan,
-    )
+    run = [sys.executable, "-m", "torch.distributed.run", *torchrun, f"--nproc-per-node={processes}"]
+    options.launcher, options.world = [*options.prefix, *run], nodes * processes
+    options.settings = [word for word in settings if not word.startswith("sweep_dir=")]
+    options.folder = user_path(folder, "sweep_dir")
+    return options
 
 
 def _refuse(message: str) -> NoReturn:
     raise UserError(f"{message}; options are torchrun's, --plan, --no-plan and --prefix")
+
+
+COLUMNS = (
+    *("status", "tokens", "tokens_per_second", "allocated_gib", "predicted_allocated_gib", "mfu", "seconds_per_step"),
+    *("measured_steps", "predicted_tokens_per_second", "predicted_mfu", "reason", "plan_reason"),
+)
+"""Columns after the swept settings; an empty cell is an unknown value."""
+_PANELS = {"tokens/s of all ranks": "tokens_per_second", "MFU": "mfu", "peak memory of a rank, GiB": "allocated_gib"}
+
+
+def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write one row per point, with unrounded numbers."""
+    keys = list(rows[0]["overrides"])
+    with atomic_path(file) as temporary, temporary.open("w", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*keys, *COLUMNS])
+        writer.writerows([*row["overrides"].values(), *map(row.get, COLUMNS)] for row in rows)
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Group the rows into the picture's lines, sorted by tokens. Rows of a line differ only in data settings."""
+    short = short_keys(rows[0]["overrides"])
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted((row for row in rows if row["tokens"] is not None), key=lambda row: row["tokens"]):
+        values = [f"{short[key]}={value}" for key, value in row["overrides"].items() if not key.startswith("data")]
+        lines.setdefault(", ".join(values) or "all points", []).append(row)
+    return lines
+
+
+def write_picture(file: Path, rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """Draw speed, MFU and peak memory against the tokens of a sample as PNG, with dashed predictions.
+
+    A point that ran out of memory is a cross at its predicted value, or on the axis without a prediction.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    for axes, (label, column) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+        for number, (name, line) in enumerate(lines_of(rows).items()):
+            style = {"color": f"C{number % 10}", "marker": "osD^vP"[number // 10 % 6]}
+            tokens = [row["tokens"] for row in line]
+            measured, predicted = ([row.get(key) for row in line] for key in (column, f"predicted_{column}"))
+            axes.plot(tokens, np.array(measured, float), label=name, **style)
+            axes.plot(tokens, np.array(predicted, float), label=f"{name}, predicted", ls="--", mfc="white", **style)
+            for row in line:
+                if row["status"] == OUT_OF_MEMORY:
+                    height = row.get(f"predicted_{column}") or 0
+                    axes.plot(row["tokens"], height, "X", color=style["color"], ms=9, clip_on=False)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+        axes.tick_params(axis="x", rotation=30)
+        axes.grid(lw=0.4)
+        axes.set_xlabel("tokens of a sample")
+        axes.set_title(label, loc="left", fontweight="bold", fontsize=11)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4)
+    with atomic_path(file) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})

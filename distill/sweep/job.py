@@ -88,10 +88,8 @@ def classify(exit_code: int, output: str) -> tuple[str, str | None]:
     if no_memory := [line for line in lines if _NO_MEMORY.search(line)]:
         status, reason = OUT_OF_MEMORY, no_memory[0]
     elif exit_code == -signal.SIGKILL:
-        status, reason = (
-            OUT_OF_MEMORY,
-            "a process was killed by SIGKILL, probably by the kernel for lack of host memory",
-        )
+        reason = "a process was killed by SIGKILL, probably by the kernel for lack of host memory"
+        status = OUT_OF_MEMORY
     elif errors and errors[0].startswith("error: "):
         status, reason = REFUSED if exit_code == 2 else FAILED, errors[0].removeprefix("error: ")
     else:

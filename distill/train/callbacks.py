@@ -1,4 +1,4 @@
-"""Callbacks of a run, one small class each: norms of parameters, samples, export and report.
+"""Callbacks of a run, one small class each: norms of parameters, and the export.
 
 The trainer lists them (:attr:`distill.train.trainer.Trainer.callbacks`). They read its state and do not change it.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distill.evaluate.evaluator import Evaluator, write_scheduler
-from distill.evaluate.sampling import sampling_batch
-from distill.train.trained import Trained
+from distill.methods import Method
+from distill.methods.common.few_step import FewStepMethod
+from distill.train.optimizers import Trained
+from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import on_all_ranks, parameter_norms
-from fsdp_cp.runtime.timeouts import long_timeout
 from models.files.atomic_folder import withdraw
-from models.files.export_folder import export_adapters, export_weights
+from models.files.export_folder import export_adapters, export_scheduler, export_weights
 from models.roles.role import EXPERTS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Norms(Callback):
         if any(self.trainer.method.trained_role(earlier - 1) == role for earlier in before):
             return
         with phase(f"{role}/norms"):
-            norms = {network.name: parameter_norms(network.named_parameters()) for network in trained}
+            norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
         if self.trainer.norms is not None:
             for name, values in norms.items():
                 self.trainer.norms.write(step, name, values)
@@ -128,56 +128,12 @@ class Export(Callback):
             log.info("exported the student (%s weights)%s to %s", about["weights"], merged, run_dir / "export/student")
 
 
-class Samples(Callback):
-    """Sample clips of the student, or of its EMA if it has one, every ``sample.every`` steps and at the end."""
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        """Sampler of clips. All ranks create it together when they sample the first clips."""
-        trainer, micro_batch = self.trainer, self.trainer.batches.batching.micro_batch_size
-        fitting = sampling_batch(trainer.method.roles.values(), trainer.mesh, trainer.device)
-        return Evaluator(
-            config=trainer.config,
-            mesh=trainer.mesh,
-            device=trainer.device,
-            data=trainer.data,
-            method=trainer.method,
-            run_dir=trainer.run_dir,
-            batch=max(micro_batch, fitting),  # a micro-batch fits, since training runs it
-        )
-
-    def after_step(self) -> None:
-        every, step = self.trainer.config.sample.every, self.trainer.step
-        if every and step % every == 0 and step < self.trainer.config.steps:
-            self._write()
-
-    def at_end(self) -> None:
-        if self.trainer.config.sample.at_end:
-            self._write()
-
-    @long_timeout()
-    def _write(self) -> None:
-        with self.trainer.method.student_average():
-            self.evaluator.write_samples(self.trainer.step, self.trainer.log)
-
-
-class Report(Callback):
-    """Writer of ``report.html``, ``report.json`` and ``report.png``."""
-
-    def __init__(self, trainer: Trainer, samples: Samples):
-        super().__init__(trainer)
-        self.samples = samples
-
-    def at_end(self) -> None:
-        trainer, settings = self.trainer, self.trainer.config.sample
-        if not (settings.at_end and settings.report_clips):
-            return
-        facts = {
-            "steps": trainer.step,
-            "minutes of training": round(trainer.seconds / 60, 2),
-            "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
-            "peak memory per rank, GiB": round(trainer.memory()["memory/peak_gib"], 3),
-            **trainer.facts,
-        }
-        with trainer.method.student_average():
-            self.samples.evaluator.write_report(facts)
+def write_scheduler(method: Method, folder: Path) -> None:
+    """Write the scheduler with which a plain diffusers pipeline samples as ``method`` does, or log why none fits."""
+    scheduler = None
+    if isinstance(method, FewStepMethod):
+        try:
+            scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
+        except UserError as error:
+            log.warning("could not write %s: %s", folder, error)
+    export_scheduler(folder, scheduler)

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from distill.config import LogSettings
+from distill.config.schema import LogSettings
 from distill.run.loggers import open_services
 from fsdp_cp.errors import UserError, duration
 

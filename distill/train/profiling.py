@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distill.config import Config
 from distill.config.schema import ProfileSettings
 from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError, shown
@@ -29,13 +28,13 @@ _ENTRIES = 1_000_000
 """Number of allocations and releases to keep, the latest ones. Each takes about 1 KB of host memory."""
 
 
-def check_profile(config: Config, *, world: int) -> None:
+def check_profile(settings: ProfileSettings, *, world: int) -> None:
     """Check ``profile.ranks`` against the number of ranks.
 
     Raises:
         UserError: a rank that does not exist.
     """
-    ranks = config.profile.ranks
+    ranks = settings.ranks
     if isinstance(ranks, list) and max(ranks) >= world:
         raise UserError(
             f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"
@@ -70,17 +69,13 @@ class StepProfiler:
     def __enter__(self) -> StepProfiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Write the steps so far if a signal stopped the run, or the allocator's history if the run failed."""
-        if self._profiler is None:
-            return
         if isinstance(error, Stopped) and self._latest:
             self._write()
-            return
-        with suppress(Exception):  # the run's own error is what the user must see
-            self._stop(self._free_stem("until_failure"), with_trace=False)
+        elif self._profiler is not None:
+            with suppress(Exception):  # the run's own error is what the user must see
+                self._stop(self._free_stem("until_failure"), with_trace=False)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -100,8 +95,8 @@ class StepProfiler:
 
     def _start(self, number: int) -> None:
         self._first = number
-        if self._memory:
-            record_allocations(True)
+        if self._memory:  # private (torch 2.11 to 2.13)
+            torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_ENTRIES, clear_history=True)
         self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])])
         self._profiler.start()
 
@@ -121,38 +116,20 @@ class StepProfiler:
         """Stop recording and write files whose names begin with ``stem``."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
-        try:
-            try:
-                if self._memory:
-                    with atomic_path(self._folder / f"{stem}{_MEMORY}") as temporary:
-                        dump_allocations(temporary)
-            finally:
-                profiler.stop()
+        with ExitStack() as stack:
+            if self._memory:
+                stack.callback(torch.cuda.memory._record_memory_history, None)
+            with ExitStack() as recording:
+                recording.callback(profiler.stop)
+                if self._memory:  # for https://pytorch.org/memory_viz
+                    path = recording.enter_context(atomic_path(self._folder / f"{stem}{_MEMORY}"))
+                    torch.cuda.memory._dump_snapshot(str(path))
             if with_trace:
                 with atomic_path(self._folder / f"{stem}{_TRACE}") as temporary:
                     profiler.export_chrome_trace(str(temporary))
-        finally:
-            if self._memory:
-                record_allocations(False)
 
     def _free_stem(self, steps: str) -> str:
         """Return ``steps_STEPS_rankR``, with a number appended if an earlier start of the run wrote such files."""
-        stem = name = f"steps_{steps}_rank{rank()}"
-        number = 1
-        while any((self._folder / f"{name}{end}").exists() for end in (_TRACE, _MEMORY)):
-            number += 1
-            name = f"{stem}_{number}"
-        return name
-
-
-def record_allocations(on: bool) -> None:
-    """Start or stop recording CUDA allocations; ``_record_memory_history`` is private (torch 2.11 to 2.13)."""
-    if on:
-        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_ENTRIES, clear_history=True)
-    else:
-        torch.cuda.memory._record_memory_history(None)
-
-
-def dump_allocations(file: Path) -> None:
-    """Write the history, for https://pytorch.org/memory_viz; ``_dump_snapshot`` is private (torch 2.11 to 2.13)."""
-    torch.cuda.memory._dump_snapshot(str(file))
+        stem = f"steps_{steps}_rank{rank()}"
+        names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+        return next(n for n in names if not any((self._folder / f"{n}{end}").exists() for end in (_TRACE, _MEMORY)))

@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
+from distill.data.order import Batching, MicroBatchSampler
+from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
-from distill.train.batches import StepBatches
-from distill.train.callbacks import Export, Norms, Report, Samples
+from distill.train.callbacks import Export, Norms
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
-from distill.train.trained import Trained, averaged, build_trained
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
@@ -42,6 +44,7 @@ from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
+from models.roles.condition import Condition
 from models.roles.role import Role
 
 log = logging.getLogger(__name__)
@@ -57,7 +60,6 @@ class Trainer:
         data: the clips.
         method: yields the losses.
         micro_batch_size: samples per data-parallel rank and forward.
-        run_dir: the run directory.
     """
 
     def __init__(
@@ -69,21 +71,23 @@ class Trainer:
         data: ClipDataset,
         method: Method,
         micro_batch_size: int,
-        run_dir: Path,
     ):
         self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
-        self.run_dir = run_dir
+        self.run_dir = Path(config.run_dir)
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.trained = build_trained(config, method)
         method.student_average = partial(averaged, self.trained_of("student"))
         self.training_data = method.training_data(data)
-        self.batches = StepBatches(
-            config,
-            mesh=mesh,
-            device=device,
-            data=data,
-            training_data=self.training_data,
+        self.batching = Batching(
+            global_size=config.batch_size,
             micro_batch_size=micro_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            parts=config.expert_draws,
+        )
+        # Move them once: a copy with each micro-batch would stall the GPU.
+        self._null, self._empty = (
+            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
         )
         # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
@@ -107,9 +111,8 @@ class Trainer:
         self.log: MetricsLog | None = None
         self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", **kept)
-        samples = Samples(self)
-        self.callbacks = (Norms(self), Export(self), samples, Report(self, samples))
+        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
+        self.callbacks = (Norms(self), Export(self), Evaluator(self))
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
@@ -122,23 +125,17 @@ class Trainer:
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            self.train(stop)
+            on_all_ranks(self._open_log)
+            reset_peak(self.device)
+            profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
+            # As a context, the bar closes before an error is printed.
+            progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
+            with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
+                self._train(shown.update, stop, profiler)
             self.finish()
-            self.close()
-
-    def train(self, stop: StopSignal) -> None:
-        """Open the logs and train the remaining steps.
-
-        Args:
-            stop: holds a received stop signal, which is checked between two steps.
-        """
-        on_all_ranks(self._open_log)
-        reset_peak(self.device)
-        profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        # As a context, the bar closes before an error is printed.
-        progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
-        with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
-            self._train(shown.update, stop, profiler)
+            for opened in (self.log, self.norms):
+                if opened is not None:
+                    opened.close()
 
     @long_timeout()
     def finish(self) -> None:
@@ -157,12 +154,6 @@ class Trainer:
         for callback in self.callbacks:
             callback.at_end()
         barrier()
-
-    def close(self) -> None:
-        """Close the logs."""
-        for opened in (self.log, self.norms):
-            if opened is not None:
-                opened.close()
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in ``folder``; a collective.
@@ -274,8 +265,29 @@ class Trainer:
                 self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each remaining step."""
-        return self.batches.steps(self.config.steps - self.step, first_sample=self.samples)
+        """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
+        steps, accumulation = self.config.steps - self.step, self.batching.accumulation
+        sampler = MicroBatchSampler(
+            seed=self.config.seed,
+            clips=len(self.training_data),
+            batching=self.batching,
+            first_sample=self.samples,
+            steps=steps,
+        )
+        loader = DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda")
+        micro_batches = map(self._on_device, loader)
+        for _ in range(steps):
+            yield [next(micro_batches) for _ in range(accumulation)]
+
+    def _on_device(self, items: dict[str, Any]) -> Batch:
+        wanted = {"latents", "states", *self.data.condition_shapes}
+        moved = {name: items[name].to(self.device, non_blocking=True) for name in items if name in wanted}
+        return Batch(
+            latents=moved.get("latents"),
+            condition=Condition({name: moved[name] for name in self.data.condition_shapes}, self._null, self._empty),
+            latent_shape=self.data.latent_shape,
+            states=moved.get("states"),
+        )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """Update the role whose turn it is and return its metrics. All except times are equal on all ranks.
@@ -283,20 +295,26 @@ class Trainer:
         The host's clock measures the step's time, on CUDA too: the host waits for the reduced metrics at the end of the
         step, after the optimizer's kernels.
         """
-        started = time.perf_counter()
+        started, batching = time.perf_counter(), self.batching
         name = self.method.trained_role(self.step)
         for role in self.method.roles.values():
             role.flops = 0
+
+        def random(i: int) -> StepRandom:
+            at = {"step": self.step, "positions": batching.positions(i), "part": batching.part(i)}
+            return StepRandom(seed=self.config.seed, device=self.device, **at)
+
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
-            losses = self._accumulate_gradients(micro_batches)
+            share = batching.micro_batch_size / self.config.batch_size
+            losses = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
             trained = [network for network in self.trained_of(name) if network.index in losses.networks]
             for callback in self.callbacks:
                 callback.before_update(name, trained)
             with phase(f"{name}/clip"):
-                norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))
+                norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))
             rates = {f"{network.name}/lr": network.rate() for network in trained}
             with phase(f"{name}/update"):
                 self._update(name, norm, trained)
@@ -306,13 +324,13 @@ class Trainer:
         self.samples += self.config.batch_size
         self.seconds += seconds
         self.last_loss[name] = loss
-        peak = peak_flops(self.device)
+        peak, samples = peak_flops(self.device), self.config.batch_size
         performance = speed(
             name,
             seconds=seconds,
             phases=times.seconds(),
-            samples=self.config.batch_size,
-            tokens=self.roles[name].tokens * self.config.batch_size,
+            samples=samples,
+            tokens=self.roles[name].tokens * samples,
             flops=flops,
             peak=None if peak is None else peak * world_size(),
         )
@@ -324,22 +342,6 @@ class Trainer:
             **performance,
             **{f"{name}/{key}": value for key, value in means.items()},
         }
-
-    def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
-        """Run the backward passes of a step, and return this rank's share of its losses."""
-        batching = self.batches.batching
-
-        def random(i: int) -> StepRandom:
-            return StepRandom(
-                seed=self.config.seed,
-                step=self.step,
-                positions=batching.positions(i),
-                part=batching.part(i),
-                device=self.device,
-            )
-
-        share = batching.micro_batch_size / self.config.batch_size
-        return accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.
@@ -470,5 +472,4 @@ def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.de
         data=data,
         method=build_method(config.method, roles),
         micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
     )

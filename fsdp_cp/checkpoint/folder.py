@@ -42,7 +42,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 @paths_of_the_user()
-def published_steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the published checkpoints under ``folder``, ascending."""
     if not folder.is_dir():
         return []
@@ -114,7 +114,7 @@ def find_checkpoint(folder: str | Path, setting: str) -> Path:
 
 def _newest_whole(checkpoints: Path) -> Path | None:
     """Return the newest whole checkpoint; warn about newer ones that are damaged."""
-    for step in reversed(published_steps(checkpoints)):
+    for step in reversed(saved_steps(checkpoints)):
         checkpoint = step_folder(checkpoints, step)
         if (wrong := damage(checkpoint)) is None:
             return checkpoint
@@ -142,7 +142,7 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
     if setting == "never":
         return None
     newest = _newest_whole(checkpoints)
-    steps = published_steps(checkpoints)
+    steps = saved_steps(checkpoints)
     if steps and newest is None:  # starting from scratch would discard weeks of work
         raise UserError(
             f"no checkpoint in {checkpoints} is whole (the newest: step {steps[-1]}); use checkpoint.resume=never to"
@@ -173,7 +173,7 @@ def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
     """
 
     def look() -> None:
-        later = [step for step in published_steps(checkpoints) if step > max(before, default=-1)]
+        later = [step for step in saved_steps(checkpoints) if step > max(before, default=-1)]
         if rank() == 0 and later:
             newest = step_folder(checkpoints, later[-1])
             raise UserError(f"{newest} was saved after this start looked for checkpoints; start it again")
@@ -193,7 +193,7 @@ def leave_branch(checkpoint: Path) -> None:
     ``keep`` must not count them. Called by all ranks.
     """
     if rank() == 0:
-        for step in published_steps(checkpoint.parent):
+        for step in saved_steps(checkpoint.parent):
             later = step_folder(checkpoint.parent, step)
             if later.name > checkpoint.name:
                 leave(later)

@@ -30,9 +30,9 @@ from fsdp_cp.checkpoint.folder import (
     STATE,
     first_failure,
     leave,
-    published_steps,
     readable,
     reader,
+    saved_steps,
     step_folder,
     unfinished_folders,
 )
@@ -190,7 +190,7 @@ class Checkpoints:
             leave(target)
         unfinished.rename(target)
         _sync(self.folder)
-        for old in published_steps(self.folder)[: -self.keep] if self.keep else []:
+        for old in saved_steps(self.folder)[: -self.keep] if self.keep else []:
             if not self.keep_every or old % self.keep_every:
                 _remove(step_folder(self.folder, old))
 
@@ -213,7 +213,7 @@ class Checkpoints:
         return not full
 
     def _failed(self, step: int, error: BaseException) -> UserError:
-        steps = published_steps(self.folder)
+        steps = saved_steps(self.folder)
         newest = steps[-1] if steps else "none"
         # On a full disk torch's writer only raises "unexpected pos", so add the free space.
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_cp.checkpoint import save_load as checkpoint
-from fsdp_cp.checkpoint.folder import find_resume, published_steps, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, saved_steps, step_folder
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.runtime.timeouts import set_timeout, timeout_of
 
@@ -69,7 +69,7 @@ def _beside_the_training(folder):
                 during += not checkpoints._writing[1].done()
                 HALFWAY.set()
         checkpoints.wait()
-    return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
+    return all(sums), saved_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
 
 
 def _without_room(folder):
@@ -89,7 +89,7 @@ def _without_room(folder):
     sys.addaudithook(note)  # from here on a run that is killed has a checkpoint of that name
     checkpoints = Checkpoints(folder, keep=1, asynchronous=True)
     checkpoints.save(7, tensors(7), {"step": 7})
-    return published_steps(folder), len(records), renamed
+    return saved_steps(folder), len(records), renamed
 
 
 def _verified(folder):

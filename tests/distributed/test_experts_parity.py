@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, materialise, microbatch, shard_module
 from fsdp_cp.checkpoint.folder import step_folder

@@ -10,7 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError

@@ -24,7 +24,7 @@ def checked(folder, cp):
     found = check_meshes(config, plan, device=CPU, data=data)
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     trainer = Trainer(
-        config=config, mesh=mesh, device=CPU, data=data, micro_batch_size=plan.micro_batch_size, run_dir=plan.run_dir,
+        config=config, mesh=mesh, device=CPU, data=data, micro_batch_size=plan.micro_batch_size,
         method=build_method(config.method, plan.build_roles(mesh=mesh, device=CPU, data=data, seed=config.seed)),
     )  # fmt: skip
     return found, trainer.first_steps()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
 from tests.oracles.difference import compare

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_cp.checkpoint.folder import published_steps, read_state, step_folder
+from fsdp_cp.checkpoint.folder import read_state, saved_steps, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import first_non_finite, local_shard
 from tests.oracles.runs import Setup, make_config
@@ -41,7 +41,7 @@ def _poisoned(folder, run_dir, in_a_row):
     except UserError as caught:
         error = str(caught)
     leftover = any(p.grad is not None for role in trainer.roles.values() for p in role.parameters())
-    saved = published_steps(run_dir / "checkpoints")
+    saved = saved_steps(run_dir / "checkpoints")
     if saved:  # the last good state; the fake score, which did not learn, has that of the run's start
         numbers = read_state(step_folder(run_dir / "checkpoints", saved[-1]))
         assert numbers["skipped"] == trainer.skipped and numbers["updates"] == trainer.updates

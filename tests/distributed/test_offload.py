@@ -11,7 +11,7 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from distill.config import EmaSettings, OptimizerSettings
+from distill.config.schema import EmaSettings, OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint.folder import step_folder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, shard_module
 from models.families.wan import Wan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup

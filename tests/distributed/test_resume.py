@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from distill.methods.self_forcing import SelfForcingSettings
 from distill.run.checkpoint_checks import check_resume
-from fsdp_cp.checkpoint.folder import published_steps, step_folder
+from fsdp_cp.checkpoint.folder import saved_steps, step_folder
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
 from tests.oracles.difference import compare
@@ -74,7 +74,7 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
         for name, value in weights.items():
             assert torch.equal(resumed.weights[group][name], value), (group, name)
     assert any(not torch.equal(w, w.bfloat16().float()) for w in truth.weights["student"].values())
-    assert published_steps(tmp_path / "checkpoints") == [STOP, STEPS]
+    assert saved_steps(tmp_path / "checkpoints") == [STOP, STEPS]
     assert (tmp_path / "checkpoints" / f"left_step_{STEPS:08d}").is_dir(), "the later checkpoint was overwritten"
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.autograd import forward_ad
 
-from distill.config import Config, SampleSettings
-from distill.config.schema import TrainedRoleSettings
+from distill.config import Config
+from distill.config.schema import SampleSettings, TrainedRoleSettings
 from distill.data import MovingShapesSettings
 from distill.methods.meanflow import MeanFlowSettings
 from distill.sample import main as sample_command

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fsdp_cp.checkpoint.folder import published_steps
+from fsdp_cp.checkpoint.folder import saved_steps
 from models import export
 from tests.e2e.launch import (
     QUICK,
@@ -29,7 +29,7 @@ ENDLESS = ("steps=100000", "checkpoint.every=0", "export.at_end=false")
 
 
 def newest(run_dir):
-    return max(published_steps(run_dir / "checkpoints"), default=0)
+    return max(saved_steps(run_dir / "checkpoints"), default=0)
 
 
 def trained(run_dir):

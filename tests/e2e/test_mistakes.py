@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from distill.config import SETTINGS
+from distill.config.schema import SETTINGS
 from tests.e2e import mistakes
 from tests.e2e.launch import QUICK, ROOT
 from train import main

@@ -14,7 +14,7 @@ from diffusers import WanTransformer3DModel
 
 from distill import sample
 from distill.config import load_config
-from fsdp_cp.checkpoint.folder import published_steps
+from fsdp_cp.checkpoint.folder import saved_steps
 from models import export
 from tests.e2e.families import same_weights, weights
 from tests.e2e.launch import QUICK, ROOT, environment, forked, losses, run_command, torchrun_command, train, wait_for
@@ -41,7 +41,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
         assert all(key in line for line in lines), key
     assert all(math.isfinite(value) for line in losses(run_dir) for value in line.values())
     assert {key for line in losses(run_dir) for key in line} >= {"student/loss", "fake/loss", "fake/grad_norm"}
-    assert published_steps(run_dir / "checkpoints") == [2]
+    assert saved_steps(run_dir / "checkpoints") == [2]
     assert load_config(run_dir / "config.yaml").batch_size == 2
     WanTransformer3DModel.from_pretrained(run_dir / "export" / "student")
     teacher = ROOT / "assets" / "quickstart_teacher" / "transformer"
@@ -62,9 +62,9 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     words = (*QUICK, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
-        wait_for(lambda: len(published_steps(run_dir / "checkpoints")) >= 2, first.lives)
+        wait_for(lambda: len(saved_steps(run_dir / "checkpoints")) >= 2, first.lives)
         first.send(signal.SIGSTOP)
-        steps = max(published_steps(run_dir / "checkpoints")) + 2
+        steps = max(saved_steps(run_dir / "checkpoints")) + 2
         again = (*words, f"steps={steps}", f"run_dir={run_dir}")
         refused = forked(0, "train", *again).wait()
         assert refused.returncode == 2 and "run_dir=" in refused.stderr and "Traceback" not in refused.stderr, refused

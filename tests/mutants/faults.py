@@ -91,8 +91,8 @@ FAULTS = (
         name="clip_first_expert",
         room="gradients: clip norm",
         harm="steps that train both experts clip by (and log) the first one's norm",
-        old="norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))",
-        new="norm = grad_norm(trained[0].parameters())",
+        old="norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))",
+        new="norm = grad_norm(trained[0].single.parameters())",
         killed_by="distributed/test_experts_parity.py::test_two_experts[rcm-{'cp': 2, 'micro_batch_size': 4, 'steps': 4}]",  # noqa: E501
     ),
     Fault(
@@ -211,8 +211,8 @@ FAULTS = (
         name="lr_over_steps",
         room="optimizer: lr schedule",
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
-        old="                planned=planned[role.name, index],\n",
-        new="                planned=config.steps,\n",
+        old="                all_updates=counts[role.name, index],\n",
+        new="                all_updates=config.steps,\n",
         killed_by="distributed/test_nan.py::test_one_bad_step_is_skipped_on_all_ranks",
     ),
     Fault(
@@ -235,8 +235,8 @@ FAULTS = (
         name="resume_position_by_step",
         room="resume: sampler position",
         harm="a run resumed with another batch_size sees clips twice and skips others",
-        old="self.config.steps - self.step, first_sample=self.samples)",
-        new="self.config.steps - self.step, first_sample=self.step * self.config.batch_size)",
+        old="            first_sample=self.samples,\n",
+        new="            first_sample=self.step * self.config.batch_size,\n",
         killed_by="distributed/test_resume.py::test_another_batch_size",
     ),
     Fault(
@@ -402,11 +402,11 @@ FAULTS = (
         name="refused_run_leaves_folder",
         room="command line: writes before refusal",
         harm="a dry run, or a run that is refused later, leaves an empty folder",
-        old=("    refuse_foreign(plan.run_dir)\n    if config.dry_run:\n"),
+        old=("        refuse_foreign(plan.run_dir)\n        if config.dry_run:\n"),
         new=(
-            "    refuse_foreign(plan.run_dir)\n"
-            "    plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
-            "    if config.dry_run:\n"
+            "        refuse_foreign(plan.run_dir)\n"
+            "        plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
+            "        if config.dry_run:\n"
         ),
         killed_by="e2e/test_mistakes.py::test_a_dry_run_writes_nothing",
     ),

@@ -16,7 +16,7 @@ from diffusers import HunyuanVideo15Transformer3DModel, LTXVideoTransformer3DMod
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from distill.data.order import clip_at
 from distill.methods import METHODS, Batch
 from fsdp_cp.rng import StepRandom

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.config import Config, EmaSettings, OptimizerSettings
-from distill.config.schema import OptimSettings
+from distill.config import Config
+from distill.config.schema import EmaSettings, OptimizerSettings, OptimSettings
 from distill.methods.dcm import DcmSettings
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings

@@ -11,7 +11,7 @@ import torch
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
-from distill.train.trained import Trained
+from distill.train.optimizers import Trained
 from distill.train.trainer import Trainer
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
@@ -91,7 +91,6 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         data=random_clips(setup),
         method=build_method(config.method, roles),
         micro_batch_size=setup.micro_batch_size,
-        run_dir=Path(config.run_dir),
     )
     if resume_from is not None:
         trainer.resume(resume_from)

@@ -12,9 +12,9 @@ from fsdp_cp.checkpoint.folder import (
     _Unpickler,
     find_checkpoint,
     find_resume,
-    published_steps,
     reader,
     refuse_overtaken,
+    saved_steps,
     step_folder,
 )
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
@@ -139,7 +139,7 @@ def test_what_is_no_checkpoint_is_not_looked_at(folder):
     (folder / "step_00000003.tmp").mkdir()
     (folder / "step_00000004").mkdir()
     (folder / "notes.txt").write_text("mine")
-    assert published_steps(folder) == [1, 2] and find_resume("auto", folder) == step_folder(folder, 2)
+    assert saved_steps(folder) == [1, 2] and find_resume("auto", folder) == step_folder(folder, 2)
     assert find_resume(str(folder.parent), folder) == step_folder(folder, 2)
     assert find_resume(str(step_folder(folder, 1)), folder) == step_folder(folder, 1)
     with pytest.raises(UserError, match="checkpoint.resume"):
@@ -152,7 +152,7 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
     for step in range(1, 11):
         checkpoints.save(step, tensors(step), {"step": step})
     checkpoints.wait()
-    assert published_steps(tmp_path) == [4, 8, 9, 10]
+    assert saved_steps(tmp_path) == [4, 8, 9, 10]
     assert sorted(p.name for p in tmp_path.iterdir())[0] == "mine" and len(list(tmp_path.iterdir())) == 5
     assert all(holds(step_folder(tmp_path, step), step) for step in (4, 8, 9, 10))
 
@@ -167,7 +167,7 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(folder):
 
 
 def test_a_later_one_that_appeared_meanwhile_is_not_left_behind(folder):
-    there = published_steps(folder)
+    there = saved_steps(folder)
     refuse_overtaken(there, folder)
     Checkpoints(folder, keep=0).save(3, tensors(3), {"step": 3})
     with pytest.raises(UserError, match="step_00000003"):

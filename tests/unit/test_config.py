@@ -7,9 +7,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from distill.config import Config, RoleSettings, compose_config, load_config
+from distill.config import Config, compose_config, load_config
 from distill.config.checks import check, micro_batch_size
 from distill.config.errors import CONFIGS
+from distill.config.schema import RoleSettings
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.data.order import Batching
 from distill.methods import METHODS

@@ -17,8 +17,8 @@ from distill.encode import main
 from distill.planning.command import planned_shapes
 from distill.planning.encoders import encoder_peaks
 from distill.run.folder import held_run_dir
+from distill.run.open import dry_run
 from distill.run.setup import plan_run
-from distill.run.summary import dry_run
 from fsdp_cp.errors import UserError
 from tests.oracles.state_set import SHAPE, stored, write_state_set
 from tests.unit.refused import refused

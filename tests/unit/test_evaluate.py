@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from distill.config import LogSettings, SampleSettings, compose_config
+from distill.config import compose_config
+from distill.config.schema import LogSettings, SampleSettings
 from distill.data.moving_shapes import CAPTIONS, MovingShapes
 from distill.evaluate.evaluator import Evaluator
 from distill.report.measures import HIGHER_IS_BETTER
@@ -46,15 +47,17 @@ def evaluator(tmp_path, method, **settings):
     sample = SampleSettings(**{"prompts": 2, "teacher_steps": [5, 2], "student_steps": [3]} | settings)
     config = compose_config([f"run_dir={tmp_path}"])
     config.sample = sample
-    return Evaluator(
+    trainer = SimpleNamespace(
         config=config,
         mesh=SimpleNamespace(shape="1 x 1", dp_size=1, dp_rank=0, dp=SimpleNamespace(size=lambda: 1)),
         device=torch.device("cpu"),
         data=MovingShapes(encoders="assets/quickstart_teacher"),
         method=method,
         run_dir=tmp_path,
-        batch=2,
     )
+    made = Evaluator(trainer)
+    made.batch = 2
+    return made
 
 
 def brightness(path):

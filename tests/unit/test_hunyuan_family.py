@@ -164,7 +164,7 @@ def test_its_encoders_are_planned():
         text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
         vae, image = (
             encoders.build_vae(HUNYUAN.planning.vae),
-            encoders.build_image_encoder(HUNYUAN.planning.image_encoder),
+            encoders._build(HUNYUAN.planning.image_encoder, "CLIPVisionModel", encoders._SIGLIP),
         )
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distill.config import LogSettings
+from distill.config.schema import LogSettings
 from distill.run.loggers import WeightsAndBiases, check_services
 from tests.unit.refused import refused
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from PIL import Image
 
-from distill.config import LogSettings
+from distill.config.schema import LogSettings
 from distill.run.json_lines import cut_back
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog
 from tests.unit.refused import refused

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config import OptimizerSettings
+from distill.config.schema import OptimizerSettings
 from distill.train import optimizers
 from distill.train.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.measure.memory import LiveStorages

@@ -6,9 +6,8 @@ import re
 
 import numpy as np
 
-from distill.report.facts import read_starts, start_facts
-from distill.report.troubles import troubles
-from distill.report.verdict import ReportRow
+from distill.report.page import read_starts, start_facts
+from distill.report.verdict import ReportRow, troubles
 
 START = {"started": "2026-11-22T10:00:00+01:00", "from_step": 30, "command": "train.py 'a=<b>'", "directory": "/w",
          "host": "node7", "commit": "abc", "clean": False, "versions": {"torch": "2.13.0"}, "device": "8 x NVIDIA H20",

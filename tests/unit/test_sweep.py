@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 
 from distill.config import compose_config
-from distill.sweep.command import INTERRUPTED, PLANNED, main, parse_arguments
+from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_arguments, write_csv, write_picture
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
-from distill.sweep.results import lines_of, write_csv, write_picture
 from fsdp_cp.errors import UserError
 from train import main as train
 
@@ -69,7 +68,7 @@ def test_the_command_line():
         given.launcher[-5:]
         == ["--nproc_per_node=4", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--nproc-per-node=4"][1:]
     )
-    assert given.settings == ["seed=1,2"] and given.folder == Path("x") and not given.train
+    assert given.settings == ["seed=1,2"] and given.folder == Path("x") and given.plan
     assert "--standalone" in parse_arguments(["-m", "--nproc-per-node", "2", "seed=1"]).launcher
 
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from distill.config import SETTINGS, compose_config
+from distill.config import compose_config
 from distill.config.errors import CONFIGS
+from distill.config.schema import SETTINGS
 from distill.config.usage import information, usage
 from distill.data import DATA
 from distill.methods import METHODS

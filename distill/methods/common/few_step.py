@@ -121,16 +121,10 @@ class FewStepMethod(Method):
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
-        name = self.settings.name
+        name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
         noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
-        return self._student_sample(noise, batch.condition, times, random, f"{name}/renoise")
-
-    def _student_sample(
-        self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
-    ) -> Tensor:
-        student, sampler = self.roles["student"], self.settings.student_sampler
         with student.kept_gathered():
-            return rollout(student, noise, condition, times, random, purpose, sampler=sampler)
+            return rollout(student, noise, batch.condition, times, random, f"{name}/renoise", sampler=sampler)
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
@@ -138,9 +132,12 @@ class FewStepMethod(Method):
 
     @torch.no_grad()
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        if role == "student" and self.roles[role].causal is None:
-            return self._student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
-        return self.joined_chunks(role, noise, condition, steps, random)
+        student = self.roles[role]
+        if role != "student" or student.causal is not None:
+            return self.joined_chunks(role, noise, condition, steps, random)
+        times, sampler = self.sampling_times(steps), self.settings.student_sampler
+        with student.kept_gathered():
+            return rollout(student, noise, condition, times, random, "sample/renoise", sampler=sampler)
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""
