@@ -97,11 +97,6 @@ class ImageInput:
     encoder: ImageEncoderFolder | None = None
     """The image encoder, for networks that also get its features."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the encoded tensors."""
-        return (self.latents,) if self.encoder is None else (self.latents, "image_embeds")
-
 
 def inspect_image(folder: Path, where: str) -> ImageInput:
     """Return the image input of a Wan pipeline, without loading weights.

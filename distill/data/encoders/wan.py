@@ -115,10 +115,11 @@ class TextEncoder:
         self.cuts = []
         return {"text": self.encode(caption)}
 
-    def report_cut(self, caption: str, what: str) -> None:
-        """Log that a caption is cut, and keep it in :attr:`cuts`."""
-        self.cuts.append(what)
-        logger.warning("%s: %.60s", what, caption)
+    def report_cut(self, caption: str, what: str, length: int, most: int, setting: str = "") -> None:
+        """Log that a part of a caption of ``length`` tokens is cut, if it is, and keep that in :attr:`cuts`."""
+        if length > most:
+            self.cuts.append(f"{what} cut from {length} to {setting}{most} tokens")
+            logger.warning("%s: %.60s", self.cuts[-1], caption)
 
     def cleaned(self, caption: str) -> str:
         """Return ``caption`` as the pipeline hands it to the tokenizer: without mojibake (with ftfy installed), HTML
@@ -156,8 +157,7 @@ class TextEncoder:
             raise UserError(
                 f"data.encoders={self.folder}: tokenizer/ makes no token of the caption {caption[:60]!r}; use T5's"
             )
-        if len(ids) > self.max_tokens:
-            self.report_cut(caption, f"caption cut from {len(ids)} to data.max_text_tokens={self.max_tokens} tokens")
+        self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
         embeddings = self._pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
         )
