@@ -22,10 +22,10 @@ from distill.data.encoders.folder import (
     readable,
     require_class,
     shown,
-    whole_numbers,
+    whole_number,
 )
 from distill.data.encoders.image import SIGLIP, ImageInput, inspect_image_encoder
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.hunyuan import GLYPH_TOKENS
@@ -126,21 +126,18 @@ class HunyuanEncoderFolder(EncoderFolder):
         second = part_settings(folder, "text_encoder_2", where)
         require_class(where, "text_encoder_2", second.get("architectures"), "T5EncoderModel")
         network = part_settings(folder, "transformer", where, optional=True)
-        sides = [network.get(key, 1) for key in ("patch_size_t", "patch_size", "patch_size")]
-        task = network.get("task_type")
-        if not whole_numbers(sides, most=64) or task not in (None, "t2v", "i2v"):
-            raise UserError(
-                f"{where}: transformer/config.json has patches of {shown(sides)}, task_type={shown(task)}; give the"
-                " folder's own"
-            )
+        file, task = f"{where}: transformer/config.json", network.get("task_type")
+        sides = ("patch_size_t", "patch_size", "patch_size")
+        if task not in (None, "t2v", "i2v"):
+            raise UserError(f"{file} has task_type={shown(task)}; give the folder's own")
         return cls(
             path=folder,
             channels=vae["latent_channels"],
             temporal=vae["temporal_compression_ratio"],
             spatial=vae["spatial_compression_ratio"],
-            patch=tuple(sides),
-            text_width=text_width(text, where, key="hidden_size"),
-            glyph_width=text_width(second, where, "text_encoder_2"),
+            patch=tuple(whole_number(network, key, file, default=1, most=64) for key in sides),
+            text_width=whole_number(text, "hidden_size", f"{where}: text_encoder/config.json"),
+            glyph_width=whole_number(second, "d_model", f"{where}: text_encoder_2/config.json"),
             task=task,
         )
 

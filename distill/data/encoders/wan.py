@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Self
 import torch
 
 from distill.data.encoders.folder import (
-    MAX_NUMBER,
     load_part,
     part_settings,
     readable,
     shown,
-    whole_numbers,
+    whole_number,
 )
 from distill.data.encoders.image import ImageInput, inspect_image
 from distill.data.videos.decode import ClipFormat
@@ -206,7 +205,8 @@ class EncoderFolder:
                 " numbers each, above 0 for latents_std"
             )
         patch = part_settings(folder, "transformer", where, optional=True).get("patch_size", (1, 1, 1))
-        if not whole_numbers(patch, most=64) or len(patch) != 3:
+        is_list = isinstance(patch, (list, tuple)) and len(patch) == 3
+        if not is_list or not all(type(side) is int and 1 <= side <= 64 for side in patch):
             raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
         return cls(
             path=folder,
@@ -215,7 +215,7 @@ class EncoderFolder:
             temporal=2 ** sum(vae["temperal_downsample"]),
             spatial=2 ** (len(vae["dim_mult"]) - 1) * (vae["patch_size"] or 1),
             patch=tuple(patch),
-            text_width=text_width(text, where),
+            text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
         )
 
     def latent_shape(self, clip: ClipFormat) -> tuple[int, int, int, int]:
@@ -305,13 +305,6 @@ class EncoderFolder:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""
         files = (file for part in parts for file in (self.path / part).iterdir())
         return sorted(file for file in files if file.suffix in _IDENTITY and file.is_file())
-
-
-def text_width(text: dict[str, Any], where: str, part: str = "text_encoder", key: str = "d_model") -> int:
-    """Return D from ``config.json`` in ``part``. Raises ``UserError`` for one that is no width."""
-    if not whole_numbers([text.get(key)], most=MAX_NUMBER):
-        raise UserError(f"{where}: {part}/config.json has {key}={shown(text.get(key))}; give the folder's own")
-    return text[key]
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:
