@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 from distill.config.usage import field_docs
 from distill.data.sets.dataset import check_local
-from distill.data.sets.encode import EncodeSettings, Source, describe, encode
+from distill.data.sets.encode import EncodeSettings, Source, encode
 from distill.data.sets.write_set import verify
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
@@ -81,10 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     if arguments.verify is not None:
         with process_group(device):
-            clips, texts = verify(Path(arguments.verify), f"SET={arguments.verify}")
+            damaged = verify(Path(arguments.verify), f"SET={arguments.verify}")
+        clips, texts = (len(numbers) for numbers in damaged.values())
         if clips or texts:
             raise UserError(
-                f"{arguments.verify}: {counted(len(clips), 'clip')} and {counted(len(texts), 'caption')} are damaged;"
+                f"{arguments.verify}: {counted(clips, 'clip')} and {counted(texts, 'caption')} are damaged;"
                 " run the command that made the set, which encodes their shards again, or set data.damaged=skip"
             )
         log.info("%s is whole", arguments.verify)
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     with process_group(device):
         columns = _columns(arguments.columns)
         source = check_local(lambda: Source.read(path, columns, has_clips=not path.is_file()))
-        encode(out, f"OUT={out}", source, settings, device, describe(settings, source))
+        encode(source, settings, device, out=out)
     if rank() == 0:
         log.info("%s is complete; train with data=encoded data.path=%s", out, out)
 

@@ -23,7 +23,9 @@ from torch.utils.data import default_collate
 
 from distill.config import Config, compose_config
 from distill.data import ClipDataset, condition_of
+from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
+from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
 from distill.data.shares import Shares
 from distill.evaluate.sampling import alone, sampling_batch
@@ -40,13 +42,11 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import log_to_console
-from models.roles.condition import FIRST_FRAME
 from models.roles.role import Role
 
 log = logging.getLogger(__name__)
 
 _MAX_STEPS = 10_000
-_IMAGES = (FIRST_FRAME, "image_latents", "image_embeds")
 
 
 class _Sampling:
@@ -93,7 +93,7 @@ class _Sampling:
         captions = [self.data.caption(i) for i in range(min(self.count, len(self.data)))]
         rows = [(i, captions[i % len(captions)]) for i in range(self.count)]
         texts = texts_of(rows, self.settings.negative_prompt)
-        bytes_per_clip = self._bytes_per_clip()
+        bytes_per_clip = self.settings.clip_bytes(1 + len(self.arguments.states))
         if rank() == 0:
             log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
         batch = sampling_batch([teacher], mesh, device)
@@ -120,11 +120,6 @@ class _Sampling:
         writer.write("texts", len(texts), bytes_per_text, "caption", copy_texts)
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
-    def _bytes_per_clip(self) -> int:
-        shapes = [self.data.latent_shape] * (1 + len(self.arguments.states))
-        shapes += [self.data.condition_shapes[name] for name in _IMAGES if name in self.data.condition_shapes]
-        return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
-
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
         """Sample clips; return the tensors of each by its number.
 
@@ -150,13 +145,13 @@ class _Sampling:
         )
         *kept, latents = (torch.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
         made = {"latents": latents} | ({STATES: torch.stack(kept, dim=1)} if kept else {})
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
+        dtype = VAE_PRECISIONS[self.settings.latents]
         stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
             tensors = {name: tensor[k] for name, tensor in made.items()}
             if not all(tensor.isfinite().all() for tensor in tensors.values()):
                 raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
-            tensors |= {name: item[name] for name in _IMAGES if name in item}
+            tensors |= {name: item[name] for name in IMAGE_TENSORS if name in item}
             stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
         return stored
 

@@ -6,12 +6,14 @@ caption's clips have eight modes of known weight. There is no VAE: latents are p
 coordinates run from 0 to the side length, with pixel centres at .5.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,8 +21,12 @@ from torch import Tensor
 
 from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES, PixelCodec, WordTable
 from distill.data.videos.decode import ClipFormat
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from models.roles.condition import Condition
+
+if TYPE_CHECKING:
+    from distill.data.settings import MovingShapesSettings
 
 BACKGROUND = 0.1
 """Brightness (0 to 1) of every background pixel, and of a colour's dark channels."""
@@ -138,53 +144,35 @@ class MovingShapes:
     """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes alone.
 
     Args:
-        encoders: folder with ``words.safetensors``.
-        num_frames, height, width: size of a clip; at least 6 frames of 16 x 16 pixels.
-        fps: frames per second at which the clips are shown.
+        settings: encoders, sizes and captions; clips have at least 6 frames of 16 x 16 pixels.
         seed: seed of the renders; those of :meth:`heldout` are another stream of it.
-        num_clips: length of the data set (nothing is stored).
-        negative_prompt: caption of the unconditional branch of guidance; empty for pad words.
-        colour_shares: share of each of ``COLOURS`` among the clips of a caption, sum 1. Captions then name no color
-            (item i has caption i modulo 8). By default captions name it.
 
     Raises:
         UserError: a number out of range, an unknown word in the negative prompt, a missing word table.
     """
 
-    def __init__(
-        self,
-        *,
-        encoders: str | Path,
-        num_frames: int = 6,
-        height: int = 16,
-        width: int = 16,
-        fps: float = 8.0,
-        seed: int = 0,
-        num_clips: int = 65536,
-        negative_prompt: str = "",
-        colour_shares: Sequence[float] | None = None,
-    ) -> None:
-        ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)  # refuses sizes of no clip
-        self._captions = captions_of(colour_shares)
+    def __init__(self, settings: MovingShapesSettings, *, seed: int = 0) -> None:
+        self._captions = captions_of(settings.colour_shares)
         # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels. An
         # epoch's order is a list of all clips.
-        for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
-            if value < least:
-                raise UserError(f"data.{name}={value} must be at least {least} for moving_shapes")
-        if not len(self._captions) <= num_clips <= _MAX_CLIPS:
-            raise UserError(f"data.num_clips={num_clips} must be from {len(self._captions)} to {_MAX_CLIPS}")
-        self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
-        self._table = WordTable(encoders)
-        self._size = {"num_frames": num_frames, "height": height, "width": width}
-        self._seed, self._split, self._num_clips = seed, "train", num_clips
-        self.fps = float(fps)
-        self.latent_shape = (3, num_frames, height, width)
+        check_range(settings, "num_frames", least=6, where="data.")
+        check_range(settings, "height", "width", least=16, where="data.")
+        check_range(settings, "num_clips", least=len(self._captions), most=_MAX_CLIPS, where="data.")
+        size = {name: getattr(settings, name) for name in ("num_frames", "height", "width")}
+        ClipFormat(**size, fps=settings.fps)  # refuses sizes of no clip
+        shares = settings.colour_shares
+        self._colour_shares = None if shares is None else _checked_shares(shares)
+        self._table = WordTable(settings.encoders)
+        self._size, self._seed, self._split, self._num_clips = size, seed, "train", settings.num_clips
+        self.fps = float(settings.fps)
+        self.latent_shape = (3, *size.values())
         self.condition_shapes = {"text": (CAPTION_WORDS, self._table.vectors.shape[1])}
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
-        null_text, empty_text = self._table.embed([negative_prompt, ""], CAPTION_WORDS, "data.negative_prompt")
+        prompts = [settings.negative_prompt, ""]
+        null_text, empty_text = self._table.embed(prompts, CAPTION_WORDS, "data.negative_prompt")
         self.null, self.empty = {"text": null_text}, {"text": empty_text}
 
-    def heldout(self) -> "MovingShapes":
+    def heldout(self) -> MovingShapes:
         """Return the same data set from the held-out stream, which training never sees."""
         data = copy.copy(self)
         data._split = "heldout"

@@ -159,7 +159,7 @@ class MovingShapesSettings(DataSettings):
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
 
-        return MovingShapes(seed=seed, **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"})
+        return MovingShapes(self, seed=seed)
 
 
 @dataclass(kw_only=True)
@@ -179,7 +179,6 @@ class VideoFolderSettings(DataSettings, EncodingFields):
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
-        check_choices(self, "data.")
         if self.image is not None and not self.has_clips:
             raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
         return self.encode_settings().shapes()

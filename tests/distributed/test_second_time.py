@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from distill.config import Config
 from distill.config.schema import SampleSettings, TrainedRoleSettings
-from distill.data import MovingShapesSettings
+from distill.data.settings import MovingShapesSettings
 from distill.methods.meanflow import MeanFlowSettings
 from distill.sample import main as sample_command
 from fsdp_cp import build_mesh

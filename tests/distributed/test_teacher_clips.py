@@ -56,7 +56,13 @@ def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=No
     shapes = {"latent_shape": LATENT_SHAPE, "condition_shapes": CONDITION_SHAPES}
     teacher = build_role(plan, mesh=mesh, device=DEVICE, trainable=False, **shapes)
     method = OdeRegressionSettings(step_list=TIMES, guidance_scale=3.0, shift=2.0)
-    encoding = SimpleNamespace(latents="fp32", negative_prompt="", max_text_tokens=9, encoders="assets")
+    encoding = SimpleNamespace(
+        latents="fp32",
+        negative_prompt="",
+        max_text_tokens=9,
+        encoders="assets",
+        clip_bytes=lambda latents: 4096 * latents,
+    )
     sampling = object.__new__(teacher_clips._Sampling)
     sampling.config = SimpleNamespace(method=method, seed=seed)
     sampling.arguments = SimpleNamespace(steps=4, states=TIMES)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distill.data.moving_shapes import MovingShapes
+from distill.data.settings import MovingShapesSettings
 from models.roles.condition import Condition
 from tests.oracles.tiny_ltx import SPACING
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
@@ -65,3 +68,8 @@ class RandomClips:
         tensors = {name: value[items] for name, value in self.tensors.items()}
         texts = [self.tensors["text"][int(caption)] if caption else self.empty["text"] for caption in captions]
         return Condition(tensors | {"text": torch.stack(texts)}, self.null, self.empty)
+
+
+def moving_shapes(encoders: str | Path, seed: int = 0, **settings: Any) -> MovingShapes:
+    """Return the data set of rendered clips with these settings."""
+    return MovingShapes(MovingShapesSettings(encoders=str(encoders), **settings), seed=seed)

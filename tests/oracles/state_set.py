@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill.data import MovingShapesSettings
 from distill.data.sets.write_set import SHARD_BYTES, SetWriter, texts_of
+from distill.data.settings import MovingShapesSettings
 from models.causal import CausalSettings
 
 SHAPE = (3, 6, 16, 16)

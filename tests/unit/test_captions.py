@@ -7,10 +7,10 @@ import torch
 
 import train
 from distill.config import load_config
-from distill.data import CaptionsSettings
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.sets.dataset import encode_source
+from distill.data.settings import CaptionsSettings
 from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips

@@ -11,8 +11,8 @@ from distill.config import Config, compose_config, load_config
 from distill.config.checks import check, micro_batch_size
 from distill.config.errors import CONFIGS
 from distill.config.schema import RoleSettings
-from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.data.order import Batching
+from distill.data.settings import MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings

@@ -9,8 +9,8 @@ import av
 import numpy as np
 import pytest
 
-from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.data.sets.dataset import encode_source
+from distill.data.settings import MovingShapesSettings, VideoFolderSettings
 from distill.data.videos.decode import ClipError, ClipFormat, read_clip
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips, write_metadata

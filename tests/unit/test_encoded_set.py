@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.data import EncodedSettings, MovingShapesSettings
 from distill.data.order import Batching, MicroBatchSampler
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.encode import EncodeSettings
 from distill.data.sets.write_set import SetWriter, verify
+from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.encode import main
 from distill.planning.command import planned_shapes
 from distill.planning.encoders import encoder_peaks
@@ -92,7 +92,7 @@ def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
     assert len(skipping) == CLIPS - 1 and skipping.fingerprint != whole.fingerprint
     with refused(changed.name):
         [skipping.with_states(TIMES)[i] for i in range(len(skipping))]
-    assert verify(damaged, "SET") == ([3, 7], [])
+    assert verify(damaged, "SET") == {"clips": [3, 7], "texts": []}
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])

@@ -12,11 +12,12 @@ from torch import nn
 
 from distill.config import compose_config
 from distill.config.schema import LogSettings, SampleSettings
-from distill.data.moving_shapes import CAPTIONS, MovingShapes
+from distill.data.moving_shapes import CAPTIONS
 from distill.evaluate.evaluator import Evaluator
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.train.metrics import MetricsLog
 from models.roles.condition import Condition
+from tests.oracles.clips import moving_shapes
 
 
 class Painter:
@@ -51,7 +52,7 @@ def evaluator(tmp_path, method, **settings):
         config=config,
         mesh=SimpleNamespace(shape="1 x 1", dp_size=1, dp_rank=0, dp=SimpleNamespace(size=lambda: 1)),
         device=torch.device("cpu"),
-        data=MovingShapes(encoders="assets/quickstart_teacher"),
+        data=moving_shapes("assets/quickstart_teacher"),
         method=method,
         run_dir=tmp_path,
     )

@@ -5,9 +5,10 @@ import pytest
 from scipy.ndimage import gaussian_filter
 
 from distill.data.encoders.words import MOTIONS
-from distill.data.moving_shapes import CAPTIONS, MovingShapes, caption_parts
+from distill.data.moving_shapes import CAPTIONS, caption_parts
 from distill.report.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
 from fsdp_cp.errors import UserError
+from tests.oracles.clips import moving_shapes
 
 N = 256
 ASKED = [CAPTIONS[i % len(CAPTIONS)] for i in range(N)]
@@ -25,11 +26,11 @@ CATCHES = {
 def renders() -> dict[str, np.ndarray]:
     """Return the reference and two further, independent streams."""
     folder = "assets/quickstart_teacher"
-    heldout = MovingShapes(encoders=folder).heldout()
+    heldout = moving_shapes(folder).heldout()
     return {
         "reference": heldout.clips(1024).numpy(),
-        "heldout": MovingShapes(encoders=folder, seed=1).heldout().clips(1024).numpy(),
-        "train": MovingShapes(encoders=folder).clips(N).numpy(),
+        "heldout": moving_shapes(folder, seed=1).heldout().clips(1024).numpy(),
+        "train": moving_shapes(folder).clips(N).numpy(),
     }
 
 

@@ -16,12 +16,12 @@ from distill.data.moving_shapes import (
     CAPTIONS,
     RGB,
     UNCOLOURED_CAPTIONS,
-    MovingShapes,
     caption_parts,
     draw_scene,
     render,
 )
 from distill.report.measures import detect
+from tests.oracles.clips import moving_shapes
 from tests.unit.refused import refused
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
@@ -37,7 +37,7 @@ def texts(data, captions):
 
 
 def test_interface(encoders):
-    data = MovingShapes(encoders=encoders, num_clips=200)
+    data = moving_shapes(encoders, num_clips=200)
     assert len(data) == 200 and data.fps == 8.0
     assert data.latent_shape == (3, 6, 16, 16) and data.condition_shapes == {"text": (4, 32)}
     item = data[7]
@@ -51,7 +51,7 @@ def test_interface(encoders):
 
 
 def test_captions_are_balanced(encoders):
-    data = MovingShapes(encoders=encoders, num_clips=128)
+    data = moving_shapes(encoders, num_clips=128)
     captions = data.captions()
     assert len(captions) == len(set(captions)) == 64
     assert len(COLOURS) >= 6 and len(MOTIONS) >= 4 and set(RGB) == set(COLOURS)
@@ -61,10 +61,10 @@ def test_captions_are_balanced(encoders):
 
 
 def test_item_is_a_function_of_seed_split_and_index(encoders):
-    one, again = MovingShapes(encoders=encoders), MovingShapes(encoders=encoders)
+    one, again = moving_shapes(encoders), moving_shapes(encoders)
     backward = [again[i]["latents"] for i in reversed(range(64))][::-1]
     assert all(torch.equal(one[i]["latents"], backward[i]) for i in range(64))
-    for other in (MovingShapes(encoders=encoders).heldout(), MovingShapes(encoders=encoders, seed=1)):
+    for other in (moving_shapes(encoders).heldout(), moving_shapes(encoders, seed=1)):
         assert other.fingerprint != one.fingerprint
         assert not any(torch.equal(one[i]["latents"], other[i]["latents"]) for i in range(64))
     assert one.fingerprint == again.fingerprint
@@ -73,7 +73,7 @@ def test_item_is_a_function_of_seed_split_and_index(encoders):
 
 def test_fingerprint_covers_every_setting(encoders):
     changes = ({}, {"num_frames": 8}, {"height": 24}, {"num_clips": 99}, {"negative_prompt": "a"})
-    assert len({MovingShapes(encoders=encoders, **change).fingerprint for change in changes}) == len(changes)
+    assert len({moving_shapes(encoders, **change).fingerprint for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize("size", [(6, 16, 16), (8, 16, 24)])
@@ -112,7 +112,7 @@ SHARES = [0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03]
 
 @pytest.mark.slow
 def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
-    data = MovingShapes(encoders=encoders, colour_shares=SHARES)
+    data = moving_shapes(encoders, colour_shares=SHARES)
     assert data.captions() == list(UNCOLOURED_CAPTIONS) and len(data.captions()) == 8
     for split in (data, data.heldout()):
         clips = split.clips(1500)
@@ -123,12 +123,12 @@ def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
     item = data[11]
     assert item["caption"] == UNCOLOURED_CAPTIONS[3] and torch.equal(item["text"], texts(data, [item["caption"]])[0])
     assert torch.equal(item["text"][3], WordTable(encoders).vectors[0]), "three words and a pad"
-    others = (MovingShapes(encoders=encoders), MovingShapes(encoders=encoders, colour_shares=[0.125] * 8))
+    others = (moving_shapes(encoders), moving_shapes(encoders, colour_shares=[0.125] * 8))
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
 def test_decode_inverts_the_scaling(encoders):
-    data = MovingShapes(encoders=encoders)
+    data = moving_shapes(encoders)
     latents = torch.stack([data[i]["latents"] for i in range(4)])
     clips = data.decode(latents)
     assert clips.shape == (4, 6, 16, 16, 3) and clips.dtype == torch.uint8
@@ -150,11 +150,11 @@ def test_wrong_settings_are_named(encoders):
         ("colour_shares", [1.5, -0.5, *[0.0] * 6]),
     ):
         with refused(named):
-            MovingShapes(encoders=encoders, **{named: value})
+            moving_shapes(encoders, **{named: value})
 
 
 def test_word_table_embeds(encoders):
-    data = MovingShapes(encoders=encoders)
+    data = moving_shapes(encoders)
     table = WordTable(encoders)
     red, empty = texts(data, ["a red circle growing", ""])
     assert torch.equal(red[1], table.vectors[table.words.index("red")])
@@ -167,7 +167,7 @@ def test_word_table_embeds(encoders):
 
 def test_broken_word_tables_are_user_errors(tmp_path):
     with refused("words.safetensors"):
-        MovingShapes(encoders=tmp_path)
+        moving_shapes(tmp_path)
     path = tmp_path / "words.safetensors"
     path.write_bytes(b"not safetensors")
     for vocabulary in (None, {}, {"vocabulary": json.dumps([PAD, "a", "b"])}, {"vocabulary": json.dumps(["a", "b"])}):

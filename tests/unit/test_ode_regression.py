@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from distill.data import EncodedSettings, MovingShapesSettings
 from distill.data.sets.dataset import open_set
 from distill.data.sets.write_set import refuse_foreign
+from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
 from distill.methods.common.sampling import guided_states

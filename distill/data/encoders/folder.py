@@ -49,9 +49,12 @@ def part_settings(
     return settings
 
 
-def whole_numbers(values: Any, *, most: int) -> bool:
-    """Whether ``values`` is a list of whole numbers from 1 to ``most``."""
-    return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
+def whole_number(settings: dict[str, Any], key: str, where: str, *, default: Any = None, most: int = MAX_NUMBER) -> int:
+    """Return a whole number from 1 to ``most``. Raises ``UserError`` for another value; ``where`` names the file."""
+    value = settings.get(key, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise UserError(f"{where} has {key}={shown(value)}; give the folder's own")
+    return value
 
 
 def shown(value: Any) -> str:

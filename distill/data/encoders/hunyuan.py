@@ -22,17 +22,15 @@ from distill.data.encoders.folder import (
     readable,
     require_class,
     shown,
-    whole_numbers,
+    whole_number,
 )
 from distill.data.encoders.image import SIGLIP, ImageInput, inspect_image_encoder
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.hunyuan import GLYPH_TOKENS
 from models.roles.condition import FIRST_FRAME
 
-PIPELINE_TOKENS = 1000
-"""``tokenizer_max_length`` of HunyuanVideo15Pipeline."""
 TEMPLATE_TOKENS = 108
 """Tokens of the chat template before the caption, which the pipelines cut off after the encoder."""
 
@@ -83,8 +81,7 @@ class HunyuanTextEncoder(TextEncoder):
                 f" {caption[:60]!r} after the system's part; give the folder's own"
             )
         length = len(whole) - self.template["crop_start"]
-        if length > self.max_tokens:
-            self.report_cut(caption, f"caption cut from {length} to data.max_text_tokens={self.max_tokens} tokens")
+        self.report_cut(caption, "caption", length, self.max_tokens, "data.max_text_tokens=")
         return valid
 
     def _within_template(self, caption: str) -> list[int]:
@@ -103,8 +100,7 @@ class HunyuanTextEncoder(TextEncoder):
             self.glyph_tokenizer, self.glyph_model, caption, self.device, tokenizer_max_length=GLYPH_TOKENS
         )
         valid = embeddings[0][mask[0].bool()].float().cpu()
-        if len(whole) > GLYPH_TOKENS:
-            self.report_cut(caption, f"quoted text cut from {len(whole)} to {GLYPH_TOKENS} tokens")
+        self.report_cut(caption, "quoted text", len(whole), GLYPH_TOKENS)
         return valid
 
 
@@ -120,8 +116,6 @@ class HunyuanEncoderFolder(EncoderFolder):
     """D of the embeddings of quoted text."""
     task: str | None
     """``task_type`` of the folder's transformer: ``t2v``, ``i2v`` or ``None``."""
-    target_size: int
-    """Side in pixels of the square by which the image-to-video pipeline sizes clips."""
 
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> HunyuanEncoderFolder:
@@ -131,56 +125,30 @@ class HunyuanEncoderFolder(EncoderFolder):
             raise UserError(f"{where}: tokenizer/ has no chat template (chat_template.jinja); give the folder's own")
         second = part_settings(folder, "text_encoder_2", where)
         require_class(where, "text_encoder_2", second.get("architectures"), "T5EncoderModel")
-        spatial = vae["spatial_compression_ratio"]
-        network = {"patch_size": 1, "patch_size_t": 1, "target_size": 640, "task_type": None}
-        network |= part_settings(folder, "transformer", where, optional=True)
-        sides = [network[key] for key in ("patch_size_t", "patch_size", "patch_size")]
-        target, task = network["target_size"], network["task_type"]
-        is_target = whole_numbers([target], most=65536) and target >= spatial  # of images, at least a latent
-        if not (whole_numbers(sides, most=64) and is_target and task in (None, "t2v", "i2v")):
-            raise UserError(
-                f"{where}: transformer/config.json has patches of {shown(sides)}, target_size={shown(target)},"
-                f" task_type={shown(task)}; give the folder's own"
-            )
+        network = part_settings(folder, "transformer", where, optional=True)
+        file, task = f"{where}: transformer/config.json", network.get("task_type")
+        sides = ("patch_size_t", "patch_size", "patch_size")
+        if task not in (None, "t2v", "i2v"):
+            raise UserError(f"{file} has task_type={shown(task)}; give the folder's own")
         return cls(
             path=folder,
             channels=vae["latent_channels"],
             temporal=vae["temporal_compression_ratio"],
-            spatial=spatial,
-            patch=tuple(sides),
-            text_width=text_width(text, where, key="hidden_size"),
-            glyph_width=text_width(second, where, "text_encoder_2"),
+            spatial=vae["spatial_compression_ratio"],
+            patch=tuple(whole_number(network, key, file, default=1, most=64) for key in sides),
+            text_width=whole_number(text, "hidden_size", f"{where}: text_encoder/config.json"),
+            glyph_width=whole_number(second, "d_model", f"{where}: text_encoder_2/config.json"),
             task=task,
-            target_size=target,
         )
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
-        remarks = []
-        if max_text_tokens != PIPELINE_TOKENS:
-            remarks.append(
-                f"data.max_text_tokens={max_text_tokens}: HunyuanVideo15Pipeline cuts captions at {PIPELINE_TOKENS};"
-                " shorter ones are the same in both, and each token costs a network as one of the video"
-            )
-        if self.task is not None and self.task != ("t2v" if image is None else "i2v"):
-            of = "text alone" if image is None else "first frames"
-            remarks.append(
-                f"data.encoders={self.path}: its transformer was trained for task_type={self.task}, and the data are of"
-                f" {of}; give the checkpoint for that, or change data.image"
-            )
-        if image is not None and (size := self.pipeline_size(clip)) != (clip.height, clip.width):
-            remarks.append(
-                f"data.height={clip.height} data.width={clip.width}: HunyuanVideo15ImageToVideoPipeline makes clips of"
-                f" {size[0]} x {size[1]} of such images, and takes no other size; use these to sample with it"
-            )
-        return remarks
-
-    def pipeline_size(self, clip: ClipFormat) -> tuple[int, int]:
-        """Return height and width of the clip that the image-to-video pipeline makes of an image of ``clip``'s size."""
-        from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
-
-        processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self.spatial)
-        height, width = processor.calculate_default_height_width(clip.height, clip.width, self.target_size)
-        return int(height), int(width)
+        if self.task in (None, "t2v" if image is None else "i2v"):
+            return []
+        of = "text alone" if image is None else "first frames"
+        return [
+            f"data.encoders={self.path}: its transformer was trained for task_type={self.task}, and the data are of"
+            f" {of}; give the checkpoint for that, or change data.image"
+        ]
 
     def inspect_image(self, where: str) -> ImageInput:
         return ImageInput(latents=FIRST_FRAME, encoder=inspect_image_encoder(self.path, where, SIGLIP))

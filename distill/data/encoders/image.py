@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from distill.data.encoders.folder import (
-    MAX_NUMBER,
     check_weight_files,
     load_part,
     part_settings,
     readable,
     require_class,
     shown,
-    whole_numbers,
+    whole_number,
 )
 from fsdp_cp.errors import UserError
 from models.roles.condition import FIRST_FRAME
@@ -76,13 +75,9 @@ def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLI
     require_class(where, "image_encoder", settings.get("architectures"), " or ".join(classes))
     known = next(name for name in classes if name in settings["architectures"])
     check_weight_files(folder / "image_encoder", where)
-    sizes = [settings.get(key) for key in ("image_size", "patch_size", "hidden_size")]
-    if not whole_numbers(sizes, most=MAX_NUMBER) or sizes[1] > sizes[0]:
-        raise UserError(
-            f"{where}: image_encoder/config.json has image_size, patch_size, hidden_size = {shown(sizes)}; give the"
-            " folder's own"
-        )
-    image, patch, width = sizes
+    file = f"{where}: image_encoder/config.json"
+    image, width = (whole_number(settings, key, file) for key in ("image_size", "hidden_size"))
+    patch = whole_number(settings, "patch_size", file, most=image)
     tokens = (image // patch) ** 2 + (classes == CLIP)  # a feature of each patch, and CLIP's of its class token
     return ImageEncoderFolder(path=folder, class_name=known, processor=processor, tokens=tokens, width=width)
 
@@ -96,11 +91,6 @@ class ImageInput:
     begins with the image, and a mask tells which frames are given."""
     encoder: ImageEncoderFolder | None = None
     """The image encoder, for networks that also get its features."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the encoded tensors."""
-        return (self.latents,) if self.encoder is None else (self.latents, "image_embeds")
 
 
 def inspect_image(folder: Path, where: str) -> ImageInput:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from distill.data.encoders.folder import part_settings, shown
+from distill.data.encoders.folder import part_settings, shown, whole_number
 from distill.data.encoders.image import ImageInput
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
-from fsdp_cp.errors import UserError
 from models.roles.condition import FIRST_FRAME
 
 PIPELINE_TOKENS = 128
@@ -83,16 +82,15 @@ class LtxEncoderFolder(EncoderFolder):
         doublings = sum(vae["spatio_temporal_scaling"])
         spatial, temporal = (vae[key] or vae[patch] * 2**doublings for key, patch in ratios.items())
         transformer = part_settings(folder, "transformer", where, optional=True)
-        for key in ("patch_size", "patch_size_t"):
-            if transformer.get(key, 1) != 1:
-                raise UserError(f"{where}: transformer/config.json has {key}={shown(transformer[key])}; LTX's is 1")
+        for key in ratios.values():
+            whole_number(transformer, key, f"{where}: transformer/config.json", default=1, most=1)
         return cls(
             path=folder,
             channels=vae["latent_channels"],
             temporal=temporal,
             spatial=spatial,
             patch=(1, 1, 1),
-            text_width=text_width(text, where),
+            text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
             pipeline=part_settings(folder, ".", where, "model_index.json", optional=True).get("_class_name"),
         )
 

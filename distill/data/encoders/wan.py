@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Self
 import torch
 
 from distill.data.encoders.folder import (
-    MAX_NUMBER,
     load_part,
     part_settings,
     readable,
     shown,
-    whole_numbers,
+    whole_number,
 )
 from distill.data.encoders.image import ImageInput, inspect_image
 from distill.data.videos.decode import ClipFormat
@@ -115,10 +114,11 @@ class TextEncoder:
         self.cuts = []
         return {"text": self.encode(caption)}
 
-    def report_cut(self, caption: str, what: str) -> None:
-        """Log that a caption is cut, and keep it in :attr:`cuts`."""
-        self.cuts.append(what)
-        logger.warning("%s: %.60s", what, caption)
+    def report_cut(self, caption: str, what: str, length: int, most: int, setting: str = "") -> None:
+        """Log that a part of a caption of ``length`` tokens is cut, if it is, and keep that in :attr:`cuts`."""
+        if length > most:
+            self.cuts.append(f"{what} cut from {length} to {setting}{most} tokens")
+            logger.warning("%s: %.60s", self.cuts[-1], caption)
 
     def cleaned(self, caption: str) -> str:
         """Return ``caption`` as the pipeline hands it to the tokenizer: without mojibake (with ftfy installed), HTML
@@ -156,8 +156,7 @@ class TextEncoder:
             raise UserError(
                 f"data.encoders={self.folder}: tokenizer/ makes no token of the caption {caption[:60]!r}; use T5's"
             )
-        if len(ids) > self.max_tokens:
-            self.report_cut(caption, f"caption cut from {len(ids)} to data.max_text_tokens={self.max_tokens} tokens")
+        self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
         embeddings = self._pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
         )
@@ -206,7 +205,8 @@ class EncoderFolder:
                 " numbers each, above 0 for latents_std"
             )
         patch = part_settings(folder, "transformer", where, optional=True).get("patch_size", (1, 1, 1))
-        if not whole_numbers(patch, most=64) or len(patch) != 3:
+        is_list = isinstance(patch, (list, tuple)) and len(patch) == 3
+        if not is_list or not all(type(side) is int and 1 <= side <= 64 for side in patch):
             raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
         return cls(
             path=folder,
@@ -215,7 +215,7 @@ class EncoderFolder:
             temporal=2 ** sum(vae["temperal_downsample"]),
             spatial=2 ** (len(vae["dim_mult"]) - 1) * (vae["patch_size"] or 1),
             patch=tuple(patch),
-            text_width=text_width(text, where),
+            text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
         )
 
     def latent_shape(self, clip: ClipFormat) -> tuple[int, int, int, int]:
@@ -305,13 +305,6 @@ class EncoderFolder:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""
         files = (file for part in parts for file in (self.path / part).iterdir())
         return sorted(file for file in files if file.suffix in _IDENTITY and file.is_file())
-
-
-def text_width(text: dict[str, Any], where: str, part: str = "text_encoder", key: str = "d_model") -> int:
-    """Return D from ``config.json`` in ``part``. Raises ``UserError`` for one that is no width."""
-    if not whole_numbers([text.get(key)], most=MAX_NUMBER):
-        raise UserError(f"{where}: {part}/config.json has {key}={shown(text.get(key))}; give the folder's own")
-    return text[key]
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:

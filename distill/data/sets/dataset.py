@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from distill.data.encoders.wan import VideoCodec
-from distill.data.sets.encode import EncodeSettings, Source, describe, encode, load_codec, release_memory
-from distill.data.sets.encoded_set import COMMAND, EncodedSet, refuse_earlier
+from distill.data.sets.encode import EncodeSettings, Source, encode, load_codec, release_memory
+from distill.data.sets.encoded_set import COMMAND, KINDS, EncodedSet
 from distill.data.videos.decode import first_frame
 from distill.data.videos.video_folder import ListedClip, unlisted_videos
 from fsdp_cp.errors import UserError, shown
@@ -70,18 +70,18 @@ class EncodedData:
 
     def _whole_rows(self, policy: str) -> list[int] | None:
         """Return the rows of the items, or ``None`` for all. All ranks decide alike."""
-        damaged = on_all_ranks(self.set.damaged)
-        clips, texts = (sorted(set().union(*parts)) for parts in zip(*damaged, strict=True))
-        if not clips and not texts:
+        seen = on_all_ranks(self.set.damaged)
+        damaged = {kind: sorted(set().union(*(one[kind] for one in seen))) for kind in KINDS}
+        shards = self.set.shards_of(damaged)
+        if not shards:
             return None
-        shards = [*self.set.shards_of("clips", clips), *self.set.shards_of("texts", texts)]
-        rows = self.set.rows_without(clips, texts).tolist()
+        rows = self.set.rows_without(damaged)
         damage = f"{self.set.where} has {len(shards)} damaged shards, first {shards[0].name}"
         if policy != "skip":
             raise UserError(
                 f"{damage}; encode it again, or set data.damaged=skip to use {len(rows)} of {len(self.set)}"
             )
-        if {self.set.negative, self.set.empty} & set(texts) or not rows:
+        if {self.set.negative, self.set.empty} & set(damaged["texts"]) or not rows:
             raise UserError(f"{damage}, which all items need; encode it again")
         if rank() == 0:
             logger.warning("%s: %d of %d items left out", damage, len(self.set) - len(rows), len(self.set))
@@ -234,7 +234,7 @@ def encode_source(
 
     source = check_local(check)
     folder = Path(cache).expanduser().absolute()
-    made = _cached(folder, source, settings, device)
+    made = encode(source, settings, device, cache=folder)
     if rank() == 0 and has_clips and (extra := unlisted_videos(Path(path).expanduser(), source.rows)):
         logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), path, ", ".join(extra[:5]))
     shared = {"captions": captions, "images": images, "device": device}
@@ -282,7 +282,7 @@ def open_set(
         rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
         source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
         their_settings = settings if images else replace(settings, image=None)
-        made = _cached(Path(cache).absolute(), source, their_settings, device)
+        made = encode(source, their_settings, device, cache=Path(cache).absolute())
         further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
     data = EncodedData(encoded, settings, further=further, device=device, damaged=damaged)
     for caption in captions if settings.image is not None else ():
@@ -350,12 +350,3 @@ def check_local(check: Any) -> Any:
     result: list[Any] = []
     on_all_ranks(lambda: result.append(check()))
     return result[0]
-
-
-def _cached(cache: Path, source: Source, settings: EncodeSettings, device: torch.device) -> Path:
-    """Return the set of ``source`` in a folder of sets; encode it first if it is not there."""
-    described = describe(settings, source)
-    path = cache / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-    on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
-    encode(path, f"data.cache={path}", source, settings, device, described)
-    return path

@@ -22,12 +22,13 @@ from distill.data.base import VAE_PRECISIONS, EncodingFields
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
+from distill.data.sets.encoded_set import refuse_earlier
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
 from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import ListedClip, read_metadata
-from fsdp_cp.choices import check_choices
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _MOST_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
+IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds")
+"""Parts of a clip that its image gives."""
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
@@ -50,12 +53,7 @@ class EncodeSettings(EncodingFields):
 
     def __post_init__(self) -> None:
         check_choices(self, "data.")
-        tokens = self.max_text_tokens
-        if type(tokens) is not int or not 1 <= tokens <= _MOST_TOKENS:
-            raise UserError(
-                f"data.max_text_tokens={tokens} must be from 1 to {_MOST_TOKENS}; Wan uses 512, LTX 128, HunyuanVideo"
-                " 1000"
-            )
+        check_range(self, "max_text_tokens", least=1, most=_MOST_TOKENS, where="data.")
 
     @property
     def clip(self) -> ClipFormat:
@@ -76,6 +74,12 @@ class EncodeSettings(EncodingFields):
         """Return the shapes of latents and of the tensors of a condition, as :meth:`inspect`."""
         folder, image = self.inspect()
         return folder.latent_shape(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
+
+    def clip_bytes(self, latents: int = 1) -> int:
+        """Return the stored bytes of a clip with so many ``latents`` (0 for captions with images, more for states)."""
+        shape, made = self.shapes()
+        shapes = [shape] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
+        return sum(torch.Size(shape).numel() for shape in shapes) * VAE_PRECISIONS[self.latents].itemsize
 
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
@@ -138,7 +142,7 @@ class Source:
             file = self.folder / files[i]
             try:
                 return fingerprint_of([file]) if file.is_file() else "missing"
-            except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+            except OSError as error:
                 return f"unreadable {type(error).__name__}"
 
         hashes = Shares.all().run(len(files), look)
@@ -150,42 +154,40 @@ class Source:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
-def describe(settings: EncodeSettings, source: Source) -> dict[str, Any]:
-    """Return everything that a set of ``source`` depends on; a collective.
+def encode(
+    source: Source,
+    settings: EncodeSettings,
+    device: torch.device,
+    *,
+    out: Path | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """Encode ``source`` into a set, or the part of it that is missing, free the encoders, and return the set's folder.
+
+    Args:
+        source: the rows.
+        settings: encoders and sizes.
+        device: device of the encoders.
+        out: the set's folder.
+        cache: folder of sets, in place of ``out``: one folder in it for all that a set depends on.
 
     Raises:
-        UserError: settings or files that do not fit, or that differ between ranks.
+        UserError: on every rank, for settings or files that do not fit or that differ between ranks, a folder that
+            cannot be used, a full disk, numbers that are not finite, or a source without a usable row.
     """
-
     described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
     made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
-    return described[0][0] | made
-
-
-def encode(
-    path: Path, where: str, source: Source, settings: EncodeSettings, device: torch.device, described: dict[str, Any]
-) -> None:
-    """Encode ``source`` into the set ``path``, or the part of it that is missing, and free the encoders.
-
-    Args:
-        path: the folder.
-        where: setting and folder, for messages.
-        source: the rows.
-        settings: encoders and sizes.
-        device: device of the encoders.
-        described: from :func:`describe`.
-
-    Raises:
-        UserError: on every rank, for a folder that cannot be used, a full disk, numbers that are not finite, or a
-            source without a usable row.
-    """
-    writer = SetWriter(path, where, described)
+    decides = described[0][0] | made
+    if out is None:
+        out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
+    writer = SetWriter(out, f"OUT={out}" if cache is None else f"data.cache={out}", decides)
     with writer.begun() as is_whole:
-        if is_whole:
-            return
-        _Job(writer, source, settings, device).run()
+        if not is_whole:
+            _Job(writer, source, settings, device).run()
+    return out
 
 
 class _Job:
@@ -195,6 +197,9 @@ class _Job:
         self.writer, self.source, self.settings, self.device = writer, source, settings, device
         self.folder, self.image = settings.inspect()
         self.clip = settings.clip
+        self._clip_bytes = settings.clip_bytes(latents=int(source.has_latents))
+        sizes = self.folder.text_sizes(settings.max_text_tokens)
+        self._text_bytes = sum(4 * most * width for most, width in sizes.values())
         self.files = source.files if source.has_latents or self.image is not None else []
         if rank() == 0:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
@@ -223,7 +228,7 @@ class _Job:
 
     def estimate(self) -> str:
         """Say how many bytes the set takes."""
-        clip, text = self._clip_bytes(), self._text_bytes()
+        clip, text = self._clip_bytes, self._text_bytes
         captions = len({row.caption for row in self.source.rows})
         total = clip * len(self.files) + text * captions / _TEXT_FILL
         return (
@@ -231,19 +236,10 @@ class _Job:
             f" million clips take {clip * 1e6 / 1e12:.3g} TB, a million captions at most {text * 1e6 / 1e12:.3g} TB"
         )
 
-    def _clip_bytes(self) -> int:
-        latents, made = self.settings.shapes()
-        shapes = [latents] if self.source.has_latents else []
-        shapes += [made[name] for name in (self.image.parts if self.image is not None else ())]
-        return sum(torch.Size(shape).numel() for shape in shapes) * (2 if self.settings.latents == "bf16" else 4)
-
-    def _text_bytes(self) -> int:
-        return sum(4 * most * width for most, width in self.folder.text_sizes(self.settings.max_text_tokens).values())
-
     def run(self) -> None:
         """Write clips, texts and index."""
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
-        writer.write("clips", len(self.files), self._clip_bytes(), "clip", self._make_clips)
+        writer.write("clips", len(self.files), self._clip_bytes, "clip", self._make_clips)
         self._free_encoders()
         reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
         numbers = {file: number for number, file in enumerate(file for file in self.files if file not in reasons)}
@@ -260,7 +256,7 @@ class _Job:
             )
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
-        writer.write("texts", len(self._texts), self._text_bytes() // _TEXT_FILL, "caption", self._make_texts)
+        writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
         self._free_encoders()
         left_out += [(self._texts[number], reason) for number, reason in writer.notes("texts", "cut").items()]
         writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
@@ -312,8 +308,8 @@ class _Job:
             return read_clip(file, clip)
         except ClipError as error:
             return str(error)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
-            return f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})"
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
 
     def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode captions, on one rank of each node."""

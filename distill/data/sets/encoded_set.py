@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -160,39 +160,39 @@ class EncodedSet:
 
     # Damage
 
-    def damaged(self) -> tuple[list[int], list[int]]:
-        """Return the clips and the texts in shards that are missing or have another size, or that a verification
+    def damaged(self) -> dict[str, list[int]]:
+        """Return by kind the clips and texts in shards that are missing or have another size, or that a verification
         found to be damaged."""
         noted: dict[str, Any] = {}
         with suppress(OSError, Damaged):
             noted = read_json(self.path / DAMAGED)
-        known = noted if noted.get("index") == self.about["index"] else {}
-        damaged = []
+        damaged = {}
         there = {file.name: file.stat().st_size for file in self.path.iterdir() if file.is_file()}
         for kind in KINDS:
             sizes = enumerate(self._columns.column(f"{kind}.size"))
-            wrong = [number for number, size in sizes if there.get(shard_name(kind, number)) != size]
-            members = np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), wrong))
-            damaged.append(sorted({*known.get(kind, ()), *members.tolist()}))
-        return damaged[0], damaged[1]
+            wrong = [shard for shard, size in sizes if there.get(shard_name(kind, shard)) != size]
+            known = noted.get(kind, ()) if noted.get("index") == self.about["index"] else ()
+            damaged[kind] = sorted({*known, *self._members(kind, wrong)})
+        return damaged
 
-    def shards_of(self, kind: str, numbers: Sequence[int]) -> list[Path]:
-        """Return the shards that hold these clips or texts."""
-        shards = {self._columns.get(f"{kind[:-1]}.shard", number) for number in numbers}
-        return [self.path / shard_name(kind, number) for number in sorted(shards)]
+    def _members(self, kind: str, shards: Sequence[int]) -> list[int]:
+        """Return the numbers of the clips or texts in these shards."""
+        return np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), shards)).tolist()
 
-    def rows_without(self, clips: Sequence[int], texts: Sequence[int]) -> np.ndarray:
+    def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:
+        """Return the shards that hold these clips and texts."""
+        shards = {(kind, self._columns.get(f"{kind[:-1]}.shard", n)) for kind in KINDS for n in damaged[kind]}
+        return [self.path / shard_name(kind, number) for kind, number in sorted(shards)]
+
+    def rows_without(self, damaged: Mapping[str, Sequence[int]]) -> list[int]:
         """Return the rows that need none of these clips and texts."""
-        bad = np.isin(self._columns.column("row.text"), list(texts))
-        if len(clips):
-            bad |= np.isin(self._columns.column("row.clip"), list(clips))
-        return np.flatnonzero(~bad)
+        bad = [np.isin(self._columns.column(f"row.{kind[:-1]}"), list(damaged[kind])) for kind in KINDS]
+        return np.flatnonzero(~(bad[0] | bad[1])).tolist()
 
     def verify_shard(self, kind: str, shard: int) -> list[int]:
         """Read a shard and return the numbers of its clips or texts whose checksum differs."""
-        members = np.flatnonzero(self._columns.column(f"{kind[:-1]}.shard") == shard).tolist()
         wrong = []
-        for number in members:
+        for number in self._members(kind, [shard]):
             try:
                 (self.clip if kind == "clips" else self.text)(number)
             except UserError:
@@ -203,9 +203,9 @@ class EncodedSet:
         """Return the number of shards of ``clips`` or ``texts``."""
         return self._columns.length(f"{kind}.size")
 
-    def write_damaged(self, clips: Sequence[int], texts: Sequence[int]) -> None:
+    def write_damaged(self, damaged: Mapping[str, Sequence[int]]) -> None:
         """Record what a verification found, for all later readers."""
-        write_json(self.path / DAMAGED, {"index": self.about["index"], "clips": list(clips), "texts": list(texts)})
+        write_json(self.path / DAMAGED, {"index": self.about["index"], **damaged})
 
 
 def refuse_earlier(path: Path, where: str) -> None:
@@ -214,13 +214,8 @@ def refuse_earlier(path: Path, where: str) -> None:
     Raises:
         UserError: a cache with one file for each clip, or a folder of trajectories.
     """
-    if any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text")):
-        raise UserError(
-            f"{where} is a cache of an earlier version, with one file for each clip; use another folder, or make a set"
-            f" with {COMMAND} SOURCE OUT --encoders PIPELINE"
-        )
-    if (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors")):
-        raise UserError(
-            f"{where} is a folder of trajectories of an earlier version; use another folder, and make a set with"
-            " python -m distill.teacher_clips experiment=NAME OUT --states 1.0,..."
-        )
+    cache = any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text"))
+    trajectories = (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors"))
+    if cache or trajectories:
+        command = f"{COMMAND} SOURCE OUT" if cache else "python -m distill.teacher_clips OUT --states"
+        raise UserError(f"{where} is of an earlier version; use another folder, or make a set with {command}")

@@ -13,6 +13,7 @@ import hashlib
 import io
 import logging
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,10 +45,10 @@ from distill.data.sets.files import (
     read_tensors,
     write_json,
 )
-from distill.data.shares import Shares
+from distill.data.shares import Shares, on_first_rank
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank, world_size
+from fsdp_cp.launch import world_size
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import progress
 from models.files.shipped import find_shipped
@@ -88,14 +89,14 @@ class SetWriter:
             UserError: a folder that holds something else or a set of other settings, that another process writes, or
                 that the ranks do not share.
         """
-        on_all_ranks(lambda: refuse_foreign(self.path, self.where, self.settings) if rank() == 0 else None)
-        if on_all_ranks(lambda: self._damaged() if rank() == 0 else None)[0] == []:
+        on_first_rank(lambda: refuse_foreign(self.path, self.where, self.settings))
+        if on_first_rank(self._damaged) == []:
             yield True
             return
         with ExitStack() as stack:
             with written(self.where):  # closing the lock of a full disk fails too
                 stack.enter_context(held_directory(self.path, self.where.split("=")[0]))
-            on_all_ranks(lambda: self._begin() if rank() == 0 else None)
+            on_first_rank(self._begin)
             yield False
 
     def _damaged(self) -> list[Path] | None:
@@ -103,8 +104,7 @@ class SetWriter:
         if not (self.path / SET).is_file():
             return None
         known = EncodedSet(self.path, self.where)
-        clips, texts = known.damaged()
-        return [*known.shards_of("clips", clips), *known.shards_of("texts", texts)]
+        return known.shards_of(known.damaged())
 
     def _begin(self) -> None:
         with written(self.where):
@@ -142,7 +142,7 @@ class SetWriter:
     def _names(self, folder: Path) -> set[str]:
         """Return the names of a folder's files, on every rank."""
         # Listed, not looked up: a network file system may remember for a while that a file was missing.
-        return on_all_ranks(lambda: {file.name for file in folder.iterdir()} if rank() == 0 else set())[0]
+        return on_first_rank(lambda: {file.name for file in folder.iterdir()})
 
     def _whole(self, read: Callable[[Path], T], file: Path) -> T:
         """Return ``read(file)``; remove a file that was damaged after it was written."""
@@ -179,11 +179,9 @@ class SetWriter:
 
     def notes(self, kind: str, note: str) -> dict[int, str]:
         """Return ``left_out`` or ``cut`` of all finished shards of a kind, by number, on every rank."""
-
-        def collect() -> dict[int, str]:
-            return {int(number): text for *_, notes in self._shards(kind) for number, text in notes[note].items()}
-
-        return on_all_ranks(lambda: collect() if rank() == 0 else {})[0]
+        return on_first_rank(
+            lambda: {int(n): text for *_, notes in self._shards(kind) for n, text in notes[note].items()}
+        )
 
     def finish(
         self,
@@ -205,7 +203,7 @@ class SetWriter:
         known = {text: number for number, text in enumerate(texts)}
 
         def work() -> None:
-            columns, shapes = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
+            columns, first = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
             content = packed(columns, {})
             table = io.StringIO(newline="")
             csv.writer(table, lineterminator="\n").writerows([("name", "reason"), *left_out])
@@ -214,8 +212,8 @@ class SetWriter:
             description = {
                 "encoders": str(find_shipped(encoders).absolute()),
                 "format": FORMAT,
-                "parts": {part: (place.dtype, list(place.shape)) for part, place in shapes["clip"].items()},
-                "text_widths": {part: place.shape[1] for part, place in shapes["text"].items()},
+                "parts": {part: (place.dtype, list(place.shape)) for part, place in first["clips"].items()},
+                "text_widths": {part: place.shape[1] for part, place in first["texts"].items()},
                 "negative": known[negative],
                 "empty": known[""],
                 "counts": counts,
@@ -229,40 +227,35 @@ class SetWriter:
                 (self.path / _BEGUN).unlink()
                 shutil.rmtree(self.path / _UNFINISHED)
 
-        on_all_ranks(lambda: work() if rank() == 0 else None)
+        on_first_rank(work)
         on_all_ranks(lambda: EncodedSet(self.path, self.where).fingerprint())  # every node must see it
 
     def _columns(
         self, rows: Sequence[tuple[int, int]], texts: Sequence[str]
     ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Place]]]:
-        """Return the columns of the index, and the first place of each part of ``clip`` and of ``text``."""
+        """Return the columns of the index, and by kind the first place of each part."""
         encoded = [text.encode() for text in texts]
-        columns: dict[str, Any] = {
-            "row.clip": [clip for clip, _ in rows],
-            "row.text": [text for _, text in rows],
-            "caption.end": np.cumsum([len(text) for text in encoded]),
-            "caption.order": sorted(range(len(encoded)), key=encoded.__getitem__),
-        }
-        shapes: dict[str, dict[str, Place]] = {"clip": {}, "text": {}}
-        for kind, one in zip(KINDS, shapes, strict=True):
-            shards = self._shards(kind)
+        columns: dict[str, Any] = defaultdict(list)
+        columns["row.clip"], columns["row.text"] = zip(*rows, strict=True)
+        columns["caption.end"] = np.cumsum([len(text) for text in encoded])
+        columns["caption.order"] = sorted(range(len(encoded)), key=encoded.__getitem__)
+        first: dict[str, dict[str, Place]] = {kind: {} for kind in KINDS}
+        for kind in KINDS:
+            shards, one = self._shards(kind), kind[:-1]
             columns[f"{kind}.size"] = [file.stat().st_size for file, _, _ in shards]
-            tensors: dict[str, dict[int, tuple[int, Place, int]]] = {}
             for shard, (_, header, notes) in enumerate(shards):
-                for name, place in sorted(header.items()):
-                    number, part = name.split(".")
-                    tensors.setdefault(part, {})[int(number)] = (shard, place, notes["crc32"][name])
-            for part, entries in tensors.items():
-                shards_of, places, sums = zip(*entries.values(), strict=True)
-                shapes[one][part] = places[0]
-                columns[f"{one}.shard"] = shards_of
-                columns[f"{one}.{part}.offset"] = [place.offset for place in places]
-                columns[f"{one}.{part}.crc32"] = sums
-                if one == "text":
-                    columns[f"{one}.{part}.tokens"] = [place.shape[0] for place in places]
-            columns.setdefault(f"{one}.shard", [])
+                members = {name.split(".")[0] for name in header}
+                columns[f"{one}.shard"] += [shard] * len(members)
+                for name, place in sorted(header.items()):  # in the order of the members
+                    part = name.split(".")[1]
+                    first[kind].setdefault(part, place)
+                    columns[f"{one}.{part}.offset"].append(place.offset)
+                    columns[f"{one}.{part}.crc32"].append(notes["crc32"][name])
+                    if kind == "texts":
+                        columns[f"text.{part}.tokens"].append(place.shape[0])
+            columns[f"{one}.shard"] += []  # there may be no shard
         made = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
-        return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, shapes
+        return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, first
 
 
 def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -272,7 +265,6 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         UserError: by name.
     """
     refuse_earlier(path, where)
-    known = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, LOCK}
     try:
         names = sorted(file.name for file in path.iterdir())
     except FileNotFoundError:
@@ -280,16 +272,12 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
     except OSError as error:
         raise UserError(f"{where} cannot be used ({error.strerror}); give an empty or a new folder") from error
     if {SET, _BEGUN}.isdisjoint(names):  # no encoding began here, so files with a set's names are the user's
-        foreign = [n for n in names if n not in (LOCK, f".{_BEGUN}.tmp")]
-    else:
-        foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
-    if foreign:
-        raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
+        foreign = [name for name in names if name not in (LOCK, f".{_BEGUN}.tmp")]
+        if foreign:
+            raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
+        return
     try:
-        if SET in names:
-            recorded = read_json(path / SET).get("settings", {})
-        else:
-            recorded = read_json(path / _BEGUN) if _BEGUN in names else {}
+        recorded = read_json(path / SET).get("settings", {}) if SET in names else read_json(path / _BEGUN)
     except (Damaged, OSError) as error:
         raise UserError(f"{where} cannot be read ({error}); give another folder") from error
     for key, value in (settings or {}).items():
@@ -319,7 +307,7 @@ def written(where: str) -> Iterator[None]:
         ) from error
 
 
-def verify(path: Path, where: str) -> tuple[list[int], list[int]]:
+def verify(path: Path, where: str) -> dict[str, list[int]]:
     """Read every shard, shared by all ranks, and note what is damaged for later readers; return it. A collective."""
     encoded = EncodedSet(path, where)
     work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
@@ -328,7 +316,6 @@ def verify(path: Path, where: str) -> tuple[list[int], list[int]]:
     damaged: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for (kind, _), numbers in zip(work, wrong, strict=True):
         damaged[kind] += numbers
-    clips, texts = damaged["clips"], damaged["texts"]
     with written(where):
-        on_all_ranks(lambda: encoded.write_damaged(clips, texts) if rank() == 0 else None)
-    return clips, texts
+        on_first_rank(lambda: encoded.write_damaged(damaged))
+    return damaged

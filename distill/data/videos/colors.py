@@ -99,18 +99,10 @@ def other_colors(frame: av.VideoFrame) -> str:
     return named.get(frame.color_trc) or _WIDE.get(frame.color_primaries, "")
 
 
-class ToBT709:
-    """Conversion of HDR and wide-gamut frames to BT.709, by FFmpeg's ``scale`` filter: HDR highlights are compressed.
+def to_bt709(frame: av.VideoFrame) -> Any:
+    """Return a function that converts HDR and wide-gamut frames of this one's size and format to 8-bit RGB in BT.709.
 
-    A conversion builds a table, which takes 4 s of a core, on its first frame.
+    FFmpeg's ``scale`` filter compresses HDR highlights. It builds a table, which takes 4 s of a core, on its first
+    frame.
     """
-
-    def __init__(self) -> None:
-        self._takes: tuple[int, int, str] | None = None
-
-    def __call__(self, frame: av.VideoFrame) -> av.VideoFrame:
-        """Return the frame as 8-bit RGB."""
-        takes = (frame.width, frame.height, frame.format.name)
-        if takes != self._takes:
-            self._convert, self._takes = _through(frame, [("scale", _TO_BT709), ("format", "rgb24")]), takes
-        return self._convert(frame)
+    return _through(frame, [("scale", _TO_BT709), ("format", "rgb24")])

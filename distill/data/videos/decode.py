@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from distill.data.videos.colors import ClipError, ToBT709, is_turned, other_colors, upright
+from distill.data.videos.colors import ClipError, is_turned, other_colors, to_bt709, upright
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ClipFormat:
     """Length, size and rate of clips.
 
     Raises:
-        UserError: a size that is not a whole number or is far too large, or a frame rate that no file can say.
+        UserError: a size that is far too large, or a frame rate that no file can say.
     """
 
     num_frames: int
@@ -57,13 +58,8 @@ class ClipFormat:
     """Frames per second at which the source is sampled."""
 
     def __post_init__(self) -> None:
-        for name in ("num_frames", "height", "width"):
-            value = getattr(self, name)
-            if type(value) is not int or value > MAX_SIZE:
-                raise UserError(f"data.{name}={value} must be a whole number of at most {MAX_SIZE}")
-        least, most = FPS
-        if type(self.fps) not in (int, float) or not least <= self.fps <= most:  # nan too
-            raise UserError(f"data.fps={self.fps} must be from {least:g} to {most:g} frames per second; use 8")
+        check_range(self, "num_frames", "height", "width", most=MAX_SIZE, where="data.")
+        check_range(self, "fps", least=FPS[0], most=FPS[1], where="data.")
 
 
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
@@ -120,7 +116,7 @@ def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor
     from av.video.reformatter import Interpolation as To
 
     frames: list[torch.Tensor] = []
-    to_bt709 = ToBT709()
+    conversions: dict[tuple[int, int, str], Any] = {}
     with _video(file) as (container, stream):
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
@@ -137,7 +133,11 @@ def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor
                 colors = other_colors(frame)
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
-                shown = to_bt709(frame) if colors else frame
+                shown = frame
+                if colors:
+                    takes = (frame.width, frame.height, frame.format.name)
+                    convert = conversions[takes] = conversions.get(takes) or to_bt709(frame)
+                    shown = convert(frame)
                 # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
                 to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
                 rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
