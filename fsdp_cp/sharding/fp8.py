@@ -15,7 +15,8 @@ from torch import nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.runtime.packages import optional_package, transformer_engine
-from fsdp_cp.sharding import fp8_torchao, fp8_transformer_engine
+from fsdp_cp.sharding.fp8_torchao import torchao_linear
+from fsdp_cp.sharding.fp8_transformer_engine import compile_refusal, te_linear
 from fsdp_cp.sharding.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
             f"{where}fp8={settings.fp8} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or more"
             f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
         )
-    if of_te and settings.compile:
-        fp8_transformer_engine.require_compiled(where)
+    if of_te and settings.compile and (reason := compile_refusal()):
+        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
 
 
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
@@ -115,20 +116,18 @@ def apply_fp8(
         if any(hooks) or "forward" in vars(layer):
             raise UserError(f"fp8: the layer {names[id(layer)]} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
-    wanted = {id(layer) for layer in chosen}
-    of_te = settings.fp8 == "transformer_engine"
-    converted: list[nn.Module] = []
-    for unit in units[1:-1]:
-        if of_te:
-            converted += fp8_transformer_engine.convert(unit, wanted)
-        else:
-            converted += fp8_torchao.convert(unit, wanted, emulate=emulate)
     if dist.get_rank() == 0:
         log.info(
             "fp8%s: %d of the %d linear layers in the blocks of %s",
             " (emulated: this device has no fp8 products)" if emulate else "",
-            len(converted),
+            len(chosen),
             sum(isinstance(module, nn.Linear) for unit in units for module in unit.modules()),
             type(model).__name__,
         )
-    return converted
+    of_te = settings.fp8 == "transformer_engine"
+    converted = {
+        names[id(layer)]: te_linear(layer) if of_te else torchao_linear(layer, emulate=emulate) for layer in chosen
+    }
+    for name, layer in converted.items():
+        model.set_submodule(name, layer)
+    return list(converted.values())

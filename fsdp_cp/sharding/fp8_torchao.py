@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,18 @@ from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather
 log = logging.getLogger(__name__)
 
 
-def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
-    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+def torchao_linear(layer: nn.Linear, *, emulate: bool) -> nn.Module:
+    """Return an fp8 layer with the parameters of ``layer``, under the same names.
+
+    torchao's forward would drop tangents, so inside a dual level the layer runs as a plain one. The level decides, as
+    in :func:`fsdp_cp.sharding.activations.compile_forward`.
+    """
+    from torchao.float8 import Float8LinearConfig, Float8TrainingTensor, convert_to_float8_training
 
     # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
-    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
-    layers = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-    for layer in layers:
-        _keep_tangents(layer)
-    return layers
-
-
-def _keep_tangents(layer: Any) -> None:
-    """Let ``layer`` run as a plain layer inside a dual level, in place: torchao's forward would drop tangents.
-
-    The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
-    """
-    from torchao.float8 import Float8TrainingTensor
-
-    in_fp8 = layer.forward
+    made: Any = convert_to_float8_training(layer, config=config)
+    in_fp8 = made.forward
 
     def forward(x: Tensor) -> Tensor:
         # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
@@ -53,13 +43,14 @@ def _keep_tangents(layer: Any) -> None:
                 return forward(x)
         if not inside_dual_level():
             return in_fp8(x)
-        if isinstance(layer.weight, Float8TrainingTensor):
+        if isinstance(made.weight, Float8TrainingTensor):
             raise RuntimeError(
                 "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
             )
-        return F.linear(x, layer.weight, layer.bias)
+        return F.linear(x, made.weight, made.bias)
 
-    layer.forward = forward
+    made.forward = forward
+    return made
 
 
 def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: DeviceMesh) -> None:

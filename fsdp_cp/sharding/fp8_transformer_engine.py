@@ -7,8 +7,7 @@ e5m2. It needs no state. Under FSDP2 the layer saves no fp8 weight; its backward
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,20 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp_cp.context.duals import inside_dual_level
-from fsdp_cp.errors import UserError
 from fsdp_cp.runtime.packages import transformer_engine
 
 FORWARD_ROWS, BACKWARD_ROWS = 8, 16
 """Numbers that must divide the rows of an input: the layer asserts 8; the weight's gradient sums over rows and needs
 16."""
-
-
-def convert(module: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
-    """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
-    names = [name for name, inner in module.named_modules() if id(inner) in wanted]
-    for name in names:
-        module.set_submodule(name, te_linear(module.get_submodule(name)))
-    return [module.get_submodule(name) for name in names]
 
 
 def te_linear(layer: Any) -> nn.Module:
@@ -77,19 +67,17 @@ def _layer_class() -> type[nn.Module]:
     return Float8Linear
 
 
-@lru_cache
-def require_compiled(where: str) -> None:
-    """Compile a small layer, forward and backward.
+@cache
+def compile_refusal() -> str:
+    """Return the clause that says why units with these layers cannot be compiled, or an empty string.
 
-    Raises:
-        UserError: this version breaks the graph. Before 2.20 each layer does.
+    Before 2.20 each layer breaks the graph. For later versions a small layer is compiled, forward and backward.
     """
-    reason = te if isinstance(te := transformer_engine(at_least="2.20"), str) else None
-    if reason is None:
+    if isinstance(package := transformer_engine(at_least="2.20"), str):
+        return package
+    try:
         layer: Any = te_linear(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
-        try:
-            torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
-        except Exception as error:  # of Dynamo, inductor or the package
-            reason = f"cannot compile a layer: {str(error).splitlines()[0]}"
-    if reason is not None:
-        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
+        torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
+    except Exception as error:  # of Dynamo, inductor or the package
+        return f"cannot compile a layer: {(str(error) or type(error).__name__).splitlines()[0]}"
+    return ""
