@@ -128,6 +128,6 @@ def apply_fp8(
     converted = {
         names[id(layer)]: te_linear(layer) if of_te else torchao_linear(layer, emulate=emulate) for layer in chosen
     }
-    for name, layer in converted.items():
-        model.set_submodule(name, layer)
+    for name, made in converted.items():
+        model.set_submodule(name, made)
     return list(converted.values())
