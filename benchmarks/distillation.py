@@ -80,6 +80,8 @@ class Run:
     seed: int = 0
     recipe: str | None = None
     """Experiment of the run; ``None`` for ``quickstart_METHOD``."""
+    program: tuple[str, ...] = ("train.py",)
+    """Arguments of Python before the settings."""
 
     def overrides(self) -> list[str]:
         """Return the settings for ``train.py``."""
@@ -124,7 +126,7 @@ class Run:
         finished.touch()
 
     def _commands(self) -> list[list[str]]:
-        train = [sys.executable, "train.py", *self.overrides()]
+        train = [sys.executable, *self.program, *self.overrides()]
         if self.method != "ode_regression":
             return [train]
         times = compose_config(self.overrides()).method.step_list

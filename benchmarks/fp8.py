@@ -3,8 +3,8 @@
 The default compares a step of the shipped teacher's network in fp8, which torchao or a stand-in for Transformer Engine
 emulates on a CPU, with the same step in bf16, on meshes of one to four local ranks: for the whole network, and for
 adapters on a frozen base. It takes minutes. ``--distil`` distills the quickstart's student (DMD2) with and without fp8
-roles, three seeds each, and compares the students like :mod:`benchmarks.lora`; the same command resumes it. ``--tiny``
-is a short test of either.
+roles of ``--package``, three seeds each, and compares the students like :mod:`benchmarks.lora`; the same command
+resumes it. ``--tiny`` is a short test of either.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8, Transformer Engine's recipe": {"fp8": "transformer_engine"},
 }
 LORA_RANK = 16
-FP8_ROLES = tuple(f"{role}.fp8=torchao" for role in ("teacher", "student", "fake"))
+PROGRAMS = {"torchao": ("train.py",), "transformer_engine": ("-m", "tests.oracles.transformer_engine")}
+"""Program that trains on a CPU, by the package of fp8. The second installs the stand-in, then runs ``train.py``."""
 LARGEST_DIFFERENCE = 3.0
 """Limit of the difference between students with and without fp8 roles, in standard errors."""
 
@@ -156,13 +157,21 @@ def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
 def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
     """Train students with and without fp8 roles. Return whether they agree within three standard errors, and tables."""
     out, count = args.out.resolve(), CLIPS // 8 if args.tiny else CLIPS
-    changes = ("precision=bf16", *(("steps=10", "batch_size=8") if args.tiny else ()))
+    roles = tuple(f"{role}.fp8={args.package}" for role in ("teacher", "student", "fake"))
+    kinds = {"bf16": ("bf16", (), ("train.py",)), "fp8 roles": (args.package, roles, PROGRAMS[args.package])}
     lines = {
         name: [
-            Run(method="dmd2", recipe=RECIPE, folder=out / folder / str(seed), changes=changes + more, seed=seed)
-            for seed in range(1 if args.tiny else args.seeds)
+            Run(
+                method="dmd2",
+                recipe=RECIPE,
+                folder=out / folder / str(seed),
+                changes=("precision=bf16", *args.changes, *more),
+                seed=seed,
+                program=program,
+            )
+            for seed in range(args.seeds)
         ]
-        for name, folder, more in (("bf16", "bf16", ()), ("fp8 roles", "fp8", FP8_ROLES))
+        for name, (folder, more, program) in kinds.items()
     }
     train_all([run for seed in zip(*lines.values(), strict=True) for run in seed], args.workers)
     torch.set_num_threads(args.workers)
@@ -188,11 +197,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Return exit code 0; 1 if students differ; 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--distil", action="store_true", help="compare students with and without fp8 roles")
+    parser.add_argument("--package", choices=PROGRAMS, default="torchao", help="of the fp8 roles of --distil")
     add_students(parser, "runs/fp8", "kind of roles")
     parser.add_argument("--tiny", action="store_true", help="one mesh of two ranks and few clips; one seed, 10 steps")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of all students, e.g. steps=250")
     args = parser.parse_args(argv)
     if args.tiny:
-        args.out = args.out.with_name(args.out.name + "_tiny")
+        args.out, args.seeds = args.out.with_name(args.out.name + "_tiny"), 1
+        args.changes = [*args.changes, "steps=10", "batch_size=8"]
     require_fp8(ShardSettings(fp8="torchao"), "cpu")
     if not args.distil:
         print("\n".join(errors(MESHES[1:2] if args.tiny else MESHES, 4 if args.tiny else 16)))

@@ -1,13 +1,13 @@
-"""fp8 compute of linear layers: which layers, and what it needs.
+"""Linear layers that compute in fp8, by torchao or by Transformer Engine: which layers, and what fp8 needs.
 
 Weights, their names and their gradients do not change. For each product the inputs, weights and gradients are scaled by
-their largest element and rounded to fp8, so no extra state exists.
+their largest element and rounded to fp8, so no extra state exists. If a forward can carry forward-mode tangents the
+plain layers run, since both packages' layers would drop tangents.
 
-torchao's ``Float8Linear`` (0.18) uses tensorwise scales, and FSDP2 can gather its weights in fp8. ``te.Linear`` of
-Transformer Engine (2.17 to 2.20) uses current scaling: inputs and weights in e4m3, gradients in e5m2. It is not yet run
-on a GPU. Under FSDP2 it saves no fp8 weight; its backward casts the weight that FSDP2 gathers. If a forward can carry
-forward-mode tangents the plain layers run, since fp8 layers would drop them. Both packages are optional and imported at
-first use.
+torchao's ``Float8Linear`` (0.18) has tensorwise scales; FSDP2 can also gather its weights in fp8. ``te.Linear`` (2.17
+to 2.20) runs with current scaling, inputs and weights in e4m3, gradients in e5m2. Under FSDP2 it saves no fp8 weight;
+its backward casts the weight that FSDP2 gathers. Transformer Engine has not yet run on a GPU here. Both packages are
+optional and are imported at first use.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ MULTIPLE = 16
 """Number that must divide a layer's sizes for fp8 products on NVIDIA GPUs."""
 CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 products: Ada, then Hopper (9.0)."""
+FORWARD_ROWS, BACKWARD_ROWS = 8, 16
+"""Numbers that must divide the rows of an input of ``te.Linear``: the layer asserts 8; the weight's gradient sums over
+rows and needs 16."""
 _TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
@@ -68,8 +71,8 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
             f"{where}fp8={settings.fp8} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or more"
             f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
         )
-    if of_te and settings.compile:
-        require_compiled(where)
+    if of_te and settings.compile and (reason := compile_refusal()):
+        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
 
 
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
@@ -121,48 +124,42 @@ def apply_fp8(
     if settings.fp8 == "none":
         return []
     require_fp8(settings, device_type)
-    wanted = {id(layer) for layer in linear_layers(units, excluded)}
-    named = {name: module for name, module in model.named_modules() if id(module) in wanted}
-    for name, layer in named.items():
+    chosen = linear_layers(units, excluded)
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in chosen:
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
         if any(hooks) or "forward" in vars(layer):
-            raise UserError(f"fp8: the layer {name} has hooks, which fp8 would drop; add them afterwards")
+            raise UserError(f"fp8: the layer {names[id(layer)]} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
-    if settings.fp8 == "transformer_engine":
-        convert_to_transformer_engine(model, named)
-    else:
-        convert_to_torchao(model, named, emulate=emulate)
     if dist.get_rank() == 0:
         log.info(
             "fp8%s: %d of the %d linear layers in the blocks of %s",
             " (emulated: this device has no fp8 products)" if emulate else "",
-            len(named),
+            len(chosen),
             sum(isinstance(module, nn.Linear) for unit in units for module in unit.modules()),
             type(model).__name__,
         )
-    return [model.get_submodule(name) for name in named]
+    of_te = settings.fp8 == "transformer_engine"
+    converted = {
+        names[id(layer)]: te_linear(layer) if of_te else torchao_linear(layer, emulate=emulate) for layer in chosen
+    }
+    for name, made in converted.items():
+        model.set_submodule(name, made)
+    return list(converted.values())
 
 
-def convert_to_torchao(model: nn.Module, layers: Mapping[str, nn.Module], *, emulate: bool) -> None:
-    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+def torchao_linear(layer: nn.Linear, *, emulate: bool) -> nn.Module:
+    """Return an fp8 layer with the parameters of ``layer``, under the same names.
+
+    torchao's forward would drop tangents, so inside a dual level the layer runs as a plain one. The level decides, as
+    in :func:`fsdp_cp.sharding.activations.compile_forward`.
+    """
+    from torchao.float8 import Float8LinearConfig, Float8TrainingTensor, convert_to_float8_training
 
     # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
-    wanted = {id(layer) for layer in layers.values()}
-    convert_to_float8_training(model, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
-    for name in layers:
-        _keep_tangents(model.get_submodule(name))
-
-
-def _keep_tangents(layer: Any) -> None:
-    """Let ``layer`` run as a plain layer inside a dual level, in place: torchao's forward would drop tangents.
-
-    The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
-    """
-    from torchao.float8 import Float8TrainingTensor
-
-    in_fp8 = layer.forward
+    made: Any = convert_to_float8_training(layer, config=config)
+    in_fp8 = made.forward
 
     def forward(x: Tensor) -> Tensor:
         # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
@@ -171,13 +168,14 @@ def _keep_tangents(layer: Any) -> None:
                 return forward(x)
         if not inside_dual_level():
             return in_fp8(x)
-        if isinstance(layer.weight, Float8TrainingTensor):
+        if isinstance(made.weight, Float8TrainingTensor):
             raise RuntimeError(
                 "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
             )
-        return F.linear(x, layer.weight, layer.bias)
+        return F.linear(x, made.weight, made.bias)
 
-    layer.forward = forward
+    made.forward = forward
+    return made
 
 
 def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: DeviceMesh) -> None:
@@ -249,17 +247,6 @@ def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
     return before, after
 
 
-FORWARD_ROWS, BACKWARD_ROWS = 8, 16
-"""Numbers that must divide the rows of an input: the layer asserts 8; the weight's gradient sums over rows and needs
-16."""
-
-
-def convert_to_transformer_engine(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Replace the linear ``layers`` of ``model``, given by name, by fp8 layers."""
-    for name, layer in layers.items():
-        model.set_submodule(name, te_linear(layer))
-
-
 def te_linear(layer: Any) -> nn.Module:
     """Return a ``te.Linear`` with the parameters of the ``nn.Linear`` ``layer``, under the same names."""
     # On the meta device te.Linear allocates nothing and draws no random numbers; its default device is "cuda".
@@ -305,19 +292,17 @@ def _layer_class() -> type[nn.Module]:
     return Float8Linear
 
 
-@lru_cache
-def require_compiled(where: str) -> None:
-    """Compile a small layer, forward and backward.
+@cache
+def compile_refusal() -> str:
+    """Return the clause that says why units with these layers cannot be compiled, or an empty string.
 
-    Raises:
-        UserError: this version breaks the graph. Before 2.20 each layer does.
+    Before 2.20 each layer breaks the graph. For later versions a small layer is compiled, forward and backward.
     """
-    reason = te if isinstance(te := transformer_engine(at_least="2.20"), str) else None
-    if reason is None:
+    if isinstance(package := transformer_engine(at_least="2.20"), str):
+        return package
+    try:
         layer: Any = te_linear(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
-        try:
-            torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
-        except Exception as error:  # of Dynamo, inductor or the package
-            reason = f"cannot compile a layer: {str(error).splitlines()[0]}"
-    if reason is not None:
-        raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
+        torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
+    except Exception as error:  # of Dynamo, inductor or the package
+        return f"cannot compile a layer: {(str(error) or type(error).__name__).splitlines()[0]}"
+    return ""

@@ -5,16 +5,24 @@ torchao emulates fp8 itself. Transformer Engine needs CUDA, so its tests show th
 The miniature networks have three blocks; the middle one has ten fp8 layers.
 """
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from distill.config import EmaSettings
 from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import gathered_units
+from models.export import main as export
 from models.lora.settings import LoraSettings
 from models.roles.condition import text_condition
 from models.roles.load import build_role
@@ -28,6 +36,7 @@ from tests.oracles.transformer_engine import install
 pytestmark = pytest.mark.slow
 FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
 TE = {"fp8": "transformer_engine"}
+EMA = EmaSettings(enabled=True, decay=0.7, start=1)
 LORA = {"student": LoraSettings(rank=16, alpha=8.0), "fake": LoraSettings(rank=4)}
 LARGEST_LOSS, LARGEST_GRADIENT, LEAST_COSINE = 0.03, 0.15, 0.99
 """Bounds of the differences between the first steps of an fp8 run and a bf16 run.
@@ -72,26 +81,42 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
 
 
-@pytest.mark.long
-def test_how_it_is_sharded_changes_nothing(pools, checkpoints):
-    """In fp32 only the products round, so results equal those of ``optim_grads_params`` up to one step of fp8."""
-    sizes = {"dp_shard": 2, "precision": "fp32"}
-    for changes, cases in (
-        (
+@pytest.mark.parametrize(
+    ("changes", "cases"),
+    [
+        pytest.param(
             GATHER,
             (
                 {"strategy": "optim", "activation_checkpointing": "selective", "activation_offload": True},
                 {"keep_gathered": True, "gather_stream": "compute", "gather_early": True},
             ),
+            marks=pytest.mark.long,
         ),
-        (FP8, ({"strategy": "no_shard"}, {"offload": "cpu"})),
-        (TE, ({"strategy": "no_shard", "activation_offload": True}, {"offload": "cpu", "keep_gathered": True})),
-    ):
-        expected = _run(pools, checkpoints, changes, **sizes)
-        for more in cases:
-            found = _run(pools, checkpoints, changes | more, **sizes)
-            _, norm, _ = _errors(found, expected)
-            assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
+        pytest.param(
+            FP8,
+            ({"strategy": "no_shard"}, {"offload": "cpu"}, {"communication_buffers": "pooled"}),
+            marks=pytest.mark.long,
+        ),
+        (
+            TE,
+            (
+                {"strategy": "no_shard", "activation_offload": True},
+                {"strategy": "optim", "activation_checkpointing": "selective", "communication_buffers": "pooled"},
+                {"strategy": "optim_grads", "activation_checkpointing": "full"},
+                {"offload": "cpu", "keep_gathered": True},
+            ),
+        ),
+    ],
+    ids=["torchao, gathered in fp8", "torchao", "Transformer Engine"],
+)
+def test_how_it_is_sharded_changes_nothing(pools, checkpoints, changes, cases):
+    """In fp32 only the products round, so results equal those of ``optim_grads_params`` up to one step of fp8."""
+    sizes = {"dp_shard": 2, "precision": "fp32"}
+    expected = _run(pools, checkpoints, changes, **sizes)
+    for more in cases:
+        found = _run(pools, checkpoints, changes | more, **sizes)
+        _, norm, _ = _errors(found, expected)
+        assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
 
 
 @pytest.mark.parametrize("changes", [GATHER, TE])
@@ -188,6 +213,49 @@ def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
         ):
             assert names == expected and weights.keys() == values.keys()
             assert all(torch.equal(weights[name], value) for name, value in values.items())
+
+
+def _saved(folder, run_dir, setup, first=0):
+    """Train from step ``first``; save after steps 2 and 3. Return the trace, the step, and names of state dicts."""
+    config = make_config(setup, folder)
+    config.run_dir = str(run_dir)
+    checkpoint = step_folder(run_dir / "checkpoints", first) if first else None
+    trainer = make_trainer(setup, folder, config, checkpoint)
+    trace = trainer.record(save_at=(2, 3))
+    return trace, {name: list(get_model_state_dict(role.network)) for name, role in trainer.roles.items()}
+
+
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_checkpoints_and_exports_do_not_know_transformer_engine(pools, checkpoints, tmp_path, dp_shard):
+    """A resume continues bit by bit. Without fp8 the same checkpoint has the same names and values."""
+    setup = Setup(dp_shard=dp_shard, cp=2, precision="bf16", steps=3, ema=EMA, changes={"all": TE})
+    plain = replace(setup, changes={})
+    pool, te = pools[setup.world_size], _ranks(pools, setup.world_size, TE)
+    folders = {name: tmp_path / name for name in ("te", "plain", "resumed")}
+    trace, names = te.run(_saved, checkpoints, folders["te"], setup)[0]
+    _, plain_names = pool.run(_saved, checkpoints, folders["plain"], plain)[0]
+    assert names == plain_names
+    saved, expected = (
+        reader(step_folder(folders[name] / "checkpoints", 3)).read_metadata().state_dict_metadata
+        for name in ("te", "plain")
+    )
+    assert saved.keys() == expected.keys() and not any("_extra_state" in name for name in saved)
+
+    shutil.copytree(folders["te"] / "checkpoints", folders["resumed"] / "checkpoints")
+    resumed, _ = te.run(_saved, checkpoints, folders["resumed"], setup, 2)[0]
+    assert resumed.losses == trace.losses[2:]
+    loaded, _ = pool.run(_saved, checkpoints, folders["te"], plain, 3)[0]  # no step is left
+    assert trace.weights.keys() == {"student", "fake", "average of student"} and not loaded.losses
+    for found in (resumed, loaded):
+        for group, weights in trace.weights.items():
+            assert found.weights[group].keys() == weights.keys()
+            assert all(torch.equal(found.weights[group][name], value) for name, value in weights.items()), group
+
+    for weights, group in (("raw", "student"), ("ema", "average of student")):
+        assert export([str(folders["te"]), str(tmp_path / weights), "--weights", weights]) == 0
+        network, info = WanTransformer3DModel.from_pretrained(tmp_path / weights, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert all(torch.equal(p, trace.weights[group][name]) for name, p in network.named_parameters())
 
 
 def _gathered_bytes(folder, settings):

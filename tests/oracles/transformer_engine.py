@@ -2,6 +2,8 @@
 
 It shows wiring, and the recipe's rounding: casts by each tensor's largest element, to e4m3 in forward and e5m2 for
 gradients, and products of the rounded values in fp32. It runs none of the package's code.
+
+``python -m tests.oracles.transformer_engine key=value ...`` runs ``train.py`` with it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from fsdp_cp.launch import end_process
 from fsdp_cp.runtime import packages
 from fsdp_cp.sharding import fp8
 from tests.transformer_engine_facts import read
@@ -25,9 +28,8 @@ _ACTIVE: list[object] = []
 
 
 def install(version: str = VERSION) -> None:
-    """Install the stand-in under the package's import names, in this process, and let it run on a CPU."""
+    """Let this process find the stand-in instead of the package, and run it on a CPU."""
     modules = stand_in(version)
-    sys.modules.update(modules)
     packages.transformer_engine = fp8.transformer_engine = lambda module="", at_least="": modules[
         module or "transformer_engine.pytorch"
     ]
@@ -146,3 +148,10 @@ class _Product(torch.autograd.Function):
             (down.T @ rounded(x, E4M3)).to(weight.dtype) if ctx.needs_input_grad[1] else None,
             grad.float().sum(0).to(weight.dtype) if ctx.bias and ctx.needs_input_grad[2] else None,
         )
+
+
+if __name__ == "__main__":
+    import train
+
+    install()
+    end_process(train.main(sys.argv[1:]))

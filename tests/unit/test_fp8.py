@@ -1,16 +1,20 @@
 """fp8 layers: which layers are converted, what is refused, and their products against torchao's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import exit_code
 from fsdp_cp.runtime import packages
 from fsdp_cp.sharding import fp8
 from fsdp_cp.sharding.settings import ShardSettings
 from tests.oracles.transformer_engine import E4M3, E5M2, rounded, stand_in
 from tests.transformer_engine_facts import read
+from tests.unit.refused import refused
 
 SETTINGS = ShardSettings(fp8="torchao")
 
@@ -61,15 +65,26 @@ def test_without_its_library(monkeypatch, package, version):
     assert install[package] in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_transformer_engine_on_a_cpu_and_compiled(monkeypatch):
+@pytest.mark.parametrize("version", ["2.19.0", "2.20.2"])
+def test_transformer_engine_on_a_cpu_and_compiled(monkeypatch, capsys, version):
+    """Before 2.20 ``compile`` is refused by version; later by a trial, which fails here without a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fp8, "transformer_engine", lambda at_least="": f"needs {at_least}" if at_least else packages)
+    monkeypatch.setattr(packages.metadata, "version", lambda _: version)
+    monkeypatch.setattr(packages.importlib, "import_module", stand_in(version).__getitem__)
+    packages.optional_package.cache_clear()
+    fp8.compile_refusal.cache_clear()
     settings = ShardSettings(fp8="transformer_engine")
     fp8.require_fp8(settings, "cuda")
-    with pytest.raises(UserError, match="fake.fp8"):
+    with refused("fake.fp8"):
         fp8.require_fp8(settings, "cpu", "fake.")
-    with pytest.raises(UserError, match="fake.compile=true.* 2.20"):
-        fp8.require_fp8(ShardSettings(fp8="transformer_engine", compile=True), "cuda", "fake.")
+    compiled = replace(settings, compile=True)
+    for where in ("fake.", "student."):
+        assert exit_code(lambda where=where: fp8.require_fp8(compiled, "cuda", where)) == 2
+        said = capsys.readouterr().err
+        assert f"{where}compile" in said and said.count("\n") == 1 and ("2.20" in said) == (version < "2.20")
+    assert fp8.compile_refusal.cache_info().misses == 1, "one trial serves all roles"
+    packages.optional_package.cache_clear()
+    fp8.compile_refusal.cache_clear()
 
 
 def test_on_a_gpu_without_fp8_products(monkeypatch):
@@ -82,16 +97,15 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 
 def converted(block: nn.Module) -> list[nn.Module]:
-    """Convert a block between two plain ones. Return its fp8 layers."""
-    fp8.convert_to_torchao(block, {"up": block.up, "down": block.down}, emulate=True)
+    """Replace the layers of ``block``. Return the fp8 layers."""
+    block.up, block.down = (fp8.torchao_linear(layer, emulate=True) for layer in (block.up, block.down))
     return [block.up, block.down]
 
 
 def test_parameters_stay_the_same_objects_under_the_same_names():
     block = Block()
     before = dict(block.named_parameters())
-    layers = converted(block)
-    assert layers == [block.up, block.down]
+    assert all(type(layer).__name__ == "Float8Linear" for layer in converted(block))
     after = dict(block.named_parameters())
     assert list(after) == list(before) and all(after[name] is parameter for name, parameter in before.items())
 
@@ -148,11 +162,8 @@ def test_wiring_of_transformer_engine(transformer_engine):
     plain, block = Block(), Block()
     block.load_state_dict(plain.state_dict())
     before = dict(block.named_parameters())
-    fp8.convert_to_transformer_engine(block, {"up": block.up, "down": block.down})
-    layers = [block.up, block.down]
-    assert layers == [block.up, block.down] and isinstance(
-        block.up, transformer_engine["transformer_engine.pytorch"].Linear
-    )
+    block.up, block.down = map(fp8.te_linear, (block.up, block.down))
+    assert isinstance(block.up, transformer_engine["transformer_engine.pytorch"].Linear)
     after = dict(block.named_parameters())
     assert list(after) == list(before) and all(after[name] is parameter for name, parameter in before.items())
     assert list(block.state_dict()) == list(before)
