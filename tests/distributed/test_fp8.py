@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from distill.config import EmaSettings
+from distill.config.schema import EmaSettings
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError
