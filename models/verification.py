@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -65,42 +66,14 @@ class Case:
     """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(NamedTuple):
     """Results of one step, in float64."""
 
-    output: Tensor
-    """Velocity ``(B, C, T, H, W)``."""
-    tangent: Tensor
-    """Derivative of the velocity along random directions of the state and the time."""
-    gradients: Mapping[str, Tensor]
+    values: dict[str, Tensor]
+    """The velocity (``output``), its ``derivative`` along random directions of the state and the time, the ``norm`` of
+    all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a cache."""
+    gradients: dict[str, Tensor]
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
-    norm: float
-    """Norm of all gradients, as clipping computes it."""
-    by_chunks: Tensor | None = None
-    """Velocity computed chunk by chunk with a cache, for the clean history of a causal role."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Relative differences."""
-
-    output: float
-    gradient: float
-    """Maximum of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
-    norm: float
-    tangent: float
-    by_chunks: float = 0.0
-    """Error of :attr:`Result.by_chunks`."""
-    weights: float
-    """Number of tensors in which loading, sharding and writing changed any bit."""
-    worst: str
-    """Name of the parameter with the largest gradient error."""
-
-    @property
-    def largest(self) -> float:
-        """Maximum of all errors."""
-        return max(astuple(self)[:-1])
 
 
 def inputs(
@@ -167,20 +140,25 @@ def plain_result(
         # The direction of the state, another random clip, is the clean one.
         clean = direction if history == "clean" else None
         causal, hidden, times = whole_clip(causal_settings(grid), x, t, clean, math.prod(grid[1:]))
-        v = family.causal_outputs(network, hidden, times, condition, causal)[0]
+        v = family.outputs(network, hidden, times, condition, causal)[0]
         return family.hold(v[:, :, -grid[0] :], x, t, condition)
 
     output = velocity(x, t)
     (output * cotangent).sum().div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
-    # Use the math kernel: torch's other CPU kernels lack forward-mode AD.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other CPU kernels lack forward-mode AD
+        derivative = _derivative(velocity, x, t, direction)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    values = {"output": output.detach(), "derivative": derivative, "norm": norm}
+    return Result(values | {"chunk by chunk": output.detach()} if history == "clean" else values, gradients)
+
+
+@torch.no_grad()
+def _derivative(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, t: Tensor, direction: Tensor) -> Tensor:
+    """Return the derivative of ``velocity`` along ``direction`` of the state and 1 of the time."""
+    with forward_ad.dual_level():
         duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
-    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
-    output = output.detach()
-    by_chunks = output if history == "clean" else None
-    return Result(output=output, tangent=tangent, gradients=gradients, norm=norm, by_chunks=by_chunks)
+        return forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
 
 
 @lru_cache  # each mesh creates process groups with threads
@@ -210,22 +188,22 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
     t = t if case.history is None else frame_times(t, case.grid)
     clean = direction if case.history == "clean" else None
-    output = role.velocity(x, t, condition, clean=clean)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        return role.velocity(x, t, condition, clean=clean)
+
+    output = velocity(x, t)
     (output * cotangent).sum().div(BATCH).backward()
-    norm = grad_norm(role.parameters())
+    norm = torch.tensor(grad_norm(role.parameters()), dtype=torch.float64)
     gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
     role.rest()
-    with torch.no_grad(), forward_ad.dual_level():
-        duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(role.velocity(*duals, condition, clean=clean)).tangent.clone()
-    by_chunks = output if clean is None else _by_chunks(role, output, x, t, condition, clean)
+    values = {"output": output.detach(), "derivative": _derivative(velocity, x, t, direction)}
+    if clean is not None:
+        values["chunk by chunk"] = _by_chunks(role, output, x, t, condition, clean)
     role.rest()
     changed = _changed_weights(plan, role.weights(), scratch)
-    whole = [gather_samples(tensor.detach(), mesh.dp) for tensor in (output, tangent, by_chunks)]
-    if torch.distributed.get_rank():
-        return None, changed
-    chunks = None if clean is None else whole[2]
-    return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm, by_chunks=chunks), changed
+    values = {name: gather_samples(value, mesh.dp) for name, value in values.items()}
+    return (None if torch.distributed.get_rank() else Result(values | {"norm": norm}, gradients)), changed
 
 
 @torch.no_grad()
@@ -257,22 +235,15 @@ def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
     return {name: read(name) for name in folder.shapes}
 
 
-def compare(ours: Result, truth: Result, changed: int) -> Errors:
-    """Compare a mesh's result with the plain network's."""
+def compare(ours: Result, truth: Result, changed: int) -> tuple[dict[str, float], str]:
+    """Return a mesh's relative errors against the plain network, and the parameter with the largest gradient error.
+
+    ``changed``, the number of tensors in which loading, sharding and writing changed any bit, counts as an error.
+    """
     gradients = gradient_errors(ours.gradients, truth.gradients)
     worst = max(sorted(gradients), key=gradients.__getitem__)
-    by_chunks = 0.0
-    if ours.by_chunks is not None and truth.by_chunks is not None:
-        by_chunks = relative_error(ours.by_chunks, truth.by_chunks)
-    return Errors(
-        output=relative_error(ours.output, truth.output),
-        gradient=gradients[worst],
-        norm=relative_error(*torch.tensor([ours.norm, truth.norm], dtype=torch.float64)),
-        tangent=relative_error(ours.tangent, truth.tangent),
-        by_chunks=by_chunks,
-        weights=changed,
-        worst=worst,
-    )
+    errors = {name: relative_error(value, truth.values[name]) for name, value in ours.values.items()}
+    return {**errors, "each gradient": gradients[worst], "weights changed": float(changed)}, worst
 
 
 def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
@@ -282,19 +253,9 @@ def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool =
     return replace(plan, causal=None)  # a causal network's own chunks do not fit the grids
 
 
-def can_be_causal(folder: Path, family: str) -> bool:
-    """Return whether the single network of ``folder`` can be causal."""
-    plan = planned(folder, family)
-    try:
-        plan.family.check_causal(plan.config, "FOLDER")
-    except UserError:
-        return False
-    return True
-
-
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
-) -> Iterator[tuple[Case, Errors]]:
+) -> Iterator[tuple[Case, dict[str, float], str]]:
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
     Args:
@@ -329,4 +290,4 @@ def verify(
                     )  # fmt: skip
                     with tempfile.TemporaryDirectory() as scratch:
                         ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
-                    yield case, compare(ours, truth[grid, history], changed)
+                    yield case, *compare(ours, truth[grid, history], changed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,54 +125,32 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
     ]
     shapes: dict[str, tuple[int, ...]] = {}
     stored: dict[str, str] = {}
-    for name, (in_file, shape, file_name) in zip(
-        _without_prefixes([entry[0] for entry in entries]), entries, strict=True
-    ):
+    files: dict[str, str] = {}
+    names = _without_prefixes([entry[0] for entry in entries])
+    for name, (in_file, shape, file_name) in zip(names, entries, strict=True):
         if name in shapes:  # the reader would take either tensor
             raise UserError(
-                f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
+                f"{where} holds {name} twice, as {stored[name]} in {files[name]} and as {in_file} in {file_name}; link"
+                " one set of weights and config.json into a new folder, and give that one"
             )
-        shapes[name], stored[name] = shape, in_file
+        shapes[name], stored[name], files[name] = shape, in_file, file_name
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
 
 
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(.*)\.safetensors")
-
-
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that hold the network's weights: one file, or the parts of one.
-
-    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
+    """Return the files that hold the network's weights. The reader takes every file of the folder.
 
     Raises:
-        UserError: a file or part is missing, or the folder has several sets of weights. The reader takes every file of
-            the folder, so it would mix a variant's tensors into the network.
+        UserError: there is none, or an index (``*.safetensors.index*.json``) names a missing file.
     """
-    sets = {tuple(indexed_files(index, where)) for index in path.glob("*.safetensors.index*.json")}
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(file.name for file in path.glob("*.safetensors")):
-        if name != ADDITIONS and not any(name in names for names in sets):
-            shard = _SHARD.fullmatch(name)
-            groups.setdefault(shard.group(1, 3, 4) if shard else (name,), []).append(name)
-    sets |= {tuple(names) for names in groups.values()}
-    if not sets:
+    for index in path.glob("*.safetensors.index*.json"):
+        indexed_files(index, where)
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS]
+    if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
-    if len(sets) > 1:
-        several = "; ".join(sorted(" ".join([names[0], *([f"to {names[-1]}"] if names[1:] else [])]) for names in sets))
-        raise UserError(
-            f"{where} holds several sets of weights ({several}); link one of them and config.json into a new folder,"
-            " and give that one"
-        )
-    (names,) = sets
-    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))] if groups else []
-    if shards and (missing := set(range(1, int(shards[0][3]) + 1)) - {int(shard[2]) for shard in shards}):
-        raise UserError(
-            f"{where} lacks part {min(missing)} of {int(shards[0][3])} of {shards[0][1]} ({len(missing)} missing); copy"
-            " it into the folder"
-        )
-    return [path / name for name in names]
+    return files
 
 
 _PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
@@ -350,6 +327,6 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
             problems.append(f"{problem} {', '.join(sorted(names)[:3])}{more}")
     if problems:
         raise UserError(
-            f"{setting}={folder.path} {', and '.join(problems[:3])}; is it a checkpoint of another model, or one with"
-            " the names of the model's own code?"
+            f"{setting}={folder.path} {', and '.join(problems[:3])}; is a file missing, or is it a checkpoint of"
+            " another model, or one with the names of the model's own code?"
         )

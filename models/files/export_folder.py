@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
-from models.additions.base import added, named_additions, network_tensors
+from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
 from models.families.base import Family
@@ -193,8 +193,8 @@ def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, lis
         f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
         for i, names in enumerate(files)
     }
-    if added(shapes):
-        contents[ADDITIONS] = list(added(shapes))
+    if addition_tensors(shapes):
+        contents[ADDITIONS] = list(addition_tensors(shapes))
     return contents
 
 
@@ -226,7 +226,7 @@ def _write_texts(
 ) -> None:
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
     notes = []
-    if added(shapes):
+    if addition_tensors(shapes):
         notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS))
         log.warning("%s: %s", folder, notes[0])
     if causal is not None:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 _ARGUMENT = "serves_role"
@@ -77,14 +76,9 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
 
 
 def _layers(module: nn.Module) -> list[_Layer]:
-    """Return the adapted layers and copies in ``module``, each with the roles that have one."""
-    layers: list[_Layer] = []
-    for child in module.modules():
-        if isinstance(child, BaseTunerLayer):
-            layers.append((child, frozenset(cast(nn.ModuleDict, child.lora_A))))
-        elif isinstance(child, ModulesToSaveWrapper):
-            layers.append((child, frozenset(cast(nn.ModuleDict, child.modules_to_save))))
-    return layers
+    """Return the adapted layers in ``module``, each with the roles that adapt it."""
+    adapted = [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
+    return [(layer, frozenset(cast(nn.ModuleDict, layer.lora_A))) for layer in adapted]
 
 
 def _bind(layers: list[_Layer], role: str) -> None:

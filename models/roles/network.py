@@ -1,20 +1,50 @@
-"""A network on the mesh: one sharded module with facts from its family, used by one or several roles."""
+"""A network on the mesh: one sharded module with facts from its family, used by one or several roles; and the owner and
+public name of each of its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.settings import Precision
-from models.families.base import Family
+from models.additions.base import ADDITIONS
+from models.families.base import Family, Flops
 from models.lora.serving import Serving
-from models.roles.names import owner
+
+_ROLE_LAYERS = ("lora_A", "lora_B")
+"""Names of peft's (0.21) dictionaries with one entry per adapter. An adapter has its role's name."""
+_BASE_LAYER = "base_layer"
+"""Name that peft (0.21) gives a wrapped layer."""
+
+
+@lru_cache(maxsize=2**16)  # called for the same thousands of names, a dozen times a step
+def owner(name: str) -> tuple[str | None, str]:
+    """Return the role that owns the parameter ``name``, and the parameter's public name.
+
+    Args:
+        name: name in the module, e.g. ``blocks.0.attn1.to_q.lora_A.student.weight``.
+
+    Returns:
+        Role (``None`` for a parameter of the network itself, whose public name is diffusers') and public name. Names
+        with ``lora_A.weight`` and ``additions.gan_head`` are the same for every role.
+    """
+    path = name.split(".")
+    if path[0] == ADDITIONS:
+        return path[1], ".".join([ADDITIONS, *path[2:]])
+    role, public, rest = None, [], iter(path)
+    for component in rest:
+        if component == _BASE_LAYER:
+            continue
+        if component in _ROLE_LAYERS:
+            role = next(rest)
+        public.append(component)
+    return role, ".".join(public)
 
 
 class _Place(NamedTuple):
@@ -25,7 +55,7 @@ class _Place(NamedTuple):
     name: str
     """Name in the module."""
     role: str | None
-    """Role that owns the parameter (:func:`models.roles.names.owner`)."""
+    """Role that owns the parameter (:func:`owner`)."""
     public: str
 
 
@@ -47,12 +77,8 @@ class Network:
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
     tokens: int
     """Number of tokens of one sample."""
-    forward_flops: int
-    """Floating-point operations of one forward of one sample."""
-    tangent_flops: int = 0
-    """Additional operations of the forward-mode tangent."""
-    attention_flops: int = 0
-    """Operations of attention within the forward, which selective recomputation does not repeat."""
+    flops: Flops
+    """Operations of one forward of one sample."""
     adapters: tuple[str, ...] = ()
     """Roles with adapters on this frozen base. If empty, one role owns the whole network."""
     serving: Serving | None = None
@@ -89,10 +115,10 @@ class Network:
                 yield place, parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``role`` by public name: its adapters, trained copies and additions. For a role
+        """Return the parameters of ``role`` by public name: its adapters and additions. For a role
         without adapters include the network itself."""
-        of_base = None if role not in self.adapters else role
-        return {place.public: parameter for place, parameter in self._owned() if place.role in (role, of_base)}
+        owners = (role,) if role in self.adapters else (role, None)
+        return {place.public: parameter for place, parameter in self._owned() if place.role in owners}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the network itself by diffusers name, without those that roles add."""
