@@ -25,15 +25,12 @@ from fsdp_cp.checkpoint.reader import readable, reader
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
-from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.shard import materialise
 from models.families.registry import family_of
 from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.files.export_folder import write_folder
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
-from models.roles.load import seed_of_expert
 from models.roles.role import EXPERTS
 
 _KINDS = {"raw": "weights", "ema": "ema"}
@@ -123,19 +120,15 @@ def export_checkpoint(
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
     experts = [network.rpartition(".")[2] for network in networks] if boundaries else []
-    if boundaries and len(experts) < len(EXPERTS) and expert != experts[0]:
+    takes_both = len(experts) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
+    if boundaries and expert not in experts and not (expert is None and takes_both):
         raise UserError(
-            f"{checkpoint} holds the {role}'s expert for {experts[0]} noise alone, which the run trained; add --expert"
-            f" {experts[0]}, or take both from the run's export/student"
+            f"{checkpoint} holds the {role}'s experts for {' and '.join(experts)} noise, of which this export takes"
+            f" one; add --expert {' or '.join(experts)}, or take both from the run's export/student"
         )
     if adapters is None and kind is not None:
         raise UserError(
             f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
-        )
-    if kind in FORMATS and boundaries and expert is None:
-        raise UserError(
-            f"--format {kind}: the {role} in {checkpoint} has two experts, and an adapter file holds one; add"
-            " --expert high or low"
         )
     about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
     about["dtype"], name, chosen = str(dtype), f"the {role}", list(networks.values())
@@ -152,7 +145,7 @@ def export_checkpoint(
         write_file(out, tensors, about | {"format": kind}, causal)
         return f"the {weights} adapters of {name}"
     if adapters is not None:
-        bases = _bases(state, role, config, base, out)
+        bases = _bases(state, role, base, out)
         base_weights = [bases[EXPERTS.index(expert)] for expert in experts] or bases
         chosen = [
             merged(frozen, trained, adapters["scale"]) for frozen, trained in zip(base_weights, chosen, strict=True)
@@ -161,7 +154,7 @@ def export_checkpoint(
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
-def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: str | None, out: Path) -> list[Weights]:
+def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
     """Return the base of the adapters of each network of the role.
 
     Raises:
@@ -169,8 +162,7 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
     """
     base = state["adapters"][role]["base"]
     if base["path"] is None:
-        experts = range(len(state.get("boundaries", {}).get(role) or ()) + 1)
-        return [_random_base(state, role, config, i) for i in experts]
+        raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
     path = moved or base["path"]
     # Check a pipeline's network folders too: one of them may be an earlier export, which would be replaced.
     for place in (".", *EXPERT_FOLDERS):
@@ -182,16 +174,6 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
             " that base"
         )
     return [Weights(folder.shapes, tensor_reader(folder)) for folder in inspected.folders]
-
-
-def _random_base(state: Mapping[str, Any], role: str, config: dict[str, Any], expert: int) -> Weights:
-    family = family_of(state["settings"][role]["family"], role)
-    with torch.device("meta"):
-        network = family.build(config, "state.json")
-    materialise(network, "cpu")
-    initialise(network, seed=seed_of_expert(state["seed"], expert), special=family.fill_special)
-    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    return Weights({name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,8 @@ For a FAMILY it uses small example networks with random weights. For a FOLDER (a
 folder) it uses the network in it, or both experts. It builds each network as a role, then splits and shards it on each
 mesh that ``--ranks`` local processes allow. It compares outputs, gradients and derivatives in float64 with those of the
 unmodified network in one process. It runs a network with optional inputs, such as a first frame, with and without them.
-A network that can be causal is also compared as a causal role: with a noisy and a clean history, and chunk by chunk.
+A network that can be causal is also compared as a causal role with that role on one rank: with a noisy and a clean
+history, and chunk by chunk.
 """
 
 from __future__ import annotations

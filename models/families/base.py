@@ -80,13 +80,26 @@ class FamilyPlanning:
         """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all."""
         return None
 
+    vae_sizes: ClassVar[Mapping[int, tuple[str, int, int]]] = {}
+    """Released VAEs by the channels of their latents: name, frames per latent frame after the first, and height and
+    width of a latent in pixels. The first is that of all other numbers of channels."""
+
     def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
         """Return the shape ``(C, T, H, W)`` of a clip's latents, for networks with this number of latent channels.
 
         Raises:
             UserError: the clip's sizes do not fit the VAE, or the family has no VAE.
         """
-        raise UserError("data.encoders must name a pipeline folder: this model family names no VAE of its own")
+        if not self.vae_sizes:
+            raise UserError("data.encoders must name a pipeline folder: this model family names no VAE of its own")
+        channels = channels if channels in self.vae_sizes else next(iter(self.vae_sizes))
+        vae, frames, pixels = self.vae_sizes[channels]
+        if (num_frames - 1) % frames or height % pixels or width % pixels:
+            raise UserError(
+                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1"
+                f" frames of multiples of {pixels} pixels"
+            )
+        return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
         """Return ``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` for this number of latent channels.
@@ -309,14 +322,14 @@ class Family(ABC):
         the given frame. Differences in a loss are then 0 in a given frame, so losses can average over all frames.
 
         Args:
-            network: plain, or parallel and sharded.
+            network: plain, or parallel and sharded; a causal one is parallel.
             x: ``x_t``, ``(B, C, T, H, W)`` in the compute dtype.
             t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)`` if :attr:`frame_times`.
             condition: condition of the B samples, in the compute dtype.
             causal: history and positions of a causal forward, only for families that are :attr:`causal`. ``x`` is then
                 a clip, a clean and a noisy clip, or one chunk. Each frame has the position that ``causal`` gives.
                 Frames at the position of a given frame are replaced by it and have time 0; :meth:`hold` is not
-                applied. A plain network gets a dense mask, and no cache.
+                applied.
         """
 
     def check_causal(self, config: NetworkConfig, setting: str) -> None:
@@ -339,26 +352,3 @@ class Family(ABC):
             x, t, condition: as for :meth:`outputs`, fp32 or better.
         """
         return v
-
-
-def encoded_clip(
-    vae: str, channels: int, frames: int, pixels: int, *, num_frames: int, height: int, width: int
-) -> LatentShape:
-    """Return the shape ``(C, T, H, W)`` of a clip's latents.
-
-    Args:
-        vae: name of the VAE, for messages.
-        channels: C.
-        frames: frames per latent frame; the first frame has its own latent frame.
-        pixels: height and width of a latent.
-        num_frames, height, width: of the clip.
-
-    Raises:
-        UserError: the VAE does not divide the clip.
-    """
-    if (num_frames - 1) % frames or height % pixels or width % pixels:
-        raise UserError(
-            f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1 frames"
-            f" of multiples of {pixels} pixels"
-        )
-    return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels

@@ -28,7 +28,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of, encoded_clip
+from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
 from models.families.diffusers_family import (
     DiffusersFamily,
     DiffusersPlanning,
@@ -72,10 +72,7 @@ class HunyuanPlanning(DiffusersPlanning):
     }  # fmt: skip
     """SigLIP so400m, .43e9 parameters."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents of its VAE: 32 channels, one latent frame per four frames after the first, 16 x 16
-        pixels."""
-        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {32: ("HunyuanVideo 1.5's VAE", 4, 16)}
 
 
 class Hunyuan(DiffusersFamily):

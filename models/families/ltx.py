@@ -20,7 +20,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, encoded_clip
+from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes
 from models.families.diffusers_family import (
     DiffusersFamily,
     DiffusersPlanning,
@@ -52,10 +52,7 @@ class LTXPlanning(DiffusersPlanning):
     vae = {"_class_name": "AutoencoderKLLTXVideo"}
     """VAE of 0.9.0, with the default sizes of the class."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents of LTX's VAE: 128 channels, one latent frame per eight frames after the first, 32 x 32
-        pixels."""
-        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {128: ("LTX's VAE", 8, 32)}
 
 
 class LTX(DiffusersFamily):

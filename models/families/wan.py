@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -26,7 +26,7 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of, encoded_clip
+from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
 from models.families.diffusers_family import (
     DiffusersFamily,
     DiffusersPlanning,
@@ -39,7 +39,6 @@ from models.families.diffusers_family import (
 from models.families.wan_attention import (
     TEXT_TOKENS,
     BlockArguments,
-    DenseArguments,
     WanCrossAttention,
     WanSelfAttention,
 )
@@ -108,12 +107,7 @@ class WanPlanning(DiffusersPlanning):
     }  # fmt: skip
     """CLIP ViT-H/14, .63e9 parameters."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents' shape for Wan 2.1's VAE (8 x 8 pixels, 4 frames), or for Wan 2.2's if ``channels`` is
-        48."""
-        if channels == TI2V_CHANNELS:
-            return encoded_clip("Wan 2.2's VAE", channels, 4, 16, num_frames=num_frames, height=height, width=width)
-        return encoded_clip("Wan's VAE", 16, 4, 8, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {16: ("Wan's VAE", 4, 8), TI2V_CHANNELS: ("Wan 2.2's VAE", 4, 16)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
         vae_and_image = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
@@ -330,8 +324,7 @@ class Wan(DiffusersFamily):
             if patch[0] != 1:
                 raise ValueError(f"a time for each latent frame needs tokens of one frame, not of {patch[0]}")
             times = token_times(t, x, patch, clean)
-        arguments = getattr(network, "block_arguments", None) or DenseArguments(network)
-        with nullcontext() if causal is None else arguments.causal(causal):
+        with nullcontext() if causal is None else cast(BlockArguments, network.block_arguments).causal(causal):
             v, *others = network(
                 hidden_states=hidden,
                 timestep=self.time_scale * times,

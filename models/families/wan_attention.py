@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -182,52 +181,6 @@ class BlockArguments:
             return None
         time, modulation, text, image = output
         return time, modulation, CachedText(text, self._causal), image
-
-
-class _DenseMask(WanAttnProcessor):
-    """diffusers' processor with a dense mask ``(S, S)``."""
-
-    def __init__(self, mask: Tensor):
-        super().__init__()
-        self.mask = mask
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        return super().__call__(attn, hidden_states, encoder_hidden_states, self.mask, rotary_emb)
-
-
-class DenseArguments:
-    """Mask and positions of a plain network, for comparisons: diffusers' attention with a dense mask."""
-
-    def __init__(self, network: nn.Module):
-        self._network: Any = network
-
-    @contextmanager
-    def causal(self, forward: CausalForward) -> Iterator[None]:
-        """Mask the attention of the call of the network in this context."""
-        mask, rope, attention = forward.mask, self._network.rope, [block.attn1 for block in self._network.blocks]
-        assert mask is not None, "a plain network has no cache"
-        dense, query = torch.zeros(mask.tokens, mask.tokens, dtype=torch.bool), 0
-        for count, ranges in zip(mask.queries, mask.keys, strict=True):
-            for start, stop in ranges:
-                dense[query : query + count, start:stop] = True
-            query += count
-
-        def tables(hidden_states: Tensor) -> Table:
-            clip = hidden_states[:, :, : max(forward.positions) + 1]
-            whole = (table.unflatten(1, (clip.shape[2], -1)) for table in type(rope).forward(rope, clip))
-            cos, sin = (table[:, list(forward.positions)].flatten(1, 2) for table in whole)
-            return cos, sin
-
-        before = [layer.processor for layer in attention]
-        for layer in attention:
-            layer.set_processor(_DenseMask(dense))
-        rope.forward = tables
-        try:
-            yield
-        finally:
-            del rope.forward
-            for layer, processor in zip(attention, before, strict=True):
-                layer.set_processor(processor)
 
 
 def own_rotary_tables(

@@ -33,8 +33,6 @@ class TransformerFolder:
     shapes: dict[str, tuple[int, ...]]
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors in ``additions.safetensors``, by name."""
-    stored: dict[str, str] = field(default_factory=dict)
-    """Names in the files, by name in ``shapes``, if a prefix was removed."""
 
 
 class Checkpoint(NamedTuple):
@@ -118,25 +116,19 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
             f"{where} is quantized ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
             " weights in bf16 or fp32"
         )
-    entries = [
-        (name, shape, file.name)
-        for file in _weight_files(path, where)
-        for name, shape in _read_shapes(file, where).items()
-    ]
     shapes: dict[str, tuple[int, ...]] = {}
-    stored: dict[str, str] = {}
     files: dict[str, str] = {}
-    names = _without_prefixes([entry[0] for entry in entries])
-    for name, (in_file, shape, file_name) in zip(names, entries, strict=True):
-        if name in shapes:  # the reader would take either tensor
-            raise UserError(
-                f"{where} holds {name} twice, as {stored[name]} in {files[name]} and as {in_file} in {file_name}; link"
-                " one set of weights and config.json into a new folder, and give that one"
-            )
-        shapes[name], stored[name], files[name] = shape, in_file, file_name
+    for file in _weight_files(path, where):
+        for name, shape in _read_shapes(file, where).items():
+            if name in shapes:  # the reader would take either tensor
+                raise UserError(
+                    f"{where} holds {name} twice, in {files[name]} and in {file.name}; link one set of weights and"
+                    " config.json into a new folder, and give that one"
+                )
+            shapes[name], files[name] = shape, file.name
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
-    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
+    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
@@ -151,17 +143,6 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
     return files
-
-
-_PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
-"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
-
-
-def _without_prefixes(names: list[str]) -> list[str]:
-    """Remove the prefixes that wrappers add to all names, or to those of compiled blocks."""
-    while names and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)):
-        names = [name.removeprefix(prefix) for name in names]
-    return [name.replace("._orig_mod.", ".") for name in names]
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,9 +166,8 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
             files |= dict.fromkeys(opened.keys(), path)
 
     def read(name: str) -> Tensor:
-        stored = folder.stored.get(name, name)
-        with safe_open(files[stored], framework="pt") as opened:
-            return opened.get_tensor(stored)
+        with safe_open(files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
 
     return read
 
@@ -328,5 +308,5 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
     if problems:
         raise UserError(
             f"{setting}={folder.path} {', and '.join(problems[:3])}; is a file missing, or is it a checkpoint of"
-            " another model, or one with the names of the model's own code?"
+            " another model, or one with the names of the model's own code or of a wrapper (module., _orig_mod.)?"
         )

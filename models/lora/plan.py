@@ -131,14 +131,14 @@ def plan_lora(
                 f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
                 f" {inspected.rank}; leave it out"
             )
-        kept = _without_unread(inspected.tensors, network, family, str(saved))
-        inspected = replace(inspected, tensors={name: inspected.tensors[name] for name in kept})
+        kept = _without_unread(inspected.scales, network, family, str(saved))
+        inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
-    if saved is not None and inspected is not None and set(targets) != inspected.tensors.keys():
+    if saved is not None and inspected is not None and set(targets) != inspected.scales.keys():
         raise UserError(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(inspected.tensors)} others whose output is read; leave it out, or give other adapters"
+            f" {len(inspected.scales)} others whose output is read; leave it out, or give other adapters"
         )
     biased = inspected is not None and inspected.biased
     return LoraPlan(settings=settings, targets=tuple(targets), saved=inspected, biased=biased)

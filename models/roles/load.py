@@ -91,16 +91,9 @@ def build_roles(
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
                 causal=plan.causal,
-                trained_frames=_trained_frames(plan, latent_shape, plan.name in trained),
+                trained_frames=latent_shape[1] if plan.name in trained else plan.trained_frames or latent_shape[1],
             )
     return {plan.name: built[plan.name] for plan in plans}
-
-
-def _trained_frames(plan: RolePlan, latent_shape: LatentShape, trains: bool) -> int | None:
-    """Return the latent frames of a clip in the training of a causal role: those of this run, or of its checkpoint."""
-    if plan.causal is None:
-        return None
-    return latent_shape[1] if trains or plan.trained_frames is None else plan.trained_frames
 
 
 def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
@@ -212,7 +205,7 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
     """
     (folder,) = plan.folders
     saved = folder.shapes.keys() | folder.additions.keys()
-    wanted = {folder.stored.get(name, name): weight.detach() for name, weight in weights.items() if name in saved}
+    wanted = {name: weight.detach() for name, weight in weights.items() if name in saved}
     where = f"{plan.name}.checkpoint={folder.path}"
     if not wanted:
         return

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -47,18 +47,6 @@ def owner(name: str) -> tuple[str | None, str]:
     return role, ".".join(public)
 
 
-class _Place(NamedTuple):
-    """Location of a parameter. A lookup there finds the current parameter even if FSDP2 has replaced it."""
-
-    holder: nn.Module
-    attribute: str
-    name: str
-    """Name in the module."""
-    role: str | None
-    """Role that owns the parameter (:func:`owner`)."""
-    public: str
-
-
 @dataclass(kw_only=True, eq=False)
 class Network:
     """A network that is built, split over the mesh and sharded. Roles that share it hold the same object.
@@ -93,41 +81,25 @@ class Network:
         with self.serving.serves(role):
             yield
 
-    @cached_property
-    def _places(self) -> list[_Place]:
-        """Locations of all parameters, cached: a step needs them several times, and a walk over 40 blocks takes the
-        host more than a millisecond."""
-        walked = (
-            (holder, attribute, f"{path}.{attribute}" if path else attribute)
-            for path, holder in self.module.named_modules()
-            for attribute, _ in holder.named_parameters(recurse=False)
-        )
-        return [_Place(holder, attribute, name, *owner(name)) for holder, attribute, name in walked]
-
-    def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
-        """Yield each parameter once, in the order of :meth:`torch.nn.Module.named_parameters`."""
-        seen: set[int] = set()  # ids, since hashing a tensor is a Python call
-        for place in self._places:
-            # Use _parameters as named_parameters does, since getattr takes three times as long.
-            parameter = place.holder._parameters[place.attribute]
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield place, parameter
+    def _owned(self) -> Iterator[tuple[str, str | None, str, nn.Parameter]]:
+        """Yield each parameter with its name in the module, its role and its public name (:func:`owner`)."""
+        for name, parameter in self.module.named_parameters():
+            yield name, *owner(name), parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
         """Return the parameters of ``role`` by public name: its adapters and additions. For a role
         without adapters include the network itself."""
         owners = (role,) if role in self.adapters else (role, None)
-        return {place.public: parameter for place, parameter in self._owned() if place.role in owners}
+        return {public: parameter for _, owned_by, public, parameter in self._owned() if owned_by in owners}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the network itself by diffusers name, without those that roles add."""
-        return {place.public: parameter for place, parameter in self._owned() if place.role is None}
+        return {public: parameter for _, owned_by, public, parameter in self._owned() if owned_by is None}
 
     def owned_names(self, role: str) -> set[str]:
         """Return the names in the module of the parameters that ``role`` adds."""
-        return {place.name for place, _ in self._owned() if place.role == role}
+        return {name for name, owned_by, _, _ in self._owned() if owned_by == role}
 
     def trained_elsewhere(self, role: str) -> set[str]:
         """Return the names in the module of the parameters that other roles train."""
-        return {place.name for place, _ in self._owned() if place.role not in (None, role)}
+        return {name for name, owned_by, _, _ in self._owned() if owned_by not in (None, role)}
