@@ -44,11 +44,9 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
     """
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
-    names = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
-    prefixes = {name: f"{name}.{_KINDS[weights]}." for name in names}
-    if not state.get("boundaries", {}).get(role):
-        del names[1:]  # parameter names of a network may begin with anything
-    keys_by_name = {name: [key for key in stored if key.startswith(prefixes[name])] for name in names}
+    names = [role]
+    if state.get("boundaries", {}).get(role):  # parameter names of a network may begin with anything
+        names += [f"{role}.{expert}" for expert in EXPERTS]
 
     def read(prefix: str, name: str) -> Tensor:
         key = prefix + name
@@ -59,14 +57,13 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
             dcp.load({key: value}, storage_reader=files, no_dist=True)
         return value
 
-    networks = {
-        name: Weights(
-            {key.removeprefix(prefixes[name]): tuple(cast(TensorStorageMetadata, stored[key]).size) for key in keys},
-            partial(read, prefixes[name]),
-        )
-        for name, keys in keys_by_name.items()
-        if keys
-    }
+    networks = {}
+    for name in names:
+        prefix = f"{name}.{_KINDS[weights]}."
+        tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
+        shapes = {key: tuple(cast(TensorStorageMetadata, tensor).size) for key, tensor in tensors.items()}
+        if shapes:
+            networks[name] = Weights(shapes, partial(read, prefix))
     if not networks:
         held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
         raise UserError(
@@ -204,8 +201,6 @@ def main(argv: list[str] | None = None) -> int:
 
     @paths_of_the_user()
     def work() -> None:
-        if not args.out:
-            raise UserError("OUT is empty; give a folder")
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
         base = str(user_path(args.base, "--base")) if args.base is not None else None

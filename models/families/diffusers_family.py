@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, get_args, get_origin
 
 import torch
@@ -50,12 +50,20 @@ class DiffusersFamily(Family):
         return {name: parameter.default for name, parameter in parameters_of(cls.transformer).items()}
 
     def check_values(self, config: NetworkConfig, setting: str) -> None:
-        """Refuse values of a type that the class does not declare, and sizes out of range.
+        """Refuse values of a type that the class does not declare, sizes out of range, and unmet :meth:`requirements`.
 
         Raises:
             UserError: a value is refused.
         """
         checked_arguments(self.transformer, config, setting)
+        values = self.defaults() | dict(config)
+        for key, fits, wanted in self.requirements(values):
+            if not fits:
+                refuse(values, key, wanted, setting)
+
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        """Yield each requirement of a configuration with all defaults: key, whether its value fits, and what must be."""
+        return iter(())
 
     def build(self, config: NetworkConfig, setting: str) -> Any:
         """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
@@ -140,14 +148,21 @@ class DiffusersFamily(Family):
                 " use more frames, or leave data.image out"
             )
 
-    def check_patches(self, config: NetworkConfig, latent_shape: LatentShape, setting: str) -> None:
-        """Raise ``UserError`` unless the patch size divides the latents."""
+    def check_patches(
+        self, config: NetworkConfig, latent_shape: LatentShape, setting: str, most: int | None = None
+    ) -> None:
+        """Check the numbers of tokens along each axis.
+
+        Raises:
+            UserError: the patch size does not divide the latents, or an axis has more than ``most`` patches.
+        """
         keys = ("data.num_frames", "data.height", "data.width")
         for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
-            if size % patch:
+            fitting = min(size - size % patch or patch, patch * (most or size))
+            if size != fitting:
                 raise UserError(
-                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
-                    f" use a {key} that gives {size - size % patch or patch}"
+                    f"{key} gives {size} latent positions, but {setting} takes patches of {patch}"
+                    f"{'' if most is None else f', at most {most}'}; use a {key} that gives {fitting}"
                 )
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:

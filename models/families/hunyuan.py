@@ -15,6 +15,7 @@ Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from models.families.diffusers_family import (
     DiffusersPlanning,
     first_frame_shape,
     insert_first_frame,
-    refuse,
     token_positions,
 )
 from models.roles.condition import FIRST_FRAME, Condition
@@ -89,19 +89,15 @@ class Hunyuan(DiffusersFamily):
         """Return HunyuanVideo15Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
 
-    def check_values(self, config: NetworkConfig, setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
-        if values["in_channels"] != 2 * (values["out_channels"] or 0) + 1:
-            expected = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
-            refuse(values, "in_channels", expected, setting)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        wanted = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
+        yield "in_channels", values["in_channels"] == 2 * (values["out_channels"] or 0) + 1, wanted
         axes, head_dim = values["rope_axes_dim"], values["attention_head_dim"]
-        if len(axes) != 3 or any(dim % 2 for dim in axes) or sum(axes) != head_dim:
-            refuse(values, "rope_axes_dim", f"three even numbers whose sum is attention_head_dim, {head_dim}", setting)
-        if values["qk_norm"] != "rms_norm":
-            refuse(values, "qk_norm", "rms_norm", setting)
-        if values["use_meanflow"]:
-            refuse(values, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
+        is_right = len(axes) == 3 and not any(dim % 2 for dim in axes) and sum(axes) == head_dim
+        yield "rope_axes_dim", is_right, f"three even numbers whose sum is attention_head_dim, {head_dim}"
+        yield "qk_norm", values["qk_norm"] == "rms_norm", "rms_norm"
+        wanted = "false: networks with a second time of their own are not supported"
+        yield "use_meanflow", not values["use_meanflow"], wanted
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return one configuration for text and images, and one with patches, no refiner and another inner width."""

@@ -8,7 +8,7 @@ seconds and pixels for its rotary embedding. LTX's encoders provide both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from models.families.diffusers_family import (
     first_frame_shape,
     hold_first_frame,
     insert_first_frame,
-    refuse,
     token_times,
 )
 from models.roles.condition import FIRST_FRAME, Condition
@@ -68,22 +67,16 @@ class LTX(DiffusersFamily):
         """Return LTXPipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
 
-    def check_values(self, config: NetworkConfig, setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        inputs, width = values["in_channels"], self.width(values)
         for key in ("patch_size", "patch_size_t"):
-            if values[key] != 1:
-                refuse(values, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
-        if values["out_channels"] not in (None, values["in_channels"]):
-            refuse(values, "out_channels", f"as many as go in, {values['in_channels']}", setting)
-        width = self.width(values)
-        if width % 2:
-            refuse(values, "attention_head_dim", "even, or the heads, for the rotary embedding", setting)
-        if values["cross_attention_dim"] != width:
-            wanted = f"the network's width {width}, to which it projects the text"
-            refuse(values, "cross_attention_dim", wanted, setting)
-        if values["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
-            refuse(values, "activation_fn", "gelu-approximate or gelu", setting)
+            yield key, values[key] == 1, "1: diffusers' LTX pipelines count a token for each latent"
+        yield "out_channels", values["out_channels"] in (None, inputs), f"as many as go in, {inputs}"
+        yield "attention_head_dim", width % 2 == 0, "even, or the heads, for the rotary embedding"
+        wanted = f"the network's width {width}, to which it projects the text"
+        yield "cross_attention_dim", values["cross_attention_dim"] == width, wanted
+        is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
+        yield "activation_fn", is_plain, "gelu-approximate or gelu"
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return the published layout (norms without weights, linear layers with biases) and the opposite.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -33,21 +33,13 @@ from models.families.diffusers_family import (
     first_frame_shape,
     hold_first_frame,
     insert_first_frame,
-    refuse,
     token_times,
 )
-from models.families.wan_attention import (
-    TEXT_TOKENS,
-    BlockArguments,
-    WanCrossAttention,
-    WanSelfAttention,
-)
+from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
 from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
 """Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""
-
-
 TI2V_CHANNELS = 48
 """Latent channels of Wan 2.2's VAE, which only the 5B network uses."""
 
@@ -125,24 +117,19 @@ class Wan(DiffusersFamily):
     frame_times = True
     causal = True
 
-    def check_values(self, config: NetworkConfig, setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
-        if values["attention_head_dim"] % 2:
-            refuse(values, "attention_head_dim", "even, for the rotary embedding", setting)
-        if len(values["patch_size"]) != 3 or max(values["patch_size"]) > 64:
-            refuse(values, "patch_size", "three numbers (frames, height, width) up to 64, such as [1, 2, 2]", setting)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        patch, width = values["patch_size"], self.width(values) if takes_features(values) else None
+        yield "attention_head_dim", values["attention_head_dim"] % 2 == 0, "even, for the rotary embedding"
+        is_right = len(patch) == 3 and max(patch) <= 64
+        yield "patch_size", is_right, "three numbers (frames, height, width) up to 64, such as [1, 2, 2]"
+        is_right = values["pos_embed_seq_len"] is None
+        yield "pos_embed_seq_len", is_right, "null: a Wan for a first and a last image is not supported"
+        is_right = values["added_kv_proj_dim"] == width
+        yield "added_kv_proj_dim", is_right, f"{width}: with image_dim the network's width, without it null"
         inputs, outputs = values["in_channels"], values["out_channels"] or values["in_channels"]
-        if values["pos_embed_seq_len"] is not None:
-            refuse(values, "pos_embed_seq_len", "null: a Wan for a first and a last image is not supported", setting)
-        if takes_features(values) or values["added_kv_proj_dim"] is not None:
-            width = self.width(values) if takes_features(values) else None
-            if values["added_kv_proj_dim"] != width:
-                wanted = f"{width}: with image_dim the network's width, without it null"
-                refuse(values, "added_kv_proj_dim", wanted, setting)
-        if outputs > inputs or (takes_image(values) and inputs <= 2 * outputs):
-            wanted = f"out_channels={outputs}, or more than twice as many: those of an image and of a mask too"
-            refuse(values, "in_channels", wanted, setting)
+        is_right = outputs <= inputs and not (takes_image(values) and inputs <= 2 * outputs)
+        wanted = f"out_channels={outputs}, or more than twice as many: those of an image and of a mask too"
+        yield "in_channels", is_right, wanted
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
         """Recompute the non-persistent rotary tables on ``device``, since ``to_empty`` leaves garbage in them."""
@@ -262,15 +249,7 @@ class Wan(DiffusersFamily):
                     " of one; leave data.image out"
                 )
         self.check_data(config, latent_shape, needed, condition, setting, open_counts=("image_embeds",))
-        positions = config["rope_max_seq_len"]
-        keys = ("data.num_frames", "data.height", "data.width")
-        for key, size, patch in zip(keys, latent_shape[1:], config["patch_size"], strict=True):
-            if size > positions * patch:
-                raise UserError(
-                    f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
-                    f" {patch}; use a {key} that gives at most {positions * patch}"
-                )
-        self.check_patches(config, latent_shape, setting)
+        self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
 
     def flops(
         self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None

@@ -48,12 +48,10 @@ def export_weights(
     config: dict[str, Any],
     *,
     dtype: torch.dtype,
-    boundaries: Sequence[float] = (),
-    max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
     bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
-    causal: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
 
@@ -61,7 +59,7 @@ def export_weights(
         folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
             renamed.
         networks: DTensors by diffusers name, one mapping per network.
-        config, dtype, boundaries, max_bytes, causal: as for :func:`write_folder`.
+        config, dtype, options: as for :func:`write_folder`.
         about: description of the weights, for the manifest.
         bases: for adapters, the base of each of ``networks``, into which they are merged.
         scale: ``alpha / rank`` of the adapters.
@@ -76,8 +74,7 @@ def export_weights(
     about = {"dtype": str(dtype), **(about or {})}
     on_all_ranks(
         lambda: write_folder(
-            folder, weights, config, dtype=dtype, boundaries=boundaries, max_bytes=max_bytes, about=about,
-            causal=causal, writes=rank() == 0, move_aside=True,
+            folder, weights, config, dtype=dtype, about=about, writes=rank() == 0, move_aside=True, **options
         )
     )  # fmt: skip
 

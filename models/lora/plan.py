@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -53,15 +52,6 @@ class LoraPlan:
             if self.biased:
                 shapes[f"{name}.lora_B.bias"] = (layer.out_features,)
         return shapes
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Settings that a checkpoint's adapters must share with this role, as JSON."""
-        return {
-            "rank": self.settings.rank,
-            "scale": self.settings.scale,
-            "targets": list(self.targets),
-        }
 
     def for_network(self, network: nn.Module) -> LoraPlan:
         """Return the plan for a network of the same kind with fewer blocks."""

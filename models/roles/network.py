@@ -4,7 +4,7 @@ public name of each of its parameters."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -72,14 +72,9 @@ class Network:
     serving: Serving | None = None
     """Selection of a role's adapters; ``None`` without adapters."""
 
-    @contextmanager
-    def serves(self, role: str) -> Iterator[None]:
+    def serves(self, role: str) -> AbstractContextManager[None]:
         """Run calls of the module within this context for ``role``."""
-        if self.serving is None:
-            yield
-            return
-        with self.serving.serves(role):
-            yield
+        return nullcontext() if self.serving is None else self.serving.serves(role)
 
     def _owned(self) -> Iterator[tuple[str, str | None, str, nn.Parameter]]:
         """Yield each parameter with its name in the module, its role and its public name (:func:`owner`)."""

@@ -124,7 +124,8 @@ class RolePlan:
         if self.folders:
             above = self.folders[0].path.parent if self.boundaries else self.folders[0].path
             base = {"path": str(above.resolve()), "fingerprint": " ".join(map(fingerprint, self.folders))}
-        return self.lora.described | {"base": base}
+        settings, targets = self.lora.settings, list(self.lora.targets)
+        return {"rank": settings.rank, "scale": settings.scale, "targets": targets, "base": base}
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -200,9 +201,7 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
-    settings, trained_frames = _causal(name, causal, checkpoint_files, saved)
-    if settings is not None:
-        _check_causal(name, settings, chosen, network, boundaries, sharding)
+    settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network, sharding)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in folders)
     return RolePlan(
@@ -251,48 +250,39 @@ def _inspected(
 
 
 def _causal(
-    name: str, settings: CausalSettings | None, checkpoint: Checkpoint, saved: Path | None
+    name: str,
+    settings: CausalSettings | None,
+    checkpoint: Checkpoint,
+    saved: Path | None,
+    family: Family,
+    network: nn.Module,
+    sharding: ShardSettings | None,
 ) -> tuple[CausalSettings | None, int | None]:
     """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
 
-    Args:
-        name: the role.
-        settings: its settings.
-        checkpoint: its networks on disk.
-        saved: file with its adapters, whose folder comes first.
+    A ``causal.json`` next to the adapters in ``saved`` comes before that of the networks.
 
     Raises:
-        UserError: the settings contradict the checkpoint's, or are incomplete.
+        UserError: the settings contradict the checkpoint's, or are incomplete; or the family, the network, its two
+            experts or ``compile`` forbid a causal role.
     """
-    settings, where = settings or CausalSettings(), f"{name}.causal."
+    settings, trained_frames, where = settings or CausalSettings(), None, f"{name}.causal."
     folders = [*([saved.parent] if saved is not None else []), *(folder.path for folder in checkpoint.folders)]
     for folder in folders:
         if (file := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
-            return settings.merged(file[0], where, folder), file[1]
-    if not settings.enabled and settings != CausalSettings():
-        raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
-    return (settings if settings.enabled else None), None
-
-
-def _check_causal(
-    name: str,
-    settings: CausalSettings,
-    family: Family,
-    network: nn.Module,
-    boundaries: tuple[float, ...],
-    sharding: ShardSettings | None,
-) -> None:
-    """Check that a role can be causal.
-
-    Raises:
-        UserError: its family, its network, its two experts or ``compile`` forbid it.
-    """
-    setting = f"{name}.causal.chunk={settings.chunk}"
+            settings, trained_frames = settings.merged(file[0], where, folder), file[1]
+            break
+    if not settings.enabled:
+        if settings != CausalSettings():
+            raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
+        return None, None
+    setting = f"{where}chunk={settings.chunk}"
     family.check_causal(config_of(network), setting)
-    if boundaries:
+    if checkpoint.boundaries:
         raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
     if sharding is not None and sharding.compile:
         raise UserError(f"{setting} does not work with {name}.compile=true; use {name}.compile=false")
+    return settings, trained_frames
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
