@@ -77,8 +77,11 @@ class FamilyPlanning:
     """``config.json`` of their image encoder, CLIP's or SigLIP's vision transformer; empty for none."""
 
     def with_layers(self, config: NetworkConfig, layers: int) -> dict[str, Any] | None:
-        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all."""
-        return None
+        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all.
+
+        The default takes the blocks of a network with ``num_layers`` to be equal.
+        """
+        return {**config, "num_layers": layers} if "num_layers" in config else None
 
     vae_sizes: ClassVar[Mapping[int, tuple[str, int, int]]] = {}
     """Released VAEs by the channels of their latents: name, frames per latent frame after the first, and height and

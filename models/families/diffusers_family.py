@@ -19,20 +19,13 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.families.base import Family, FamilyPlanning, LatentShape, NetworkConfig, Shape, Shapes
+from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
 _MOST = 2**20
 """Maximum of all other integers."""
-
-
-class DiffusersPlanning(FamilyPlanning):
-    """Facts about a family whose networks have ``num_layers`` equal blocks."""
-
-    def with_layers(self, config: NetworkConfig, layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
 
 
 class DiffusersFamily(Family):
@@ -42,7 +35,8 @@ class DiffusersFamily(Family):
     """diffusers' class, unmodified."""
     label: ClassVar[str]
     """Name of the family's networks in messages."""
-    planning = DiffusersPlanning()
+    open_counts: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors of a condition of which the network takes any number of tokens."""
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -62,7 +56,7 @@ class DiffusersFamily(Family):
                 refuse(values, key, wanted, setting)
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
-        """Yield each requirement of a configuration with all defaults: key, whether its value fits, and what must be."""
+        """Yield the requirements of a configuration with all defaults: key, whether it fits, and a fitting value."""
         return iter(())
 
     def build(self, config: NetworkConfig, setting: str) -> Any:
@@ -101,6 +95,14 @@ class DiffusersFamily(Family):
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
 
+    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
+        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
+        optional = self.optional_shapes(config, latent_shape)
+        if optional.keys() & condition.keys():
+            needed |= optional
+        self.check_data(config, latent_shape, needed, condition, setting)
+        self.check_patches(config, latent_shape, setting)
+
     def check_data(
         self,
         config: NetworkConfig,
@@ -108,8 +110,6 @@ class DiffusersFamily(Family):
         needed: Shapes,
         condition: Shapes,
         setting: str,
-        *,
-        open_counts: Sequence[str] = (),
     ) -> None:
         """Compare the data's latents and condition with what the network takes.
 
@@ -119,7 +119,6 @@ class DiffusersFamily(Family):
             needed: shapes of the tensors that the network takes, by name.
             condition: shapes of the data's tensors, by name.
             setting: source of the network, for messages.
-            open_counts: names of tensors whose first size may differ.
 
         Raises:
             UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
@@ -132,7 +131,7 @@ class DiffusersFamily(Family):
                 f" {latent_shape[0]}; {use}"
             )
         for name, shape in needed.items():
-            data_shape, start = condition.get(name), 1 if name in open_counts else 0
+            data_shape, start = condition.get(name), 1 if name in self.open_counts else 0
             if data_shape is None or data_shape[start:] != shape[start:]:
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
                 raise UserError(

@@ -29,10 +29,9 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
 from models.families.diffusers_family import (
     DiffusersFamily,
-    DiffusersPlanning,
     first_frame_shape,
     insert_first_frame,
     token_positions,
@@ -49,7 +48,7 @@ IMAGE_TOKENS = 729
 """Number of SigLIP so400m features of an image of 384 x 384 pixels: 27 x 27 patches."""
 
 
-class HunyuanPlanning(DiffusersPlanning):
+class HunyuanPlanning(FamilyPlanning):
     """Tencent's network and its encoders."""
 
     # diffusers' conversion script uses its defaults for all 480p and 720p networks.
@@ -83,6 +82,7 @@ class Hunyuan(DiffusersFamily):
     transformer = HunyuanVideo15Transformer3DModel
     label = "HunyuanVideo 1.5"
     masked_attention = True
+    open_counts = ("glyphs", "glyph_mask", "image_embeds")
     planning = HunyuanPlanning()
 
     def pipeline_times(self, steps: int) -> list[float]:
@@ -152,14 +152,6 @@ class Hunyuan(DiffusersFamily):
             FIRST_FRAME: first_frame_shape(latent_shape),
             "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"]),
         }
-
-    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
-        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        if {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys():
-            needed |= self.optional_shapes(config, latent_shape)
-        counts = ("glyphs", "glyph_mask", "image_embeds")  # the network takes any number of these tokens
-        self.check_data(config, latent_shape, needed, condition, setting, open_counts=counts)
-        self.check_patches(config, latent_shape, setting)
 
     def flops(
         self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None

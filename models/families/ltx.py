@@ -20,10 +20,9 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes
 from models.families.diffusers_family import (
     DiffusersFamily,
-    DiffusersPlanning,
     first_frame_shape,
     hold_first_frame,
     insert_first_frame,
@@ -35,7 +34,7 @@ TIME_FEATURES = 256
 """Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 
 
-class LTXPlanning(DiffusersPlanning):
+class LTXPlanning(FamilyPlanning):
     """Lightricks' networks and their encoders."""
 
     networks = {
@@ -115,12 +114,6 @@ class LTX(DiffusersFamily):
 
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
-
-    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
-        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        if FIRST_FRAME in condition:
-            needed |= self.optional_shapes(config, latent_shape)
-        self.check_data(config, latent_shape, needed, condition, setting)
 
     def flops(
         self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None

@@ -26,10 +26,9 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.base import Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
 from models.families.diffusers_family import (
     DiffusersFamily,
-    DiffusersPlanning,
     first_frame_shape,
     hold_first_frame,
     insert_first_frame,
@@ -73,7 +72,7 @@ _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit
 _ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 
 
-class WanPlanning(DiffusersPlanning):
+class WanPlanning(FamilyPlanning):
     """Wan's networks and their encoders."""
 
     networks = {
@@ -114,6 +113,7 @@ class Wan(DiffusersFamily):
     transformer = WanTransformer3DModel
     label = "Wan"
     planning = WanPlanning()
+    open_counts = ("image_embeds",)
     frame_times = True
     causal = True
 
@@ -248,7 +248,7 @@ class Wan(DiffusersFamily):
                     f"{setting} has tokens of {config['patch_size'][0]} latent frames, and a first frame needs tokens"
                     " of one; leave data.image out"
                 )
-        self.check_data(config, latent_shape, needed, condition, setting, open_counts=("image_embeds",))
+        self.check_data(config, latent_shape, needed, condition, setting)
         self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
 
     def flops(

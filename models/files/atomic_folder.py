@@ -33,8 +33,9 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
             of the same kind (clips do not replace weights).
     """
     try:
-        if (file := file_above(folder / MANIFEST)) is not None:
-            raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
+        for parent in (folder, *folder.parents):
+            if parent.exists() and not parent.is_dir():
+                raise UserError(f"{setting} {folder} cannot be written ({parent} is a file); give another folder")
         real = folder.resolve()
         if real == Path.cwd() or real in Path.cwd().parents:
             raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
@@ -65,11 +66,6 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
         read = [path.resolve() for path in (source, *links)]
         if any(real in (path, *path.parents) for path in read):
             raise UserError(f"{setting} {folder} would replace {name} ({source}); give another folder")
-
-
-def file_above(folder: Path) -> Path | None:
-    """Return the parent of ``folder`` that is a file and prevents creating it; ``None`` if all are folders."""
-    return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
 
 
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:

@@ -55,8 +55,7 @@ class Serving:
     def _tell(
         self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        if self.role is None:
-            raise RuntimeError("a network with adapters serves roles; call it through one, by Role.velocity")
+        assert self.role is not None, "a network with adapters is called through a role"
         _bind(layers, self.role)
         return args, {**kwargs, _ARGUMENT: self.role}
 

@@ -12,24 +12,13 @@ from fsdp_cp.reduce import lerp_, local_shard, local_shards
 from models.roles.role import Role
 
 
-def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
-    """Return the factor of the old average at the ``update``-th update (0-based).
-
-    Args:
-        update: number of earlier updates.
-        decay: constant factor ``b``; ``None`` for the power schedule.
-        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
-    """
-    return decay if decay is not None else (1 - 1 / (update + 1)) ** (gamma + 1)
-
-
 class Ema:
     """EMA of ``role``'s weights: DTensors with the masters' dtype and sharding.
 
     Args:
         role: the trained role.
-        decay: constant factor, or ``None`` for the power schedule.
-        gamma: exponent of the power schedule.
+        decay: constant factor ``b`` of the old average, or ``None`` for the power schedule.
+        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
         start: first update that averages; before it the EMA copies the weights.
     """
 
@@ -43,7 +32,8 @@ class Ema:
     @torch.no_grad()
     def update(self, update: int) -> None:
         """Update the EMA after the role's ``update``-th optimizer step (0-based)."""
-        b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
+        i = update - self.start
+        b = 0.0 if i < 0 else self.decay if self.decay is not None else (1 - 1 / (i + 1)) ** (self.gamma + 1)
         current = self.role.weights()
         lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
 

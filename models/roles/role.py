@@ -212,11 +212,9 @@ class Role:
     def _at_second_time(self, network: Network, t: Tensor, r: Tensor | None) -> AbstractContextManager:
         """Run calls of ``network`` within this context at the times ``(r, t)``."""
         addition = self.second_times.get(network)
-        if addition is None or r is None:
-            if addition is not None or r is not None:
-                raise RuntimeError(f"{self.name}: a role with a second time must get its r, and no other role")
-            return nullcontext()
-        return addition.at(t, r)
+        if (addition is None) != (r is None):
+            raise RuntimeError(f"{self.name}: a role with a second time must get its r, and no other role")
+        return nullcontext() if addition is None or r is None else addition.at(t, r)
 
     def cache(self, condition: Condition) -> Cache:
         """Return the cache of a causal role at the start of a clip.
