@@ -1,8 +1,8 @@
 """Profile hook over one training step: which files it enters, and how deep its stack is.
 
-``torchrun --nproc-per-node 2 -m tests.main_path experiment=quickstart_dmd2 mesh.cp=2 steps=4 device=cpu run_dir=DIR``
-runs ``train.py``. For step 4 (a student's) on rank 0 it prints the project's files that the step enters, and the
-deepest stack of the project's frames from which a function of torch is called.
+``torchrun --nproc-per-node 2 -m tests.main_path experiment=quickstart_dmd2 mesh.cp=2 steps=4 device=cpu run_dir=DIR
+sample.at_end=false`` runs ``train.py``. For step 4 (a student's) on rank 0 it prints the project's files that the step
+enters, and the deepest stack of the project's frames from which a function of torch is called.
 """
 
 from __future__ import annotations

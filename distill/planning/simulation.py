@@ -154,7 +154,9 @@ def run_steps(
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
             with _planned_pools(method, storages) as pooled:
-                # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps.
+                # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps. A pool must
+                # see the longest rollouts.
+                run.lengths.shortest = not pooled
                 for steps in chosen.values():
                     for step in steps if pooled else list(steps)[:1]:
                         run.step(step, run.batches[: 2 if pooled else 1])
@@ -303,18 +305,18 @@ class _Run:
         """Return the mean cost over the integers that a step draws; the cost of a rollout is linear in its length.
 
         The cost of one more micro-batch is that of two minus that of one, since a step may reduce gradients or gather
-        weights only once. A shorter rollout saves the same cost in every micro-batch.
+        weights only once. A longer rollout adds the same cost to every micro-batch, so two micro-batches run with the
+        shortest rollout alone.
         """
-        self.lengths.shortest = self.lengths.differ = False
         few = self.batches if every_micro_batch else self.batches[:1]
-        longest = self._measured(step, few)
         more = self.accumulation - len(few)
-        another = self._measured(step, self.batches[:2]).plus(longest, -1) if more else StepCost()
-        mean = longest
+        self.lengths.shortest, self.lengths.differ = True, False
+        mean = self._measured(step, few)
+        another = self._measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
+        self.lengths.shortest = False
         if self.lengths.differ:
-            self.lengths.shortest = True
-            saved = self._measured(step, few).plus(longest, -1)
-            mean, another = longest.plus(saved, 0.5), another.plus(saved, 0.5)
+            longer = self._measured(step, few).plus(mean, -1)
+            mean, another = mean.plus(longer, 0.5), another.plus(longer, 0.5)
         return mean.plus(another, more)
 
     def _measured(self, step: int, batches: list[Batch]) -> StepCost:
