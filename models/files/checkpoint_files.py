@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ ADDITIONS = "additions.safetensors"
 it."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.|model\.diffusion_model\.)+|(?<=\.)_orig_mod\.")
+"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
 _HASHED_PIECES, _HASHED_BYTES = 64, 4096
 """Number of pieces, and bytes of a piece, that the fingerprint of a file hashes."""
 
@@ -33,6 +36,8 @@ class TransformerFolder:
     shapes: dict[str, tuple[int, ...]]
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors in ``additions.safetensors``, by name."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Names in the files, by name in ``shapes``, if a prefix was removed."""
 
 
 class Checkpoint(NamedTuple):
@@ -118,17 +123,19 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         )
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for file in _weight_files(path, where):
-        for name, shape in _read_shapes(file, where).items():
+        for in_file, shape in _read_shapes(file, where).items():
+            name = _WRAPPERS.sub("", in_file)
             if name in shapes:  # the reader would take either tensor
                 raise UserError(
                     f"{where} holds {name} twice, in {files[name]} and in {file.name}; link one set of weights and"
                     " config.json into a new folder, and give that one"
                 )
-            shapes[name], files[name] = shape, file.name
+            shapes[name], files[name], stored[name] = shape, file.name, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
-    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
@@ -166,8 +173,9 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
             files |= dict.fromkeys(opened.keys(), path)
 
     def read(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        stored = folder.stored.get(name, name)
+        with safe_open(files[stored], framework="pt") as opened:
+            return opened.get_tensor(stored)
 
     return read
 
@@ -308,5 +316,5 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
     if problems:
         raise UserError(
             f"{setting}={folder.path} {', and '.join(problems[:3])}; is a file missing, or is it a checkpoint of"
-            " another model, or one with the names of the model's own code or of a wrapper (module., _orig_mod.)?"
+            " another model, or one with the names of the model's own code?"
         )

@@ -205,7 +205,7 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
     """
     (folder,) = plan.folders
     saved = folder.shapes.keys() | folder.additions.keys()
-    wanted = {name: weight.detach() for name, weight in weights.items() if name in saved}
+    wanted = {folder.stored.get(name, name): weight.detach() for name, weight in weights.items() if name in saved}
     where = f"{plan.name}.checkpoint={folder.path}"
     if not wanted:
         return

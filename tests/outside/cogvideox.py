@@ -28,7 +28,7 @@ def schedule(snr_shift_scale):
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
         rescale_betas_zero_snr=True, snr_shift_scale=snr_shift_scale,
     )  # fmt: skip
-    return DiscretePrediction.of_scheduler(scheduler)
+    return DiscretePrediction.from_scheduler(scheduler)
 
 
 SCHEDULES = {False: schedule(3.0), True: schedule(1.0)}

@@ -1,4 +1,4 @@
-"""Checkpoints as others write them: variants, shards without an index, git-lfs pointers."""
+"""Checkpoints as others write them: variants, shards without an index, wrappers' prefixes, git-lfs pointers."""
 
 import json
 
@@ -48,6 +48,9 @@ LAYOUTS = {
     "no index": lambda t: (t, [ONE, TWO], None),
     "another index": lambda t: (t, ["model-a.safetensors", "model-b.safetensors"], "model.safetensors.index.json"),
     "another name": lambda t: (t, ["wan.safetensors"], None),
+    "DDP of a compiled network": lambda t: ({f"module._orig_mod.{name}": v for name, v in t.items()}, [ONE, TWO], None),
+    "compiled blocks": lambda t: ({_compiled(name): v for name, v in t.items()}, ["x.safetensors"], None),
+    "ComfyUI": lambda t: ({f"model.diffusion_model.{name}": v for name, v in t.items()}, ["x.safetensors"], None),
 }  # fmt: skip
 
 
@@ -128,9 +131,9 @@ def test_names_of_wans_own_code_are_shown_with_those_that_lack(network, folder):
     assert "high_noise_model" in refusal(folder)
 
 
-def test_names_of_a_wrapper_are_refused(network, folder):
-    """A compiled network's names hold ``_orig_mod.``; a DistributedDataParallel's begin with ``module.``."""
+def test_one_tensor_under_two_names_is_refused(network, folder):
     tensors = network.state_dict()
-    for changed in (_compiled, lambda name: f"module.{name}"):
-        write(folder, {changed(name): value for name, value in tensors.items()}, "x.safetensors")
-        assert "_orig_mod." in refusal(folder)
+    name = "blocks.0.attn1.to_q.weight"
+    write(folder, tensors | {_compiled(name): tensors[name].clone()}, "x.safetensors")
+    with pytest.raises(UserError, match="twice"):
+        inspect_transformer(str(folder), "teacher.checkpoint")
