@@ -12,7 +12,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from models.families.wan import Wan
-from models.files.checkpoint_files import tensor_reader
+from models.files.checkpoint_files import inspect_transformer, tensor_reader
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.unit.test_checkpoint_files import SMALL
