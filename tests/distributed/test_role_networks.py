@@ -109,11 +109,11 @@ def test_ranges_that_leave_a_gap_or_have_no_network_are_refused():
         config, module = {}, torch.nn.Identity()
 
     for count, boundaries in ((1, (0.5,)), (2, ()), (2, (0.0,)), (2, (1.0,)), (3, (0.3, 0.6)), (3, (0.5, 0.5))):
-        with pytest.raises(ValueError, match="boundar"):
+        with pytest.raises(AssertionError):
             Role(name="teacher", networks=(Built(),) * count, boundaries=boundaries, trainable=False)
     other = Built()
     other.config = {"num_layers": 1}
-    with pytest.raises(ValueError):
+    with pytest.raises(AssertionError):
         Role(name="teacher", networks=(Built(), other), boundaries=(0.5,), trainable=False)
 
 

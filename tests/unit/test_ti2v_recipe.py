@@ -35,7 +35,7 @@ def pipeline(tmp_path_factory):
     """Write the settings of its encoders and its index, without weights."""
     folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **TI2V_VAE)
     (folder / "transformer").mkdir()
-    (folder / "transformer" / "config.json").write_text(json.dumps(TI2V_5B))
+    (folder / "transformer" / "config.json").write_text(json.dumps(Wan.defaults() | TI2V_5B))
     (folder / "model_index.json").write_text('{"_class_name": "WanPipeline", "expand_timesteps": true}')
     return folder
 
