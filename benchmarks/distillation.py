@@ -264,7 +264,7 @@ def clip_flops(config: Config) -> float:
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     plan = plan_role("teacher", checkpoint=str(ROOT / config.teacher.checkpoint))
     tokens = plan.tokens(data.latent_shape, data.condition_shapes)
-    return plan.family.forward_flops(plan.config, tokens, data.condition_shapes)
+    return plan.family.flops(plan.config, tokens, data.condition_shapes).forward
 
 
 def in_words(steps: int) -> str:

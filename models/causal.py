@@ -219,8 +219,8 @@ def whole_clip(
         return CausalForward(positions=tuple(range(frames)), mask=mask), x, t
     if clean.shape != x.shape:
         raise ValueError(f"clean {tuple(clean.shape)} must have the shape of x, {tuple(x.shape)}")
-    own = t if t.ndim == 2 else t[:, None].expand(-1, frames)
-    times = torch.cat([torch.full_like(own, settings.context_time), own], dim=1)
+    noisy = t if t.ndim == 2 else t[:, None].expand(-1, frames)
+    times = torch.cat([torch.full_like(noisy, settings.context_time), noisy], dim=1)
     return CausalForward(positions=tuple(range(frames)) * 2, mask=mask), torch.cat([clean, x], dim=2), times
 
 
@@ -249,7 +249,7 @@ class Cache:
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values on this rank."""
-        pairs = [(each.k, each.v) for layers in self.chunks.values() for each in layers]
+        pairs = [(layer.k, layer.v) for layers in self.chunks.values() for layer in layers]
         return sum(x.nbytes for pair in (*pairs, *self.text.values()) for x in pair)
 
     def forward(self, record: Record | None = None) -> CausalForward:
@@ -283,13 +283,14 @@ class Cache:
         assert settings is not None
         dtype = torch.promote_types(x0.dtype, torch.float32)
         t = torch.full((len(x0),), settings.context_time, dtype=dtype, device=x0.device)
-        record = self.role.record_chunk(x0, t, self)
-        added = tuple(record.layers[layer] for layer in sorted(record.layers))
+        record = Record()
+        self.role.chunk_velocity(x0, t, self, record)
+        layers = tuple(record.layers[layer] for layer in sorted(record.layers))
         count = self.count + 1
         return replace(
             self,
             frames=self.frames + x0.shape[2],
             count=count,
-            chunks={n: kv for n, kv in {**self.chunks, self.count: added}.items() if settings.sees(count, n)},
+            chunks={n: kv for n, kv in {**self.chunks, self.count: layers}.items() if settings.sees(count, n)},
             text=self.text or record.text,
         )

@@ -24,15 +24,12 @@ from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, rea
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
-from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.shard import materialise
 from models.families.registry import family_of
 from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.files.export_folder import write_folder
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
-from models.roles.load import seed_of_expert
 from models.roles.role import EXPERTS
 
 _KINDS = {"raw": "weights", "ema": "ema"}
@@ -46,11 +43,9 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
     """
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
-    names = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
-    prefixes = {name: f"{name}.{_KINDS[weights]}." for name in names}
-    if not state.get("boundaries", {}).get(role):
-        del names[1:]  # parameter names of a network may begin with anything
-    keys_by_name = {name: [key for key in stored if key.startswith(prefixes[name])] for name in names}
+    names = [role]
+    if state.get("boundaries", {}).get(role):  # parameter names of a network may begin with anything
+        names += [f"{role}.{expert}" for expert in EXPERTS]
 
     def read(prefix: str, name: str) -> Tensor:
         key = prefix + name
@@ -61,14 +56,13 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
             dcp.load({key: value}, storage_reader=files, no_dist=True)
         return value
 
-    networks = {
-        name: Weights(
-            {key.removeprefix(prefixes[name]): tuple(cast(TensorStorageMetadata, stored[key]).size) for key in keys},
-            partial(read, prefixes[name]),
-        )
-        for name, keys in keys_by_name.items()
-        if keys
-    }
+    networks = {}
+    for name in names:
+        prefix = f"{name}.{_KINDS[weights]}."
+        tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
+        shapes = {key: tuple(cast(TensorStorageMetadata, tensor).size) for key, tensor in tensors.items()}
+        if shapes:
+            networks[name] = Weights(shapes, partial(read, prefix))
     if not networks:
         held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
         raise UserError(
@@ -122,19 +116,15 @@ def export_checkpoint(
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
     experts = [network.rpartition(".")[2] for network in networks] if boundaries else []
-    if boundaries and len(experts) < len(EXPERTS) and expert != experts[0]:
+    takes_both = len(experts) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
+    if boundaries and expert not in experts and not (expert is None and takes_both):
         raise UserError(
-            f"{checkpoint} holds the {role}'s expert for {experts[0]} noise alone, which the run trained; add --expert"
-            f" {experts[0]}, or take both from the run's export/student"
+            f"{checkpoint} holds the {role}'s experts for {' and '.join(experts)} noise, of which this export takes"
+            f" one; add --expert {' or '.join(experts)}, or take both from the run's export/student"
         )
     if adapters is None and kind is not None:
         raise UserError(
             f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
-        )
-    if kind in FORMATS and boundaries and expert is None:
-        raise UserError(
-            f"--format {kind}: the {role} in {checkpoint} has two experts, and an adapter file holds one; add"
-            " --expert high or low"
         )
     about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
     about["dtype"], name, chosen = str(dtype), f"the {role}", list(networks.values())
@@ -151,7 +141,7 @@ def export_checkpoint(
         write_file(out, tensors, about | {"format": kind}, causal)
         return f"the {weights} adapters of {name}"
     if adapters is not None:
-        bases = _bases(state, role, config, base, out)
+        bases = _bases(state, role, base, out)
         base_weights = [bases[EXPERTS.index(expert)] for expert in experts] or bases
         chosen = [
             merged(frozen, trained, adapters["scale"]) for frozen, trained in zip(base_weights, chosen, strict=True)
@@ -160,7 +150,7 @@ def export_checkpoint(
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
-def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: str | None, out: Path) -> list[Weights]:
+def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
     """Return the base of the adapters of each network of the role.
 
     Raises:
@@ -168,8 +158,7 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
     """
     base = state["adapters"][role]["base"]
     if base["path"] is None:
-        experts = range(len(state.get("boundaries", {}).get(role) or ()) + 1)
-        return [_random_base(state, role, config, i) for i in experts]
+        raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
     path = moved or base["path"]
     # Check a pipeline's network folders too: one of them may be an earlier export, which would be replaced.
     for place in (".", *EXPERT_FOLDERS):
@@ -181,16 +170,6 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
             " that base"
         )
     return [Weights(folder.shapes, tensor_reader(folder)) for folder in inspected.folders]
-
-
-def _random_base(state: Mapping[str, Any], role: str, config: dict[str, Any], expert: int) -> Weights:
-    family = family_of(state["settings"][role]["family"], role)
-    with torch.device("meta"):
-        network = family.build(config, "state.json")
-    materialise(network, "cpu")
-    initialise(network, seed=seed_of_expert(state["seed"], expert), special=family.fill_special)
-    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    return Weights({name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -221,8 +200,6 @@ def main(argv: list[str] | None = None) -> int:
 
     @paths_of_the_user()
     def work() -> None:
-        if not args.out:
-            raise UserError("OUT is empty; give a folder")
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
         base = str(user_path(args.base, "--base")) if args.base is not None else None

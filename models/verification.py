@@ -1,5 +1,7 @@
 """Comparison of one step of a role on a mesh with the same step of the unmodified network in one process.
 
+A causal role is compared with itself on one rank.
+
 models/verify.py prints the results.
 """
 
@@ -7,11 +9,12 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -26,7 +29,7 @@ from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
-from models.causal import CausalSettings, whole_clip
+from models.causal import CausalSettings
 from models.families.base import LatentShape
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.files.export_folder import export_weights
@@ -65,42 +68,14 @@ class Case:
     """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(NamedTuple):
     """Results of one step, in float64."""
 
-    output: Tensor
-    """Velocity ``(B, C, T, H, W)``."""
-    tangent: Tensor
-    """Derivative of the velocity along random directions of the state and the time."""
-    gradients: Mapping[str, Tensor]
+    values: dict[str, Tensor]
+    """The velocity (``output``), its ``derivative`` along random directions of the state and the time, the ``norm`` of
+    all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a cache."""
+    gradients: dict[str, Tensor]
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
-    norm: float
-    """Norm of all gradients, as clipping computes it."""
-    by_chunks: Tensor | None = None
-    """Velocity computed chunk by chunk with a cache, for the clean history of a causal role."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Relative differences."""
-
-    output: float
-    gradient: float
-    """Maximum of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
-    norm: float
-    tangent: float
-    by_chunks: float = 0.0
-    """Error of :attr:`Result.by_chunks`."""
-    weights: float
-    """Number of tensors in which loading, sharding and writing changed any bit."""
-    worst: str
-    """Name of the parameter with the largest gradient error."""
-
-    @property
-    def largest(self) -> float:
-        """Maximum of all errors."""
-        return max(astuple(self)[:-1])
 
 
 def inputs(
@@ -145,10 +120,8 @@ def sample_shapes(
     return latent_shape, shapes | family.optional_shapes(config, latent_shape) if optional else shapes
 
 
-def plain_result(
-    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False, history: str | None = None
-) -> Result:
-    """Run the unmodified network in this process, on the whole batch; with a ``history``, under a dense mask."""
+def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
+    """Run the unmodified network in this process, on the whole batch."""
     family = plan.family
     (folder,) = plan.folders
     network = family.build(plan.config, "models.verify").eval()
@@ -159,28 +132,25 @@ def plain_result(
     network.load_state_dict(weights)
     nn.Module.to(network, torch.float64)
     x, t, condition, direction, cotangent = inputs(plan, grid, optional)
-    t = t if history is None else frame_times(t, grid)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
-        if history is None:
-            return family.outputs(network, x, t, condition)[0]
-        # The direction of the state, another random clip, is the clean one.
-        clean = direction if history == "clean" else None
-        causal, hidden, times = whole_clip(causal_settings(grid), x, t, clean, math.prod(grid[1:]))
-        v = family.causal_outputs(network, hidden, times, condition, causal)[0]
-        return family.hold(v[:, :, -grid[0] :], x, t, condition)
+        return family.outputs(network, x, t, condition)[0]
 
     output = velocity(x, t)
     (output * cotangent).sum().div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
-    # Use the math kernel: torch's other CPU kernels lack forward-mode AD.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other CPU kernels lack forward-mode AD
+        derivative = _derivative(velocity, x, t, direction)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return Result({"output": output.detach(), "derivative": derivative, "norm": norm}, gradients)
+
+
+@torch.no_grad()
+def _derivative(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, t: Tensor, direction: Tensor) -> Tensor:
+    """Return the derivative of ``velocity`` along ``direction`` of the state and 1 of the time."""
+    with forward_ad.dual_level():
         duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
-    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
-    output = output.detach()
-    by_chunks = output if history == "clean" else None
-    return Result(output=output, tangent=tangent, gradients=gradients, norm=norm, by_chunks=by_chunks)
+        return forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
 
 
 @lru_cache  # each mesh creates process groups with threads
@@ -210,22 +180,22 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
     t = t if case.history is None else frame_times(t, case.grid)
     clean = direction if case.history == "clean" else None
-    output = role.velocity(x, t, condition, clean=clean)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        return role.velocity(x, t, condition, clean=clean)
+
+    output = velocity(x, t)
     (output * cotangent).sum().div(BATCH).backward()
-    norm = grad_norm(role.parameters())
+    norm = torch.tensor(grad_norm(role.parameters()), dtype=torch.float64)
     gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
     role.rest()
-    with torch.no_grad(), forward_ad.dual_level():
-        duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(role.velocity(*duals, condition, clean=clean)).tangent.clone()
-    by_chunks = output if clean is None else _by_chunks(role, output, x, t, condition, clean)
+    values = {"output": output.detach(), "derivative": _derivative(velocity, x, t, direction)}
+    if clean is not None:
+        values["chunk by chunk"] = _by_chunks(role, output, x, t, condition, clean)
     role.rest()
     changed = _changed_weights(plan, role.weights(), scratch)
-    whole = [gather_samples(tensor.detach(), mesh.dp) for tensor in (output, tangent, by_chunks)]
-    if torch.distributed.get_rank():
-        return None, changed
-    chunks = None if clean is None else whole[2]
-    return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm, by_chunks=chunks), changed
+    values = {name: gather_samples(value, mesh.dp) for name, value in values.items()}
+    return (None if torch.distributed.get_rank() else Result(values | {"norm": norm}, gradients)), changed
 
 
 @torch.no_grad()
@@ -257,22 +227,15 @@ def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
     return {name: read(name) for name in folder.shapes}
 
 
-def compare(ours: Result, truth: Result, changed: int) -> Errors:
-    """Compare a mesh's result with the plain network's."""
+def compare(ours: Result, truth: Result, changed: int) -> tuple[dict[str, float], str]:
+    """Return a mesh's relative errors against the plain network, and the parameter with the largest gradient error.
+
+    ``changed``, the number of tensors in which loading, sharding and writing changed any bit, counts as an error.
+    """
     gradients = gradient_errors(ours.gradients, truth.gradients)
     worst = max(sorted(gradients), key=gradients.__getitem__)
-    by_chunks = 0.0
-    if ours.by_chunks is not None and truth.by_chunks is not None:
-        by_chunks = relative_error(ours.by_chunks, truth.by_chunks)
-    return Errors(
-        output=relative_error(ours.output, truth.output),
-        gradient=gradients[worst],
-        norm=relative_error(*torch.tensor([ours.norm, truth.norm], dtype=torch.float64)),
-        tangent=relative_error(ours.tangent, truth.tangent),
-        by_chunks=by_chunks,
-        weights=changed,
-        worst=worst,
-    )
+    errors = {name: relative_error(value, truth.values[name]) for name, value in ours.values.items()}
+    return {**errors, "each gradient": gradients[worst], "weights changed": float(changed)}, worst
 
 
 def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
@@ -282,25 +245,15 @@ def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool =
     return replace(plan, causal=None)  # a causal network's own chunks do not fit the grids
 
 
-def can_be_causal(folder: Path, family: str) -> bool:
-    """Return whether the single network of ``folder`` can be causal."""
-    plan = planned(folder, family)
-    try:
-        plan.family.check_causal(plan.config, "FOLDER")
-    except UserError:
-        return False
-    return True
-
-
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
-) -> Iterator[tuple[Case, Errors]]:
+) -> Iterator[tuple[Case, dict[str, float], str]]:
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
     Args:
         folder, family, expert, optional: as for :class:`Case`.
         ranks: maximum number of processes.
-        causal: compare a causal role in all :data:`HISTORIES`.
+        causal: compare a causal role in all :data:`HISTORIES`, with itself on one rank.
 
     Raises:
         UserError: the folder's network is not of the family, or does not fit this host's memory.
@@ -318,7 +271,9 @@ def verify(
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
     histories = HISTORIES if causal else (None,)
-    truth = {pair: plain_result(plan, pair[0], optional, pair[1]) for pair in product(GRIDS, histories)}
+    truth: dict[tuple[tuple[int, int, int], str | None], Result] = {}
+    if not causal:
+        truth = {(grid, None): plain_result(plan, grid, optional) for grid in GRIDS}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
         with RankPool(world, timeout=1800.0, preload=("torch", "models.verification")) as pool:
             for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
@@ -329,4 +284,7 @@ def verify(
                     )  # fmt: skip
                     with tempfile.TemporaryDirectory() as scratch:
                         ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
-                    yield case, compare(ours, truth[grid, history], changed)
+                    if (grid, history) not in truth:  # a causal role on one rank, whose chunks must give the whole clip
+                        chunks = {"chunk by chunk": ours.values["output"]}
+                        truth[grid, history] = ours._replace(values=ours.values | chunks)
+                    yield case, *compare(ours, truth[grid, history], changed)

@@ -26,6 +26,7 @@ REMOVED = {
     "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
     "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
     "planning.before_run": "run plan=true before the run",
+    "*.lora.train": "a role trains adapters or its whole network (lora.rank=0); use a larger lora.rank",
     "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
 }
 """Successor of each removed setting, or the reason for its removal, by key pattern."""

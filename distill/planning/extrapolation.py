@@ -74,13 +74,12 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
 
 
 def _adapted_alike(role: RolePlan) -> bool:
-    """Return whether every block has the same adapters and the same fully trained modules."""
+    """Return whether every block has the same adapters."""
     if role.lora is None:
         return True
     names = {module: name for name, module in role.network.named_modules()}
     blocks = [names[block] + "." for block in role.family.blocks(role.network)]
-    chosen = [*role.lora.targets, *(f"{name} whole" for name in role.lora.train)]
-    inside = [{name.removeprefix(block) for name in chosen if name.startswith(block)} for block in blocks]
+    inside = [{name.removeprefix(block) for name in role.lora.targets if name.startswith(block)} for block in blocks]
     return all(of_block == inside[0] for of_block in inside)
 
 

@@ -75,12 +75,13 @@ class WatchedRole(Role):
         with self.storages.labelled((self.name, "activations")):
             return super()._outputs(network, x, t, condition, depth, causal)
 
-    def record_chunk(self, x: Tensor, t: Tensor, cache: Cache) -> Record:
-        record = super().record_chunk(x, t, cache)
-        chunk = [tensor for layer in record.layers.values() for tensor in (layer.k, layer.v)]
-        for tensor in (*chunk, *(tensor for pair in record.text.values() for tensor in pair)):
-            self.storages.relabel(tensor, (self.name, "cache"))
-        return record
+    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None = None) -> Tensor:
+        velocity = super().chunk_velocity(x, t, cache, record)
+        if record is not None:
+            chunk = [tensor for layer in record.layers.values() for tensor in (layer.k, layer.v)]
+            for tensor in (*chunk, *(tensor for pair in record.text.values() for tensor in pair)):
+                self.storages.relabel(tensor, (self.name, "cache"))
+        return velocity
 
 
 def watch_sharding(role: WatchedRole, storages: AttributedStorages) -> AbstractContextManager:

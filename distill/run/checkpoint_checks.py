@@ -201,7 +201,8 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
     if earlier and adapters:
         alphas = (earlier["scale"] * earlier["rank"], adapters["scale"] * adapters["rank"])
         compared[f"{name}.lora.alpha"] = alphas
-        compared |= {f"{name}.lora.{key}": (earlier[key], adapters[key]) for key in ("targets", "train")}
+        compared[f"{name}.lora.targets"] = (earlier["targets"], adapters["targets"])
+        compared[f"{name}.lora.train"] = (earlier.get("train", []), [])  # an earlier version's modules trained whole
         if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
             compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
     for setting, (before, now) in compared.items():

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -199,7 +199,6 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
             f" need its weights gathered in the compute dtype; use {name}.fp8_gather=false"
         )
     if name in method.trained_roles:
-        role.lora.check(f"{name}.lora.")
         if settings.master_dtype != "keep" and has_adapters(role):
             raise UserError(
                 f"{name}.master_dtype={settings.master_dtype} is not for adapters, whose masters are fp32; use"
@@ -233,7 +232,7 @@ def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
 
 
 def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Check that roles on one base network shard and compile it alike, and that none trains what another adapts."""
+    """Check that roles on one base network shard and compile it alike."""
     for group in sharing(roles, trained):
         for first, other in combinations(group, 2):
             # A frozen role has no training settings to compare.
@@ -244,13 +243,6 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
                     raise UserError(
                         f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
                         f" network ({other.name}.lora), which can have one {name}; set them equal"
-                    )
-        for role, other in product([role for role in group if role.lora is not None], repeat=2):
-            for name, target in product(role.lora.train, other.lora.targets):
-                if target == name or target.startswith(f"{name}."):
-                    raise UserError(
-                        f"{role.name}.lora.train: the {role.name} would train {name} whole, and {target} of the shared"
-                        f" base has an adapter of the {other.name}; leave one of them out"
                     )
 
 

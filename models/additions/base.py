@@ -13,9 +13,10 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from models.families.base import Family
-from models.roles.names import ADDITIONS
 
-PREFIX = "additions."
+ADDITIONS = "additions"
+"""Name of the module of a network that holds the additions of its roles."""
+PREFIX = f"{ADDITIONS}."
 T = TypeVar("T")
 Chosen = Sequence[str] | Mapping[str, Mapping[str, Any]]
 """Names of additions, or their names with keyword arguments for each."""
@@ -56,15 +57,15 @@ def network_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
 
 
-def added(tensors: Mapping[str, T]) -> dict[str, T]:
+def addition_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of the additions, by parameter name."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
     """Return the additions of ``role`` to a network, by name; empty if it has none."""
-    of_roles = getattr(network, ADDITIONS, {})
-    return cast("Mapping[str, Addition]", of_roles[role] if role in of_roles else {})
+    by_role = getattr(network, ADDITIONS, {})
+    return cast("Mapping[str, Addition]", by_role[role] if role in by_role else {})
 
 
 def attach_additions(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp_cp.mesh import Mesh
-from models.additions.base import Addition
+from models.additions.base import Addition, additions_of
 from models.families.base import Family
 
 NAME = "second_time"
@@ -54,6 +54,15 @@ class SecondTime(Addition):
         """Return ``d``, ``(B,)``."""
         return t - r
 
+    @contextmanager
+    def at(self, t: Tensor, r: Tensor) -> Iterator[None]:
+        """Run calls of the network within this context at the times ``(r, t)``, both ``(B,)`` in [0, 1]."""
+        self.embedded = self.argument(t, r)
+        try:
+            yield
+        finally:
+            self.embedded = None  # the next call must set it again
+
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
         family.time_embedder(network).register_forward_hook(self._add)
 
@@ -87,28 +96,8 @@ class LastStep(SecondTime):
         return r
 
 
-@contextmanager
-def second_time(additions: Mapping[str, Addition], t: Tensor, r: Tensor | None) -> Iterator[None]:
-    """Run calls of the network within this context at the times ``(r, t)``.
-
-    Args:
-        additions: additions of the calling role.
-        t: ``(B,)`` in [0, 1].
-        r: ``(B,)``; ``None`` for a role without the addition.
-
-    Raises:
-        RuntimeError: ``r`` is given for a role without the addition, or missing for a role with it.
-    """
-    addition = next((candidate for candidate in additions.values() if isinstance(candidate, SecondTime)), None)
-    if addition is None:
-        if r is not None:
-            raise RuntimeError("a second time was given to a network without an addition for it")
-        yield
-        return
-    if r is None:
-        raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
-    addition.embedded = addition.argument(t, r)
-    try:
-        yield
-    finally:
-        addition.embedded = None  # the next call must set it again
+def second_time_of(network: nn.Module, role: str) -> SecondTime | None:
+    """Return the embedding of a second time that ``role`` adds to a network, if it has one."""
+    return next(
+        (addition for addition in additions_of(network, role).values() if isinstance(addition, SecondTime)), None
+    )

@@ -20,15 +20,19 @@ from torch import Tensor, nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families.planning import FamilyPlanning, LatentShape
 from models.roles.condition import Condition
 
+NetworkConfig = Mapping[str, Any]
+"""Configuration of a network, as in its ``config.json``."""
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+"""Shapes of the tensors of one sample's condition, by name."""
+LatentShape = tuple[int, int, int, int]
 
 
-def config_of(network: nn.Module) -> Mapping[str, Any]:
+def config_of(network: nn.Module) -> NetworkConfig:
     """Return the configuration that diffusers recorded when it built ``network``."""
-    return cast("Mapping[str, Any]", network.config)
+    return cast(NetworkConfig, network.config)
 
 
 class Flops(NamedTuple):
@@ -38,8 +42,74 @@ class Flops(NamedTuple):
     """Matrix products and attention."""
     tangent: int
     """Additional operations of the forward-mode tangent."""
-    attention: int
-    """Operations of attention within ``forward``."""
+    attention: int = 0
+    """Operations of attention within ``forward``: products of queries with keys and of weights with values. Selective
+    recomputation does not repeat them, since it keeps attention's output. With 0 a plan counts the whole forward as
+    recomputed."""
+
+    @classmethod
+    def from_products(cls, pairs: int, others: int, still: int, attention: int) -> Flops:
+        """Return the operations of a network whose latents and time have tangents.
+
+        Args:
+            pairs: multiplications between two factors with tangents, as in self-attention.
+            others: multiplications by constants of factors that depend on latents or time.
+            still: multiplications that depend only on the condition.
+            attention: operations of attention.
+        """
+        return cls(2 * (pairs + others + still), 2 * (2 * pairs + others), attention)
+
+
+class FamilyPlanning:
+    """Facts for plans without files on disk. The defaults are those of a family with no released networks."""
+
+    networks: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Configurations of released networks, by the names that ``planning.model`` takes."""
+    boundaries: ClassVar[Mapping[str, float]] = {}
+    """Time from which the first of two experts serves, by the names of the :attr:`networks` with two experts."""
+    text_encoder: ClassVar[Mapping[str, Any]] = {}
+    """``config.json`` of the released networks' text encoder."""
+    text_encoder_2: ClassVar[Mapping[str, Any]] = {}
+    """``config.json`` of a second text encoder, loaded in addition to the first; empty for none."""
+    vae: ClassVar[Mapping[str, Any]] = {}
+    """``config.json`` of their VAE; empty for Wan 2.1's class with its own defaults."""
+    image_encoder: ClassVar[Mapping[str, Any]] = {}
+    """``config.json`` of their image encoder, CLIP's or SigLIP's vision transformer; empty for none."""
+
+    def with_layers(self, config: NetworkConfig, layers: int) -> dict[str, Any] | None:
+        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all.
+
+        The default takes the blocks of a network with ``num_layers`` to be equal.
+        """
+        return {**config, "num_layers": layers} if "num_layers" in config else None
+
+    vae_sizes: ClassVar[Mapping[int, tuple[str, int, int]]] = {}
+    """Released VAEs by the channels of their latents: name, frames per latent frame after the first, and height and
+    width of a latent in pixels. The first is that of all other numbers of channels."""
+
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Return the shape ``(C, T, H, W)`` of a clip's latents, for networks with this number of latent channels.
+
+        Raises:
+            UserError: the clip's sizes do not fit the VAE, or the family has no VAE.
+        """
+        if not self.vae_sizes:
+            raise UserError("data.encoders must name a pipeline folder: this model family names no VAE of its own")
+        channels = channels if channels in self.vae_sizes else next(iter(self.vae_sizes))
+        vae, frames, pixels = self.vae_sizes[channels]
+        if (num_frames - 1) % frames or height % pixels or width % pixels:
+            raise UserError(
+                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1"
+                f" frames of multiples of {pixels} pixels"
+            )
+        return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
+
+    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        """Return ``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` for this number of latent channels.
+
+        The VAE's is empty for the defaults of its class; the image encoder's is empty for none.
+        """
+        return {"text_encoder": self.text_encoder, "vae": self.vae, "image_encoder": self.image_encoder}
 
 
 class Family(ABC):
@@ -56,13 +126,13 @@ class Family(ABC):
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False
-    """Whether roles can be causal (``ROLE.causal.*``): the family then has :meth:`check_causal`, :meth:`causal_outputs`
-    and :meth:`causal_flops`, and accepts a time per latent frame."""
+    """Whether roles can be causal (``ROLE.causal.*``): the family then has :meth:`check_causal`, its
+    :meth:`outputs` and :meth:`flops` take a causal forward, and it accepts a time per latent frame."""
 
     # Building
 
     @abstractmethod
-    def build(self, config: Mapping[str, Any], setting: str) -> nn.Module:
+    def build(self, config: NetworkConfig, setting: str) -> nn.Module:
         """Build a network of ``config`` on the current default device; ``setting`` names the source of ``config``.
 
         Raises:
@@ -70,7 +140,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
+    def check_keys(self, architecture: NetworkConfig, setting: str) -> None:
         """Refuse keys of ``ROLE.architecture`` that the network's class does not know.
 
         Raises:
@@ -134,41 +204,39 @@ class Family(ABC):
     # Sizes
 
     @abstractmethod
-    def heads(self, config: Mapping[str, Any]) -> int:
+    def heads(self, config: NetworkConfig) -> int:
         """Return the greatest common divisor of query and key/value heads, which ``mesh.ulysses`` must divide."""
 
     @abstractmethod
-    def head_dim(self, config: Mapping[str, Any]) -> int:
+    def head_dim(self, config: NetworkConfig) -> int:
         """Return the size of an attention head."""
 
     @abstractmethod
-    def width(self, config: Mapping[str, Any]) -> int:
+    def width(self, config: NetworkConfig) -> int:
         """Return the number of features of a token between blocks."""
 
-    def time_width(self, config: Mapping[str, Any]) -> int:
+    def time_width(self, config: NetworkConfig) -> int:
         """Return the number of features of an embedded time."""
         return self.width(config)
 
     @abstractmethod
-    def layers(self, config: Mapping[str, Any]) -> int:
+    def layers(self, config: NetworkConfig) -> int:
         """Return the number of blocks."""
 
     @abstractmethod
-    def time_features(self, config: Mapping[str, Any]) -> int:
+    def time_features(self, config: NetworkConfig) -> int:
         """Return the number of sines and cosines of a time that the network's embedder receives."""
 
     @abstractmethod
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
+    def latent_channels(self, config: NetworkConfig) -> int:
         """Return C, the channels of latents and velocity. The network can take additional channels from a condition."""
 
     @abstractmethod
-    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
         """Return the size of a token in latents: frames, height, width."""
 
     @abstractmethod
-    def condition_shapes(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
-    ) -> dict[str, Shape]:
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shape of each required tensor of one sample's condition, by name.
 
         :meth:`optional_shapes` returns the optional ones.
@@ -179,7 +247,7 @@ class Family(ABC):
             text_tokens: L, if the network does not fix it.
         """
 
-    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         """Return the shape of each optional tensor of one sample's condition, by name.
 
         Networks whose configuration does not fix whether an image is given have some, such as a first frame that
@@ -188,9 +256,7 @@ class Family(ABC):
         return {}
 
     @abstractmethod
-    def check_sample(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
-    ) -> None:
+    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
         """Check that the network accepts latents ``(C, T, H, W)`` with condition tensors of these names and shapes.
 
         If its configuration does not fix whether an image is given, ``condition`` decides.
@@ -199,45 +265,27 @@ class Family(ABC):
             UserError: channels, sizes or condition tensors do not fit or are missing.
         """
 
-    def tokens(self, config: Mapping[str, Any], latent_shape: LatentShape) -> int:
+    def tokens(self, config: NetworkConfig, latent_shape: LatentShape) -> int:
         """Return S, the tokens of one sample of latents ``(C, T, H, W)`` that passed :meth:`check_sample`."""
         sizes = zip(latent_shape[1:], self.patch_size(config), strict=True)
         return math.prod(size // patch for size, patch in sizes)
 
     @abstractmethod
-    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Return the floating-point operations of one forward of one sample: matrix products and attention only."""
-
-    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Return the additional operations of one sample's tangent, if latents and time have tangents.
-
-        The default is the forward's operations. A linear map costs its own operations once more; a product of two
-        factors with tangents, as in self-attention, costs twice its own.
-        """
-        return self.forward_flops(config, tokens, condition)
-
-    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Return the part of :meth:`forward_flops` in attention: products of queries with keys and of weights with
-        values.
-
-        Selective recomputation does not repeat them, since it keeps attention's output. 0 is allowed: a plan then
-        counts the whole forward as recomputed.
-        """
-        return 0
-
-    def causal_flops(
-        self, config: Mapping[str, Any], tokens: int, pairs: int, times: int, condition: Mapping[str, Shape]
+    def flops(
+        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
     ) -> Flops:
-        """Return the operations of one forward of one sample by :meth:`causal_outputs`.
+        """Return the floating-point operations of one forward of one sample: matrix products and attention only.
+
+        A linear map's tangent costs its own operations once more; the tangent of a product of two factors with
+        tangents, as in self-attention, costs twice its own.
 
         Args:
             config: configuration of the network.
             tokens: number of tokens.
-            pairs: number of query-key pairs in a layer's self-attention.
-            times: number of times: 1, or that of the tokens.
             condition: shape of each tensor of the condition.
+            pairs: number of query-key pairs in a layer's self-attention, for a causal network; all by default.
+            times: number of embedded times, 1 or that of the tokens, for a causal network.
         """
-        raise NotImplementedError
 
     def pipeline_times(self, steps: int) -> list[float] | None:
         """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
@@ -265,7 +313,9 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
+    def outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the rectified-flow velocity ``(B, C, T, H, W)``, followed by the outputs of additions.
 
         The family packs ``x`` for its network and unpacks the output. It scales and casts the time, and expands it if
@@ -275,13 +325,17 @@ class Family(ABC):
         the given frame. Differences in a loss are then 0 in a given frame, so losses can average over all frames.
 
         Args:
-            network: plain, or parallel and sharded.
+            network: plain, or parallel and sharded; a causal one is parallel.
             x: ``x_t``, ``(B, C, T, H, W)`` in the compute dtype.
             t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)`` if :attr:`frame_times`.
             condition: condition of the B samples, in the compute dtype.
+            causal: history and positions of a causal forward, only for families that are :attr:`causal`. ``x`` is then
+                a clip, a clean and a noisy clip, or one chunk. Each frame has the position that ``causal`` gives.
+                Frames at the position of a given frame are replaced by it and have time 0; :meth:`hold` is not
+                applied.
         """
 
-    def check_causal(self, config: Mapping[str, Any], setting: str) -> None:
+    def check_causal(self, config: NetworkConfig, setting: str) -> None:
         """Check that a network of ``config`` can be causal; ``setting`` is the setting that asks for it.
 
         Raises:
@@ -289,22 +343,6 @@ class Family(ABC):
         """
         if not self.causal:
             raise UserError(f"{setting}: the family {self.name} has no causal networks; leave it out")
-
-    def causal_outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs of a causal network, as :meth:`outputs`, but without :meth:`hold`.
-
-        Each frame has the position that ``causal`` gives. Frames at the position of a given frame are replaced by it
-        and have time 0.
-
-        Args:
-            network, condition: as for :meth:`outputs`. A plain network gets a dense mask, and no cache.
-            x: latents ``(B, C, T, H, W)`` of a clip, of a clean and a noisy clip, or of one chunk.
-            t: ``(B,)`` or ``(B, T)``.
-            causal: history and positions.
-        """
-        raise NotImplementedError
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Return ``v`` with the velocity of given frames recomputed in the caller's dtype.

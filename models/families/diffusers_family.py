@@ -1,12 +1,15 @@
-"""Code that the families of diffusers' video transformers share: building, checks of configurations and data, sizes."""
+"""Code that the families of diffusers' video transformers share: building, checks of configurations and data, sizes,
+tokens of a rank, and first frames.
+
+Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, get_args, get_origin
 
 import torch
@@ -16,21 +19,13 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.families.base import Family, LatentShape, Shape
-from models.families.planning import FamilyPlanning
+from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
 _MOST = 2**20
 """Maximum of all other integers."""
-
-
-class DiffusersPlanning(FamilyPlanning):
-    """Facts about a family whose networks have ``num_layers`` equal blocks."""
-
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
 
 
 class DiffusersFamily(Family):
@@ -40,27 +35,31 @@ class DiffusersFamily(Family):
     """diffusers' class, unmodified."""
     label: ClassVar[str]
     """Name of the family's networks in messages."""
-    planning = DiffusersPlanning()
+    open_counts: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors of a condition of which the network takes any number of tokens."""
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return the default of each argument of the network's class, by key."""
         return {name: parameter.default for name, parameter in parameters_of(cls.transformer).items()}
 
-    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        """Refuse values of a type that the class does not declare, and sizes out of range.
+    def check_values(self, config: NetworkConfig, setting: str) -> None:
+        """Refuse values of a type that the class does not declare, sizes out of range, and unmet :meth:`requirements`.
 
         Raises:
             UserError: a value is refused.
         """
         checked_arguments(self.transformer, config, setting)
+        values = self.defaults() | dict(config)
+        for key, fits, wanted in self.requirements(values):
+            if not fits:
+                refuse(values, key, wanted, setting)
 
-    @abstractmethod
-    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Return the multiplications of one forward: between tokens, others that depend on latents or time, and those
-        that depend only on the condition."""
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        """Yield the requirements of a configuration with all defaults: key, whether it fits, and a fitting value."""
+        return iter(())
 
-    def build(self, config: Mapping[str, Any], setting: str) -> Any:
+    def build(self, config: NetworkConfig, setting: str) -> Any:
         """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
 
         Raises:
@@ -83,7 +82,7 @@ class DiffusersFamily(Family):
             reason = " ".join(f"{arguments} ({error})".split())[:400]
             raise UserError(f"{setting}: cannot build a {self.label} network of {reason}") from error
 
-    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
+    def check_keys(self, architecture: NetworkConfig, setting: str) -> None:
         """Refuse unknown keys: diffusers would only warn, and build the default instead.
 
         Raises:
@@ -96,15 +95,21 @@ class DiffusersFamily(Family):
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
 
+    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
+        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
+        optional = self.optional_shapes(config, latent_shape)
+        if optional.keys() & condition.keys():
+            needed |= optional
+        self.check_data(config, latent_shape, needed, condition, setting)
+        self.check_patches(config, latent_shape, setting)
+
     def check_data(
         self,
-        config: Mapping[str, Any],
+        config: NetworkConfig,
         latent_shape: LatentShape,
-        needed: Mapping[str, Shape],
-        condition: Mapping[str, Shape],
+        needed: Shapes,
+        condition: Shapes,
         setting: str,
-        *,
-        open_counts: Sequence[str] = (),
     ) -> None:
         """Compare the data's latents and condition with what the network takes.
 
@@ -114,7 +119,6 @@ class DiffusersFamily(Family):
             needed: shapes of the tensors that the network takes, by name.
             condition: shapes of the data's tensors, by name.
             setting: source of the network, for messages.
-            open_counts: names of tensors whose first size may differ.
 
         Raises:
             UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
@@ -127,7 +131,7 @@ class DiffusersFamily(Family):
                 f" {latent_shape[0]}; {use}"
             )
         for name, shape in needed.items():
-            data_shape, start = condition.get(name), 1 if name in open_counts else 0
+            data_shape, start = condition.get(name), 1 if name in self.open_counts else 0
             if data_shape is None or data_shape[start:] != shape[start:]:
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
                 raise UserError(
@@ -143,14 +147,21 @@ class DiffusersFamily(Family):
                 " use more frames, or leave data.image out"
             )
 
-    def check_patches(self, config: Mapping[str, Any], latent_shape: LatentShape, setting: str) -> None:
-        """Raise ``UserError`` unless the patch size divides the latents."""
+    def check_patches(
+        self, config: NetworkConfig, latent_shape: LatentShape, setting: str, most: int | None = None
+    ) -> None:
+        """Check the numbers of tokens along each axis.
+
+        Raises:
+            UserError: the patch size does not divide the latents, or an axis has more than ``most`` patches.
+        """
         keys = ("data.num_frames", "data.height", "data.width")
         for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
-            if size % patch:
+            fitting = min(size - size % patch or patch, patch * (most or size))
+            if size != fitting:
                 raise UserError(
-                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
-                    f" use a {key} that gives {size - size % patch or patch}"
+                    f"{key} gives {size} latent positions, but {setting} takes patches of {patch}"
+                    f"{'' if most is None else f', at most {most}'}; use a {key} that gives {fitting}"
                 )
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -158,25 +169,18 @@ class DiffusersFamily(Family):
         if name == "scale_shift_table":
             tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
-    def heads(self, config: Mapping[str, Any]) -> int:
+    def heads(self, config: NetworkConfig) -> int:
         """Return the number of query heads, which equals that of key/value heads."""
         return config["num_attention_heads"]
 
-    def head_dim(self, config: Mapping[str, Any]) -> int:
+    def head_dim(self, config: NetworkConfig) -> int:
         return config["attention_head_dim"]
 
-    def width(self, config: Mapping[str, Any]) -> int:
+    def width(self, config: NetworkConfig) -> int:
         return config["num_attention_heads"] * config["attention_head_dim"]
 
-    def layers(self, config: Mapping[str, Any]) -> int:
+    def layers(self, config: NetworkConfig) -> int:
         return config["num_layers"]
-
-    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        return 2 * sum(self.products(config, tokens, condition))
-
-    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        pairs, others, _ = self.products(config, tokens, condition)
-        return 2 * (2 * pairs + others)
 
 
 def parameters_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
@@ -185,7 +189,7 @@ def parameters_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
-def checked_arguments(cls: type[Any], config: Mapping[str, Any], setting: str) -> dict[str, Any]:
+def checked_arguments(cls: type[Any], config: NetworkConfig, setting: str) -> dict[str, Any]:
     """Return the arguments of a class of diffusers by a ``config.json``, with the defaults of the others.
 
     Raises:
@@ -225,7 +229,7 @@ def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
     return float in kinds and isinstance(value, (int, float)) and (0 < value < math.inf or value == least == 0)
 
 
-def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> None:
+def refuse(config: NetworkConfig, key: str, wanted: str, setting: str) -> None:
     """Refuse the value of ``key``.
 
     Raises:
@@ -253,3 +257,51 @@ def token_positions(
     local = local_token_count(total, mesh.cp_size)
     tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=device).clamp_max(total - 1)
     return (tokens // (height * width), tokens // width % height, tokens % width), total
+
+
+# First frames that the data give: their latents replace the noisy ones and have time 0, in networks without image
+# channels or an image encoder (Wan 2.2's TI2V, LTX-Video).
+
+LEAST_TIME = 1e-6
+"""Minimum time that :func:`hold_first_frame` divides by: at t = 0 the velocity would be 0 / 0."""
+
+
+def first_frame_shape(latent_shape: LatentShape) -> Shape:
+    """Return the shape of the first frame of latents ``(C, T, H, W)``."""
+    channels, _, height, width = latent_shape
+    return channels, 1, height, width
+
+
+def insert_first_frame(x: Tensor, frame: Tensor) -> Tensor:
+    """Replace frame 0 of ``x`` ``(B, C, T, H, W)`` by ``frame`` ``(B, C, 1, H, W)``."""
+    return torch.cat([frame.to(x.dtype), x[:, :, 1:]], dim=2)
+
+
+def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: Collection[int] = (0,)) -> Tensor:
+    """Return a time for each token, ``(B, S)``: 0 in ``clean`` frames, ``t`` in others.
+
+    Args:
+        t: ``(B,)``, or ``(B, T)``.
+        latents: ``(B, C, T, H, W)``.
+        patch: size of a token in latents, with one frame.
+        clean: numbers of the frames that the data give.
+    """
+    frames, height, width = latents.shape[2:]
+    tokens = (height // patch[1]) * (width // patch[2])
+    times = [t if t.ndim == 1 else t[:, i] for i in range(frames)]
+    times = [torch.zeros_like(time) if i in clean else time for i, time in enumerate(times)]
+    return torch.stack(times, dim=1).repeat_interleave(tokens, dim=1)
+
+
+def hold_first_frame(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
+    """Replace frame 0 of ``v`` by the velocity from ``x`` to ``frame``, so that ``x - t v`` is the frame there.
+
+    Args:
+        v: ``(B, C, T, H, W)``.
+        x: ``x_t``, of the same shape.
+        t: ``(B,)`` or ``(B, T)``, fp32 or better.
+        frame: ``(B, C, 1, H, W)``.
+    """
+    first = t if t.ndim == 1 else t[:, 0]
+    held = (x[:, :, :1] - frame) / first.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)
+    return torch.cat([held.to(v.dtype), v[:, :, 1:]], dim=2)

@@ -15,7 +15,7 @@ Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.families import frames
-from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse, token_positions
-from models.families.planning import encoded_clip
+from models.causal import CausalForward
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.diffusers_family import (
+    DiffusersFamily,
+    first_frame_shape,
+    insert_first_frame,
+    token_positions,
+)
 from models.roles.condition import FIRST_FRAME, Condition
 
 RotaryTables = tuple[Tensor, Tensor, int]
@@ -44,17 +48,11 @@ IMAGE_TOKENS = 729
 """Number of SigLIP so400m features of an image of 384 x 384 pixels: 27 x 27 patches."""
 
 
-class HunyuanPlanning(DiffusersPlanning):
+class HunyuanPlanning(FamilyPlanning):
     """Tencent's network and its encoders."""
 
-    networks = {
-        # Defaults of diffusers' class, which its conversion script uses for all 480p and 720p networks.
-        "hunyuan_video1_5": {
-            "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128,
-            "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0, "patch_size": 1, "patch_size_t": 1,
-            "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152, "rope_axes_dim": [16, 56, 56],
-        },
-    }  # fmt: skip
+    # diffusers' conversion script uses its defaults for all 480p and 720p networks.
+    networks = {"hunyuan_video1_5": {"num_layers": 54}}
     text_encoder = {
         "architectures": ["Qwen2_5_VLTextModel"], "vocab_size": 152064, "hidden_size": 3584,
         "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -73,10 +71,7 @@ class HunyuanPlanning(DiffusersPlanning):
     }  # fmt: skip
     """SigLIP so400m, .43e9 parameters."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents of its VAE: 32 channels, one latent frame per four frames after the first, 16 x 16
-        pixels."""
-        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {32: ("HunyuanVideo 1.5's VAE", 4, 16)}
 
 
 class Hunyuan(DiffusersFamily):
@@ -87,25 +82,22 @@ class Hunyuan(DiffusersFamily):
     transformer = HunyuanVideo15Transformer3DModel
     label = "HunyuanVideo 1.5"
     masked_attention = True
+    open_counts = ("glyphs", "glyph_mask", "image_embeds")
     planning = HunyuanPlanning()
 
     def pipeline_times(self, steps: int) -> list[float]:
         """Return HunyuanVideo15Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
 
-    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
-        if values["in_channels"] != 2 * (values["out_channels"] or 0) + 1:
-            expected = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
-            refuse(values, "in_channels", expected, setting)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        wanted = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
+        yield "in_channels", values["in_channels"] == 2 * (values["out_channels"] or 0) + 1, wanted
         axes, head_dim = values["rope_axes_dim"], values["attention_head_dim"]
-        if len(axes) != 3 or any(dim % 2 for dim in axes) or sum(axes) != head_dim:
-            refuse(values, "rope_axes_dim", f"three even numbers whose sum is attention_head_dim, {head_dim}", setting)
-        if values["qk_norm"] != "rms_norm":
-            refuse(values, "qk_norm", "rms_norm", setting)
-        if values["use_meanflow"]:
-            refuse(values, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
+        is_right = len(axes) == 3 and not any(dim % 2 for dim in axes) and sum(axes) == head_dim
+        yield "rope_axes_dim", is_right, f"three even numbers whose sum is attention_head_dim, {head_dim}"
+        yield "qk_norm", values["qk_norm"] == "rms_norm", "rms_norm"
+        wanted = "false: networks with a second time of their own are not supported"
+        yield "use_meanflow", not values["use_meanflow"], wanted
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return one configuration for text and images, and one with patches, no refiner and another inner width."""
@@ -136,18 +128,16 @@ class Hunyuan(DiffusersFamily):
         unread = (f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.ff_context.")
         return [name for name, _ in network.named_parameters() if name.startswith(unread)]
 
-    def time_features(self, config: Mapping[str, Any]) -> int:
+    def time_features(self, config: NetworkConfig) -> int:
         return TIME_FEATURES
 
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
+    def latent_channels(self, config: NetworkConfig) -> int:
         return config["out_channels"]
 
-    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
         return config["patch_size_t"], config["patch_size"], config["patch_size"]
 
-    def condition_shapes(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
-    ) -> dict[str, Shape]:
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shapes of caption, quoted text and their masks."""
         return {
             "text": (text_tokens, config["text_embed_dim"]),
@@ -156,27 +146,16 @@ class Hunyuan(DiffusersFamily):
             "glyph_mask": (GLYPH_TOKENS,),
         }
 
-    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         """Return the shapes of the first frame's latents, which have separate channels, and its features."""
         return {
-            FIRST_FRAME: frames.frame_shape(latent_shape),
+            FIRST_FRAME: first_frame_shape(latent_shape),
             "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"]),
         }
 
-    def check_sample(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
-    ) -> None:
-        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        if {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys():
-            needed |= self.optional_shapes(config, latent_shape)
-        counts = ("glyphs", "glyph_mask", "image_embeds")  # the network takes any number of these tokens
-        self.check_data(config, latent_shape, needed, condition, setting, open_counts=counts)
-        self.check_patches(config, latent_shape, setting)
-
-    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        return 4 * config["num_layers"] * (tokens + _text_tokens(condition)) ** 2 * self.width(config)
-
-    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
+    def flops(
+        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+    ) -> Flops:
         dim, layers, refiners = self.width(config), config["num_layers"], config["num_refiner_layers"]
         caption, text_dim = condition["text"]
         glyphs, glyph_dim = condition["glyphs"]
@@ -184,19 +163,20 @@ class Hunyuan(DiffusersFamily):
         both = tokens + _text_tokens(condition)
         inside = int(dim * config["mlp_ratio"])
         # A block has four products of attention, two of the feed-forward, and two modulations of six parts.
-        of_block = both * dim * (4 * dim + 2 * inside) + 12 * dim * dim
-        of_attention = 2 * caption * caption * dim
+        block = both * dim * (4 * dim + 2 * inside) + 12 * dim * dim
+        refiner_attention = 2 * caption * caption * dim
         refining = caption * dim * (4 + 8) * dim + 2 * dim * dim
         # Inputs of the first refiner's attention do not depend on the time; those of later refiners do.
-        first = min(refiners, 1) * (4 * caption * dim * dim + of_attention)
+        first = min(refiners, 1) * (4 * caption * dim * dim + refiner_attention)
         still = first + text_dim * dim + dim * dim + caption * text_dim * dim
         still += glyphs * (glyph_dim * GLYPH_HIDDEN + GLYPH_HIDDEN**2 + GLYPH_HIDDEN * dim)
         still += images * image_dim * (image_dim + dim)
         ends = tokens * dim * math.prod(self.patch_size(config)) * (config["in_channels"] + config["out_channels"])
-        times = 2 * (TIME_FEATURES * dim + dim * dim) + 2 * dim * dim  # two embedders, and the last norm
-        pairs = layers * 2 * both * both * dim + max(refiners - 1, 0) * of_attention
-        others = layers * of_block + refiners * refining - min(refiners, 1) * 4 * caption * dim * dim + ends + times
-        return pairs, others, still
+        embedders = 2 * (TIME_FEATURES * dim + dim * dim) + 2 * dim * dim  # two, and the last norm
+        attention = 2 * layers * both * both * dim
+        between = attention + max(refiners - 1, 0) * refiner_attention
+        others = layers * block + refiners * refining - min(refiners, 1) * 4 * caption * dim * dim + ends + embedders
+        return Flops.from_products(between, others, still, 2 * attention)
 
     def parallelize(
         self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
@@ -210,12 +190,14 @@ class Hunyuan(DiffusersFamily):
             block.attn.set_processor(HunyuanJointAttention(mesh, backend, head_groups))
         network.forward = OwnForward(network, mesh)
 
-    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
+    def outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> tuple[Tensor, ...]:
         tensors, image = condition.tensors, torch.zeros_like(x)
         mask = image[:, :1]
         if FIRST_FRAME in tensors:
-            image = frames.put_in(image, tensors[FIRST_FRAME])
-            mask = frames.put_in(mask, torch.ones_like(mask[:, :, :1]))
+            image = insert_first_frame(image, tensors[FIRST_FRAME])
+            mask = insert_first_frame(mask, torch.ones_like(mask[:, :, :1]))
         return network(
             hidden_states=torch.cat([x, image, mask], dim=1),
             timestep=self.time_scale * t.to(torch.promote_types(t.dtype, x.dtype)),
@@ -229,7 +211,7 @@ class Hunyuan(DiffusersFamily):
         )
 
 
-def _text_tokens(condition: Mapping[str, Shape]) -> int:
+def _text_tokens(condition: Shapes) -> int:
     """Return L, the number of tokens of all texts."""
     return sum(condition[name][0] for name in ("text", "glyphs", "image_embeds") if name in condition)
 
@@ -368,8 +350,7 @@ class HunyuanRefinerAttention:
     ) -> Tensor:
         """Attend within the caption ``(B, L, width)``; the network's mask ``(B, 1, L, L)`` is true if both tokens
         count."""
-        if encoder_hidden_states is not None or attention_mask is None:
-            raise ValueError("HunyuanVideo's token refiner attends to its own tokens alone, under a mask")
+        assert encoder_hidden_states is None and attention_mask is not None
         q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
         # Masked tokens also attend; nothing reads their results. total_keys states that the caption is not split, since
         # it can have as many tokens as a rank's share of the video.

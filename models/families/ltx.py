@@ -1,14 +1,14 @@
 """The LTX-Video family: diffusers' unmodified ``LTXVideoTransformer3DModel`` as a role's network.
 
-Text to video, or a given first frame to video. The frame replaces the noisy one (models/families/frames.py), as in
-``LTXImageToVideoPipeline``. A token is one latent. In addition to the text the network takes ``text_mask``, the text
-tokens that count, and ``latent_spacing``, the distances between latents in seconds and pixels for its rotary embedding.
-LTX's encoders provide both.
+Text to video, or a given first frame to video. The frame replaces the noisy one
+(models/families/diffusers_family.py), as in ``LTXImageToVideoPipeline``. A token is one latent. In addition to the text
+the network takes ``text_mask``, the text tokens that count, and ``latent_spacing``, the distances between latents in
+seconds and pixels for its rotary embedding. LTX's encoders provide both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,31 +19,29 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.families import frames
-from models.families.base import LatentShape, Shape
-from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
-from models.families.planning import encoded_clip
+from models.causal import CausalForward
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes
+from models.families.diffusers_family import (
+    DiffusersFamily,
+    first_frame_shape,
+    hold_first_frame,
+    insert_first_frame,
+    token_times,
+)
 from models.roles.condition import FIRST_FRAME, Condition
 
 TIME_FEATURES = 256
 """Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 
 
-class LTXPlanning(DiffusersPlanning):
+class LTXPlanning(FamilyPlanning):
     """Lightricks' networks and their encoders."""
 
     networks = {
-        # Defaults of diffusers' class, which its conversion script uses for 0.9.0 and 0.9.1.
-        "ltx_video_2b": {
-            "in_channels": 128, "out_channels": 128, "num_attention_heads": 32, "attention_head_dim": 64,
-            "cross_attention_dim": 2048, "num_layers": 28, "caption_channels": 4096,
-        },
+        "ltx_video_2b": {"num_layers": 28},  # diffusers' conversion script uses its defaults for 0.9.0 and 0.9.1
         # Lightricks' xora_v1.2-13B-balanced-128.json, from AI-Hypercomputer/maxdiffusion (0.9.7).
-        "ltx_video_13b": {
-            "in_channels": 128, "out_channels": 128, "num_attention_heads": 32, "attention_head_dim": 128,
-            "cross_attention_dim": 4096, "num_layers": 48, "caption_channels": 4096,
-        },
-    }  # fmt: skip
+        "ltx_video_13b": {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+    }
     text_encoder = {
         "architectures": ["T5EncoderModel"], "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240,
         "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -52,10 +50,7 @@ class LTXPlanning(DiffusersPlanning):
     vae = {"_class_name": "AutoencoderKLLTXVideo"}
     """VAE of 0.9.0, with the default sizes of the class."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents of LTX's VAE: 128 channels, one latent frame per eight frames after the first, 32 x 32
-        pixels."""
-        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {128: ("LTX's VAE", 8, 32)}
 
 
 class LTX(DiffusersFamily):
@@ -71,22 +66,16 @@ class LTX(DiffusersFamily):
         """Return LTXPipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
 
-    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        inputs, width = values["in_channels"], self.width(values)
         for key in ("patch_size", "patch_size_t"):
-            if values[key] != 1:
-                refuse(values, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
-        if values["out_channels"] not in (None, values["in_channels"]):
-            refuse(values, "out_channels", f"as many as go in, {values['in_channels']}", setting)
-        width = self.width(values)
-        if width % 2:
-            refuse(values, "attention_head_dim", "even, or the heads, for the rotary embedding", setting)
-        if values["cross_attention_dim"] != width:
-            wanted = f"the network's width {width}, to which it projects the text"
-            refuse(values, "cross_attention_dim", wanted, setting)
-        if values["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
-            refuse(values, "activation_fn", "gelu-approximate or gelu", setting)
+            yield key, values[key] == 1, "1: diffusers' LTX pipelines count a token for each latent"
+        yield "out_channels", values["out_channels"] in (None, inputs), f"as many as go in, {inputs}"
+        yield "attention_head_dim", width % 2 == 0, "even, or the heads, for the rotary embedding"
+        wanted = f"the network's width {width}, to which it projects the text"
+        yield "cross_attention_dim", values["cross_attention_dim"] == width, wanted
+        is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
+        yield "activation_fn", is_plain, "gelu-approximate or gelu"
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return the published layout (norms without weights, linear layers with biases) and the opposite.
@@ -109,45 +98,35 @@ class LTX(DiffusersFamily):
         ``_keep_in_fp32_modules`` do not include it."""
         return network.time_embed.emb.timestep_embedder
 
-    def time_features(self, config: Mapping[str, Any]) -> int:
+    def time_features(self, config: NetworkConfig) -> int:
         return TIME_FEATURES
 
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
+    def latent_channels(self, config: NetworkConfig) -> int:
         return config["in_channels"]
 
-    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
         return 1, 1, 1
 
-    def condition_shapes(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
-    ) -> dict[str, Shape]:
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shapes of the text, its mask and the spacing of latents."""
         text = (text_tokens, config["caption_channels"])
         return {"text": text, "text_mask": (text_tokens,), "latent_spacing": (4,)}
 
-    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
-        return {FIRST_FRAME: frames.frame_shape(latent_shape)}
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+        return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
-    def check_sample(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
-    ) -> None:
-        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        if FIRST_FRAME in condition:
-            needed |= self.optional_shapes(config, latent_shape)
-        self.check_data(config, latent_shape, needed, condition, setting)
-
-    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        return 4 * config["num_layers"] * tokens * (tokens + condition["text"][0]) * self.width(config)
-
-    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
+    def flops(
+        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+    ) -> Flops:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
         # Self-attention has four products and cross-attention two of video tokens; the feed-forward is four times as
         # wide.
-        of_block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
+        block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["caption_channels"] + dim)
         times = tokens if FIRST_FRAME in condition else 1
         ends = tokens * dim * 2 * config["in_channels"] + times * dim * (TIME_FEATURES + 7 * dim)
-        return layers * 2 * tokens * tokens * dim, layers * of_block + ends, still
+        attention = 4 * layers * tokens * (tokens + text_tokens) * dim
+        return Flops.from_products(2 * layers * tokens * tokens * dim, layers * block + ends, still, attention)
 
     def parallelize(
         self, network: LTXVideoTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
@@ -168,13 +147,15 @@ class LTX(DiffusersFamily):
         # Cast the time embedding: under bf16 an addition makes it fp32, but the following layers are bf16.
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
-    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
+    def outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> tuple[Tensor, ...]:
         tensors = condition.tensors
         grid = (x.shape[2], x.shape[3], x.shape[4])
         hidden, times = x, t
         if FIRST_FRAME in tensors:
-            hidden = frames.put_in(x, tensors[FIRST_FRAME])
-            times = frames.token_times(t, x, (1, 1, 1))
+            hidden = insert_first_frame(x, tensors[FIRST_FRAME])
+            times = token_times(t, x, (1, 1, 1))
         velocity, *others = network(
             hidden_states=hidden.flatten(2).transpose(1, 2),
             encoder_hidden_states=tensors["text"],
@@ -187,7 +168,7 @@ class LTX(DiffusersFamily):
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)
-        return v if frame is None else frames.hold(v, x, t, frame)
+        return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
 def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
@@ -215,8 +196,7 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``, with tables ``(B, S_local, dim)`` of the rank's own
         tokens."""
-        if encoder_hidden_states is not None or attention_mask is not None or image_rotary_emb is None:
-            raise ValueError("context-parallel LTX self-attention takes tokens and their rotary tables, and no mask")
+        assert encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
         q = _rotate(attn.norm_q(attn.to_q(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
         k = _rotate(attn.norm_k(attn.to_k(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
@@ -250,8 +230,7 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
 
         A weight under the bias -10000 underflows to 0 in every dtype, so skipping its key gives the same result.
         """
-        if image_rotary_emb is not None:
-            raise ValueError("LTX's cross-attention takes no rotary embedding")
+        assert image_rotary_emb is None
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1))
         v = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1))

@@ -60,7 +60,7 @@ class DiscretePrediction:
         """Increasing rectified-flow times of the integer times."""
 
     @classmethod
-    def of_scheduler(cls, scheduler: Any) -> DiscretePrediction:
+    def from_scheduler(cls, scheduler: Any) -> DiscretePrediction:
         """Read the levels and the prediction of a diffusers scheduler with ``alphas_cumprod``.
 
         Its ``alphas_cumprod`` already includes ``snr_shift_scale`` and ``rescale_betas_zero_snr``.

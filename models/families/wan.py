@@ -5,7 +5,7 @@ image after their latents. A second cross-attention attends to features of an im
 networks for two ranges of times (models/roles/role.py), without those features.
 
 Wan 2.2's TI2V 5B is a text-to-video network with a different VAE, without image channels or an image encoder. A first
-frame in the data replaces the noisy one (models/families/frames.py), as in ``WanImageToVideoPipeline`` with
+frame in the data replaces the noisy one (models/families/diffusers_family.py), as in ``WanImageToVideoPipeline`` with
 ``expand_timesteps``. Without it a sample has one time: a time per token would need a modulation per token of 6 x width
 numbers (2 GB in fp32 at 720p).
 """
@@ -14,60 +14,33 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
+from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.causal import CausalForward
-from models.families import frames
-from models.families.base import Flops, LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
-from models.families.planning import encoded_clip
-from models.families.wan_attention import (
-    TEXT_TOKENS,
-    BlockArguments,
-    DenseArguments,
-    WanCrossAttention,
-    WanSelfAttention,
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.diffusers_family import (
+    DiffusersFamily,
+    first_frame_shape,
+    hold_first_frame,
+    insert_first_frame,
+    token_times,
 )
+from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
 from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
 """Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""
-
-
-def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
-    """Return diffusers' plan, changed to split before the patch embedding and to use rotary tables of own tokens.
-
-    Raises:
-        ValueError: diffusers' private ``_cp_plan`` has changed.
-    """
-    plan = network._cp_plan
-    known = {"rope": {0, 1}, "blocks.0": {"hidden_states"}, "proj_out": None, "": {"timestep"}}
-    entries = {name: set(entry) if isinstance(entry, Mapping) else None for name, entry in plan.items()}
-    if entries != known:
-        raise ValueError(
-            f"this diffusers' WanTransformer3DModel._cp_plan splits {entries}, not {known}; use diffusers 0.42"
-        )
-    return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
-
-
-_RELEASED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
-_14B = {**_RELEASED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
 TI2V_CHANNELS = 48
 """Latent channels of Wan 2.2's VAE, which only the 5B network uses."""
-
-TI2V_5B: Mapping[str, Any] = {
-    **_RELEASED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
-    "in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS,
-}  # fmt: skip
-"""Configuration of Wan 2.2 TI2V 5B, 5.0e9 parameters."""
 
 TI2V_VAE: Mapping[str, Any] = {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": TI2V_CHANNELS, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
@@ -99,18 +72,19 @@ _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit
 _ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 
 
-class WanPlanning(DiffusersPlanning):
+class WanPlanning(FamilyPlanning):
     """Wan's networks and their encoders."""
 
     networks = {
-        "wan2_1_t2v_1_3b": {
-            **_RELEASED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+        "wan2_1_t2v_1_3b": {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960},
+        "wan2_1_t2v_14b": {"num_layers": 40},
+        "wan2_1_i2v_14b": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        "wan2_2_ti2v_5b": {
+            "num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336,
+            "in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS,
         },
-        "wan2_1_t2v_14b": _14B,
-        "wan2_1_i2v_14b": {**_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
-        "wan2_2_ti2v_5b": TI2V_5B,
-        "wan2_2_t2v_a14b": _14B,
-        "wan2_2_i2v_a14b": {**_14B, "in_channels": 36},
+        "wan2_2_t2v_a14b": {"num_layers": 40},
+        "wan2_2_i2v_a14b": {"in_channels": 36},
     }  # fmt: skip
     boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
     text_encoder = {
@@ -124,16 +98,11 @@ class WanPlanning(DiffusersPlanning):
     }  # fmt: skip
     """CLIP ViT-H/14, .63e9 parameters."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents' shape for Wan 2.1's VAE (8 x 8 pixels, 4 frames), or for Wan 2.2's if ``channels`` is
-        48."""
-        if channels == TI2V_CHANNELS:
-            return encoded_clip("Wan 2.2's VAE", channels, 4, 16, num_frames=num_frames, height=height, width=width)
-        return encoded_clip("Wan's VAE", 16, 4, 8, num_frames=num_frames, height=height, width=width)
+    vae_sizes = {16: ("Wan's VAE", 4, 8), TI2V_CHANNELS: ("Wan 2.2's VAE", 4, 16)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        own_vae = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
-        return super().encoders(channels) | own_vae
+        vae_and_image = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
+        return super().encoders(channels) | vae_and_image
 
 
 class Wan(DiffusersFamily):
@@ -144,27 +113,23 @@ class Wan(DiffusersFamily):
     transformer = WanTransformer3DModel
     label = "Wan"
     planning = WanPlanning()
+    open_counts = ("image_embeds",)
     frame_times = True
     causal = True
 
-    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        super().check_values(config, setting)
-        values = self.defaults() | dict(config)
-        if values["attention_head_dim"] % 2:
-            refuse(values, "attention_head_dim", "even, for the rotary embedding", setting)
-        if len(values["patch_size"]) != 3 or max(values["patch_size"]) > 64:
-            refuse(values, "patch_size", "three numbers (frames, height, width) up to 64, such as [1, 2, 2]", setting)
-        coming, going = values["in_channels"], values["out_channels"] or values["in_channels"]
-        if values["pos_embed_seq_len"] is not None:
-            refuse(values, "pos_embed_seq_len", "null: a Wan for a first and a last image is not supported", setting)
-        if takes_features(values) or values["added_kv_proj_dim"] is not None:
-            width = self.width(values) if takes_features(values) else None
-            if values["added_kv_proj_dim"] != width:
-                wanted = f"{width}: with image_dim the network's width, without it null"
-                refuse(values, "added_kv_proj_dim", wanted, setting)
-        if going > coming or (takes_image(values) and coming <= 2 * going):
-            wanted = f"out_channels={going}, or more than twice as many: those of an image and of a mask too"
-            refuse(values, "in_channels", wanted, setting)
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        patch, width = values["patch_size"], self.width(values) if takes_features(values) else None
+        yield "attention_head_dim", values["attention_head_dim"] % 2 == 0, "even, for the rotary embedding"
+        is_right = len(patch) == 3 and max(patch) <= 64
+        yield "patch_size", is_right, "three numbers (frames, height, width) up to 64, such as [1, 2, 2]"
+        is_right = values["pos_embed_seq_len"] is None
+        yield "pos_embed_seq_len", is_right, "null: a Wan for a first and a last image is not supported"
+        is_right = values["added_kv_proj_dim"] == width
+        yield "added_kv_proj_dim", is_right, f"{width}: with image_dim the network's width, without it null"
+        inputs, outputs = values["in_channels"], values["out_channels"] or values["in_channels"]
+        is_right = outputs <= inputs and not (takes_image(values) and inputs <= 2 * outputs)
+        wanted = f"out_channels={outputs}, or more than twice as many: those of an image and of a mask too"
+        yield "in_channels", is_right, wanted
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
         """Recompute the non-persistent rotary tables on ``device``, since ``to_empty`` leaves garbage in them."""
@@ -228,24 +193,22 @@ class Wan(DiffusersFamily):
         }
         return WanPipeline.lora_state_dict(theirs, use_safetensors=True)
 
-    def check_causal(self, config: Mapping[str, Any], setting: str) -> None:
+    def check_causal(self, config: NetworkConfig, setting: str) -> None:
         if takes_image(config):
             raise UserError(f"{setting} is not for an image-to-video Wan 2.1 or A14B; use a text-to-video Wan or TI2V")
         if config["patch_size"][0] != 1:
             raise UserError(f"{setting} needs tokens of one latent frame, not of {config['patch_size'][0]}")
 
-    def time_features(self, config: Mapping[str, Any]) -> int:
+    def time_features(self, config: NetworkConfig) -> int:
         return config["freq_dim"]
 
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
+    def latent_channels(self, config: NetworkConfig) -> int:
         return config["out_channels"] if config["out_channels"] is not None else config["in_channels"]
 
-    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
         return tuple(config["patch_size"])
 
-    def condition_shapes(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
-    ) -> dict[str, Shape]:
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shapes of the text and, for image to video, latents and mask; for Wan 2.1 also features, with 512
         text tokens."""
         shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
@@ -258,15 +221,13 @@ class Wan(DiffusersFamily):
             shapes["image_embeds"] = (IMAGE_TOKENS, config["image_dim"])
         return shapes
 
-    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         """Return the shape of a first frame for Wan 2.2's TI2V: a text-to-video Wan with 48 latent channels."""
         if takes_image(config) or self.latent_channels(config) != TI2V_CHANNELS:
             return {}
-        return {FIRST_FRAME: frames.frame_shape(latent_shape)}
+        return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
-    def check_sample(
-        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
-    ) -> None:
+    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
         """Check that the network accepts such samples. A text-to-video Wan accepts a first frame.
 
         Raises:
@@ -281,116 +242,88 @@ class Wan(DiffusersFamily):
                 f" text tokens; use {TEXT_TOKENS}"
             )
         if FIRST_FRAME in condition and not takes_image(config):
-            needed[FIRST_FRAME] = frames.frame_shape(latent_shape)
+            needed[FIRST_FRAME] = first_frame_shape(latent_shape)
             if config["patch_size"][0] != 1:
                 raise UserError(
                     f"{setting} has tokens of {config['patch_size'][0]} latent frames, and a first frame needs tokens"
                     " of one; leave data.image out"
                 )
-        self.check_data(config, latent_shape, needed, condition, setting, open_counts=("image_embeds",))
-        positions = config["rope_max_seq_len"]
-        keys = ("data.num_frames", "data.height", "data.width")
-        for key, size, patch in zip(keys, latent_shape[1:], config["patch_size"], strict=True):
-            if size > positions * patch:
-                raise UserError(
-                    f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
-                    f" {patch}; use a {key} that gives at most {positions * patch}"
-                )
-        self.check_patches(config, latent_shape, setting)
+        self.check_data(config, latent_shape, needed, condition, setting)
+        self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
 
-    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_features(config) else 0)
-        return 4 * config["num_layers"] * tokens * keys * self.width(config)
-
-    def causal_flops(
-        self, config: Mapping[str, Any], tokens: int, pairs: int, times: int, condition: Mapping[str, Shape]
+    def flops(
+        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
     ) -> Flops:
-        _, others, still = self.products(config, tokens, condition)
-        dim, layers = self.width(config), config["num_layers"]
-        embedded = times - (tokens if FIRST_FRAME in condition else 1)
-        others += embedded * dim * (config["freq_dim"] + 7 * dim)
-        attended = 2 * layers * pairs * dim
-        attention = 2 * attended + 4 * layers * tokens * condition["text"][0] * dim
-        return Flops(2 * (attended + others + still), 2 * (2 * attended + others), attention)
-
-    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
-        of_block = 6 * tokens * dim * dim + 2 * tokens * text_tokens * dim + 2 * tokens * dim * config["ffn_dim"]
-        still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
-        if takes_features(config):
-            image_tokens, image_dim = condition["image_embeds"]
-            of_block += 2 * tokens * image_tokens * dim
-            still += layers * 2 * image_tokens * dim * dim + image_tokens * image_dim * (image_dim + dim)
+        image_tokens, image_dim = condition["image_embeds"] if takes_features(config) else (0, 0)
+        keys = text_tokens + image_tokens  # of cross-attention
+        if times is None:
+            times = tokens if FIRST_FRAME in condition else 1
+        block = 6 * tokens * dim * dim + 2 * tokens * keys * dim + 2 * tokens * dim * config["ffn_dim"]
+        still = layers * 2 * keys * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
+        still += image_tokens * image_dim * (image_dim + dim)
         ends = tokens * dim * math.prod(config["patch_size"]) * (config["in_channels"] + self.latent_channels(config))
-        pairs = layers * 2 * tokens * tokens * dim
-        times = tokens if FIRST_FRAME in condition else 1
-        return pairs, layers * of_block + times * dim * (config["freq_dim"] + 7 * dim) + ends, still
+        between = 2 * layers * (tokens * tokens if pairs is None else pairs) * dim
+        others = layers * block + times * dim * (config["freq_dim"] + 7 * dim) + ends
+        return Flops.from_products(between, others, still, 2 * between + 4 * layers * tokens * keys * dim)
 
     def parallelize(
         self, network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
     ) -> None:
         """Let each rank embed, rotate and process its own tokens; set this family's processors on every attention.
 
-        Raises:
-            ValueError: diffusers' plan has changed.
+        diffusers' plan splits tokens after their embedding, and rotary tables of all tokens.
         """
-        if mesh.cp_size > 1:
-            parallelize_context(network, mesh=mesh, plan=_own_token_plan(network))
+        plan = {
+            "": {"timestep": SplitTokens(split_dim=1, expected_dims=2)},
+            "patch_embedding": EmbedOwnTokens(),
+            "proj_out": GatherTokens(gather_dim=1),
+        }
+        parallelize_context(network, mesh=mesh, plan=plan)
         network.block_arguments = BlockArguments(network, mesh)
         for layer, block in enumerate(network.blocks):
             block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups, layer=layer))
             block.attn2.set_processor(WanCrossAttention(backend, layer=layer))
 
-    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given, hidden = condition.tensors, x
-        if "image_latents" in given:
-            hidden = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
-        if FIRST_FRAME in given:
-            hidden = frames.put_in(x, given[FIRST_FRAME])
-        v, *others = self._call(network, hidden, t, condition, (0,) if FIRST_FRAME in given else ())
-        return self.hold(v, x, t, condition), *others
-
-    def causal_outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward
+    def outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
     ) -> tuple[Tensor, ...]:
-        given: list[int] = []
-        if FIRST_FRAME in condition.tensors:
-            given = [i for i, position in enumerate(causal.positions) if position == 0]
-            clips = x.chunk(len(given), dim=2) if given else ()
-            x = torch.cat([frames.put_in(clip, condition.tensors[FIRST_FRAME]) for clip in clips], 2) if given else x
-        arguments = getattr(network, "block_arguments", None) or DenseArguments(network)
-        with arguments.causal(causal):
-            return self._call(network, x, t, condition, given)
-
-    def _call(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, given: Collection[int]
-    ) -> tuple[Tensor, ...]:
-        """Call the network with times ``(B,)`` or, of frames, ``(B, T)``; ``given`` frames have time 0."""
-        times = t
-        if given or t.ndim == 2:
+        tensors, hidden, times, clean = condition.tensors, x, t, []
+        if "image_latents" in tensors:
+            hidden = torch.cat([x, tensors["image_mask"], tensors["image_latents"]], dim=1)
+        if FIRST_FRAME in tensors and causal is None:
+            hidden, clean = insert_first_frame(x, tensors[FIRST_FRAME]), [0]
+        elif FIRST_FRAME in tensors and causal is not None:
+            clean = [frame for frame, position in enumerate(causal.positions) if position == 0]
+            if clean:  # a clean and a noisy clip both begin with the frame
+                clips = [insert_first_frame(clip, tensors[FIRST_FRAME]) for clip in x.chunk(len(clean), dim=2)]
+                hidden = torch.cat(clips, dim=2)
+        if clean or t.ndim == 2:
             patch = self.patch_size(config_of(network))
             if patch[0] != 1:
                 raise ValueError(f"a time for each latent frame needs tokens of one frame, not of {patch[0]}")
-            times = frames.token_times(t, x, patch, given)
-        return network(
-            hidden_states=x,
-            timestep=self.time_scale * times,
-            encoder_hidden_states=condition.tensors["text"],
-            encoder_hidden_states_image=condition.tensors.get("image_embeds"),
-            return_dict=False,
-        )
+            times = token_times(t, x, patch, clean)
+        with nullcontext() if causal is None else cast(BlockArguments, network.block_arguments).causal(causal):
+            v, *others = network(
+                hidden_states=hidden,
+                timestep=self.time_scale * times,
+                encoder_hidden_states=tensors["text"],
+                encoder_hidden_states_image=tensors.get("image_embeds"),
+                return_dict=False,
+            )
+        return self.hold(v, x, t, condition) if causal is None else v, *others
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)
-        return v if frame is None else frames.hold(v, x, t, frame)
+        return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
-def takes_image(config: Mapping[str, Any]) -> bool:
+def takes_image(config: NetworkConfig) -> bool:
     """Return whether this is an image-to-video Wan, which takes image latents and a mask after the clip's latents."""
-    going = config.get("out_channels", 16)
-    return takes_features(config) or (going is not None and going < config.get("in_channels", 16))
+    outputs = config.get("out_channels", 16)
+    return takes_features(config) or (outputs is not None and outputs < config.get("in_channels", 16))
 
 
-def takes_features(config: Mapping[str, Any]) -> bool:
+def takes_features(config: NetworkConfig) -> bool:
     """Return whether this is an image-to-video Wan 2.1, which attends to image features too."""
     return config.get("image_dim") is not None

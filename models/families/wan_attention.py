@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -66,11 +65,9 @@ class WanSelfAttention(WanAttnProcessor):
         rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
-        if attention_mask is not None:
-            raise ValueError("context-parallel Wan self-attention takes no attention_mask")
         # Pass the number of tokens and the history with the tables, as an argument of the block, so that recomputation
         # in backward uses those of its own forward even if the network was called with others since.
-        assert rotary_emb is not None
+        assert rotary_emb is not None and attention_mask is None
         cos, sin, total, history = (*rotary_emb, None, None)[:4]
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
@@ -82,9 +79,9 @@ class WanSelfAttention(WanAttnProcessor):
             out = context_parallel_attention(q, k, v, mesh=self.mesh, mask=mask, **options)
             assert isinstance(out, Tensor)  # without joint text
         else:
-            out, own = cached_attention(q, k, v, history.past(self.layer), mesh=self.mesh, **options)
+            out, chunk = cached_attention(q, k, v, history.past(self.layer), mesh=self.mesh, **options)
             if history.forward.record is not None:
-                history.forward.record.layers[self.layer] = own
+                history.forward.record.layers[self.layer] = chunk
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
@@ -130,8 +127,7 @@ class WanCrossAttention(WanAttnProcessor):
     ) -> Tensor:
         """Attend from ``(B, S_local, dim)`` to ``encoder_hidden_states`` ``(B, N + L, dim)``, with N image features
         first."""
-        if attention_mask is not None or rotary_emb is not None:
-            raise ValueError("Wan's cross-attention takes neither attention_mask nor rotary_emb")
+        assert attention_mask is None and rotary_emb is None
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         image = None
         if isinstance(encoder_hidden_states, CachedText):
@@ -187,52 +183,6 @@ class BlockArguments:
         return time, modulation, CachedText(text, self._causal), image
 
 
-class _DenseMask(WanAttnProcessor):
-    """diffusers' processor with a dense mask ``(S, S)``."""
-
-    def __init__(self, mask: Tensor):
-        super().__init__()
-        self.mask = mask
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        return super().__call__(attn, hidden_states, encoder_hidden_states, self.mask, rotary_emb)
-
-
-class DenseArguments:
-    """Mask and positions of a plain network, for comparisons: diffusers' attention with a dense mask."""
-
-    def __init__(self, network: nn.Module):
-        self._network: Any = network
-
-    @contextmanager
-    def causal(self, forward: CausalForward) -> Iterator[None]:
-        """Mask the attention of the call of the network in this context."""
-        mask, rope, attention = forward.mask, self._network.rope, [block.attn1 for block in self._network.blocks]
-        assert mask is not None, "a plain network has no cache"
-        dense, query = torch.zeros(mask.tokens, mask.tokens, dtype=torch.bool), 0
-        for count, ranges in zip(mask.queries, mask.keys, strict=True):
-            for start, stop in ranges:
-                dense[query : query + count, start:stop] = True
-            query += count
-
-        def tables(hidden_states: Tensor) -> Table:
-            clip = hidden_states[:, :, : max(forward.positions) + 1]
-            whole = (table.unflatten(1, (clip.shape[2], -1)) for table in type(rope).forward(rope, clip))
-            cos, sin = (table[:, list(forward.positions)].flatten(1, 2) for table in whole)
-            return cos, sin
-
-        before = [each.processor for each in attention]
-        for each in attention:
-            each.set_processor(_DenseMask(dense))
-        rope.forward = tables
-        try:
-            yield
-        finally:
-            del rope.forward
-            for each, processor in zip(attention, before, strict=True):
-                each.set_processor(processor)
-
-
 def own_rotary_tables(
     rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, causal: CausalForward | None = None
 ) -> RotaryTables:
@@ -261,11 +211,10 @@ def own_rotary_tables(
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
     tables = [list(table.split(dims, dim=1)) for table in (rope.freqs_cos, rope.freqs_sin)]
     if causal is not None:
-        for parts, of_frames in zip(tables, _frame_table(rope, causal.positions), strict=True):
-            parts[0] = of_frames
+        for axes, frame_rows in zip(tables, _frame_table(rope, causal.positions), strict=True):
+            axes[0] = frame_rows
     cos, sin = (
-        torch.cat([part[at] for part, at in zip(parts, positions, strict=True)], dim=1)[None, :, None]
-        for parts in tables
+        torch.cat([rows[at] for rows, at in zip(axes, positions, strict=True)], dim=1)[None, :, None] for axes in tables
     )
     if causal is None:
         return cos, sin, total

@@ -33,8 +33,9 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
             of the same kind (clips do not replace weights).
     """
     try:
-        if (file := file_above(folder / MANIFEST)) is not None:
-            raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
+        for parent in (folder, *folder.parents):
+            if parent.exists() and not parent.is_dir():
+                raise UserError(f"{setting} {folder} cannot be written ({parent} is a file); give another folder")
         real = folder.resolve()
         if real == Path.cwd() or real in Path.cwd().parents:
             raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
@@ -67,69 +68,40 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
             raise UserError(f"{setting} {folder} would replace {name} ({source}); give another folder")
 
 
-def file_above(folder: Path) -> Path | None:
-    """Return the parent of ``folder`` that is a file and prevents creating it; ``None`` if all are folders."""
-    return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
-
-
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
     """Describe content of ``folder`` that an earlier export did not write, or that changed since; else ``None``.
 
     With ``about``, the description of the new export, an export of another kind is foreign too.
     """
-    if not folder.is_dir():
+    if not folder.is_dir() or not any(folder.iterdir()):
         return None
-    entries = list(_entries(folder))
-    if not entries:
-        return None
+    states = _states(folder)
     try:
-        files, maker = _read_manifest(folder)
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = {name: tuple(state) for name, state in manifest["files"].items()}
+        maker = _maker(manifest.get("about") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"it is not an earlier export: it holds {entries[0]} and no readable {MANIFEST}"
-    if not all(map(_is_inside, files)):  # the files that it names would be deleted
-        return f"its {MANIFEST} names files of other folders"
+        return f"it is not an earlier export: it holds {next(iter(states), MANIFEST)} and no readable {MANIFEST}"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
         return f"it holds files of {maker}"
-    for name in entries:
-        if name != MANIFEST and name not in files:
-            return f"{name} does not belong to the earlier export in it"
-        if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != files[name]):
-            return f"{name} has changed since it was exported"
-    return None
+    changed = next((name for name, state in states.items() if files.get(name) != state), None)
+    return None if changed is None else f"{changed} was added or has changed since the earlier export in it"
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
-    """Return the files that the manifest in ``folder`` names, each with its state, and their maker."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    files = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
-    return files, _maker(manifest.get("about") or {})
-
-
-def _entries(folder: Path) -> Iterator[str]:
-    """Yield the names of files in ``folder`` and its direct subfolders, and of empty subfolders.
+def _states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size in bytes and modification time in ns of each file in ``folder`` but the manifest, and of each empty
+    folder, by name. They distinguish our file from another in its place.
 
     A link to a folder counts as a file: the files in its target are not ours.
     """
-    for path in sorted(folder.iterdir()):
-        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
-        yield from [f"{path.name}/{child.name}" for child in inside] or [path.name]
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether ``name`` is a name that :func:`_entries` can yield."""
-    names = name.split("/")
-    return len(names) <= 2 and not {"", ".", ".."} & set(names)
+    paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
+    inside = [path for path in paths if path.is_symlink() or not path.is_dir() or not any(path.iterdir())]
+    return {str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in inside}
 
 
 def _maker(about: Mapping[str, Any]) -> str:
     """Return the module that made an export described by ``about``."""
     return str(about.get("made by", "models.export"))
-
-
-def _state(file: Path) -> tuple[int, int]:
-    """Return size in bytes and modification time in ns, which distinguish our file from another in its place."""
-    about = file.stat()
-    return about.st_size, about.st_mtime_ns
 
 
 @contextmanager
@@ -161,16 +133,15 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
             log.warning(
                 "%s belongs to an export that was killed or is still running; remove it if none is running", left
             )
-        # Use a unique name: OUT.tmp could be a folder of the user or of another running export.
-        unfinished = folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
+        unfinished = _unfinished(folder)
         unfinished.mkdir()
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
     try:
         yield unfinished
-        for name in _entries(unfinished):  # safetensors (0.8) writes files that the group cannot read
+        for name in _states(unfinished):  # safetensors (0.8) writes files that the group cannot read
             (unfinished / name).chmod(unfinished.stat().st_mode & 0o666)
-        files = {name: _state(unfinished / name) for name in _entries(unfinished)}
+        files = _states(unfinished)
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
         _put_in_place(unfinished, folder, about, move_aside)
     except BaseException as error:
@@ -185,13 +156,23 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
 
 def withdraw(folder: Path) -> None:
     """Remove an earlier export. Keep and log anything else in its place."""
-    if not folder.is_dir():
+    if folder.is_dir() and any(folder.iterdir()):
+        _remove(folder, _unfinished(folder))
+
+
+def _unfinished(folder: Path) -> Path:
+    """Return a unique path next to ``folder``: OUT.tmp could be a folder of the user or of another running export."""
+    return folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
+
+
+def _remove(export: Path, unfinished: Path) -> None:
+    """Delete an export, unless it holds files that appeared since. Rename it first to ``unfinished``: a later export
+    of a run then deletes what a kill leaves of it."""
+    if (foreign := _foreign(export)) is not None:
+        log.warning("kept %s, which is out of date: %s", export, foreign)
         return
-    foreign = _foreign(folder)
-    if foreign is not None:
-        log.warning("kept %s, which is out of date: %s", folder, foreign)
-    elif any(folder.iterdir()):
-        _remove_export(folder)
+    export.rename(unfinished)
+    shutil.rmtree(unfinished)
 
 
 def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move_aside: bool) -> None:
@@ -207,7 +188,7 @@ def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move
     earlier = folder.with_name(unfinished.name.replace(".unfinished_", ".replaced_"))
     folder.rename(earlier)
     unfinished.rename(folder)
-    _remove_export(earlier)
+    _remove(earlier, unfinished)
 
 
 def _bring_back(folder: Path) -> None:
@@ -223,25 +204,7 @@ def _sweep(folder: Path) -> None:
 
     No other process writes there: the folder is in a run directory, which the run has locked.
     """
+    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
+        _remove(earlier, _unfinished(folder))
     for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
         shutil.rmtree(unfinished)
-    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
-        if (earlier / MANIFEST).is_file():  # otherwise the remaining files are not ours
-            _remove_export(earlier)
-
-
-def _remove_export(folder: Path) -> None:
-    """Delete the files that the manifest names, and the folder if it is then empty."""
-    files = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
-    folders = {folder / name.split("/")[0] for name in files if "/" in name}
-    links = {path for path in folders if path.is_symlink()}
-    for name in [*files, MANIFEST]:
-        if (folder / name).parent not in links:
-            (folder / name).unlink(missing_ok=True)
-    for path in folders - links:
-        with suppress(OSError):
-            path.rmdir()
-    try:
-        folder.rmdir()
-    except OSError:
-        log.warning("kept files in %s that appeared while it was being replaced", folder)

@@ -21,6 +21,8 @@ ADDITIONS = "additions.safetensors"
 it."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.|model\.diffusion_model\.)+|(?<=\.)_orig_mod\.")
+"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
 _HASHED_PIECES, _HASHED_BYTES = 64, 4096
 """Number of pieces, and bytes of a piece, that the fingerprint of a file hashes."""
 
@@ -119,72 +121,35 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
             f"{where} is quantized ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
             " weights in bf16 or fp32"
         )
-    entries = [
-        (name, shape, file.name)
-        for file in _weight_files(path, where)
-        for name, shape in _read_shapes(file, where).items()
-    ]
     shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, str] = {}
     stored: dict[str, str] = {}
-    for name, (in_file, shape, file_name) in zip(
-        _without_prefixes([entry[0] for entry in entries]), entries, strict=True
-    ):
-        if name in shapes:  # the reader would take either tensor
-            raise UserError(
-                f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
-            )
-        shapes[name], stored[name] = shape, in_file
+    for file in _weight_files(path, where):
+        for in_file, shape in _read_shapes(file, where).items():
+            name = _WRAPPERS.sub("", in_file)
+            if name in shapes:  # the reader would take either tensor
+                raise UserError(
+                    f"{where} holds {name} twice, in {files[name]} and in {file.name}; link one set of weights and"
+                    " config.json into a new folder, and give that one"
+                )
+            shapes[name], files[name], stored[name] = shape, file.name, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
 
 
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(.*)\.safetensors")
-
-
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that hold the network's weights: one file, or the parts of one.
-
-    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
+    """Return the files that hold the network's weights. The reader takes every file of the folder.
 
     Raises:
-        UserError: a file or part is missing, or the folder has several sets of weights. The reader takes every file of
-            the folder, so it would mix a variant's tensors into the network.
+        UserError: there is none, or an index (``*.safetensors.index*.json``) names a missing file.
     """
-    sets = {tuple(indexed_files(index, where)) for index in path.glob("*.safetensors.index*.json")}
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(file.name for file in path.glob("*.safetensors")):
-        if name != ADDITIONS and not any(name in names for names in sets):
-            shard = _SHARD.fullmatch(name)
-            groups.setdefault(shard.group(1, 3, 4) if shard else (name,), []).append(name)
-    sets |= {tuple(names) for names in groups.values()}
-    if not sets:
+    for index in path.glob("*.safetensors.index*.json"):
+        indexed_files(index, where)
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS]
+    if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
-    if len(sets) > 1:
-        several = "; ".join(sorted(" ".join([names[0], *([f"to {names[-1]}"] if names[1:] else [])]) for names in sets))
-        raise UserError(
-            f"{where} holds several sets of weights ({several}); link one of them and config.json into a new folder,"
-            " and give that one"
-        )
-    (names,) = sets
-    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))] if groups else []
-    if shards and (missing := set(range(1, int(shards[0][3]) + 1)) - {int(shard[2]) for shard in shards}):
-        raise UserError(
-            f"{where} lacks part {min(missing)} of {int(shards[0][3])} of {shards[0][1]} ({len(missing)} missing); copy"
-            " it into the folder"
-        )
-    return [path / name for name in names]
-
-
-_PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
-"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
-
-
-def _without_prefixes(names: list[str]) -> list[str]:
-    """Remove the prefixes that wrappers add to all names, or to those of compiled blocks."""
-    while names and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)):
-        names = [name.removeprefix(prefix) for name in names]
-    return [name.replace("._orig_mod.", ".") for name in names]
+    return files
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,6 +315,6 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
             problems.append(f"{problem} {', '.join(sorted(names)[:3])}{more}")
     if problems:
         raise UserError(
-            f"{setting}={folder.path} {', and '.join(problems[:3])}; is it a checkpoint of another model, or one with"
-            " the names of the model's own code?"
+            f"{setting}={folder.path} {', and '.join(problems[:3])}; is a file missing, or is it a checkpoint of"
+            " another model, or one with the names of the model's own code?"
         )

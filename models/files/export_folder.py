@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
-from models.additions.base import added, named_additions, network_tensors
+from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
 from models.families.base import Family
@@ -48,12 +48,10 @@ def export_weights(
     config: dict[str, Any],
     *,
     dtype: torch.dtype,
-    boundaries: Sequence[float] = (),
-    max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
     bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
-    causal: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
 
@@ -61,7 +59,7 @@ def export_weights(
         folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
             renamed.
         networks: DTensors by diffusers name, one mapping per network.
-        config, dtype, boundaries, max_bytes, causal: as for :func:`write_folder`.
+        config, dtype, options: as for :func:`write_folder`.
         about: description of the weights, for the manifest.
         bases: for adapters, the base of each of ``networks``, into which they are merged.
         scale: ``alpha / rank`` of the adapters.
@@ -76,8 +74,7 @@ def export_weights(
     about = {"dtype": str(dtype), **(about or {})}
     on_all_ranks(
         lambda: write_folder(
-            folder, weights, config, dtype=dtype, boundaries=boundaries, max_bytes=max_bytes, about=about,
-            causal=causal, writes=rank() == 0, move_aside=True,
+            folder, weights, config, dtype=dtype, about=about, writes=rank() == 0, move_aside=True, **options
         )
     )  # fmt: skip
 
@@ -193,8 +190,8 @@ def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, lis
         f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
         for i, names in enumerate(files)
     }
-    if added(shapes):
-        contents[ADDITIONS] = list(added(shapes))
+    if addition_tensors(shapes):
+        contents[ADDITIONS] = list(addition_tensors(shapes))
     return contents
 
 
@@ -226,7 +223,7 @@ def _write_texts(
 ) -> None:
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
     notes = []
-    if added(shapes):
+    if addition_tensors(shapes):
         notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS))
         log.warning("%s: %s", folder, notes[0])
     if causal is not None:

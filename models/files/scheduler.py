@@ -44,38 +44,33 @@ def few_step_scheduler(
         UserError: no scheduler of diffusers has these times.
     """
 
-    def distance(log_shift: float) -> float:
-        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times, pipeline_times)
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    # Do not stretch a list of one time: the factor would be 0/0.
+    terminal = times[-1] if len(times) > 1 else None
+    sigmas = pipeline_times(len(times)) if pipeline_times else None
+
+    def with_shift(shift: float) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
+        """Return the scheduler and its greatest distance from a trained time."""
+        options = {"shift": shift, "shift_terminal": terminal, "stochastic_sampling": stochastic}
+        scheduler = FlowMatchEulerDiscreteScheduler(**options)
+        scheduler.set_timesteps(len(times), sigmas=sigmas)
+        return scheduler, max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing
         from scipy.optimize import minimize_scalar
 
         # Each time grows with the shift, so the greatest distance has one minimum.
-        bounds = tuple(map(math.log, _SHIFTS))
-        shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
-    scheduler = _scheduler(round(shift, 6), times, stochastic)
-    off = _distance(scheduler, times, pipeline_times)
+        bounds, options = tuple(map(math.log, _SHIFTS)), {"xatol": 1e-9}
+        nearest = minimize_scalar(
+            lambda x: with_shift(math.exp(x))[1], bounds=bounds, method="bounded", options=options
+        )
+        shift = math.exp(nearest.x)
+    scheduler, off = with_shift(round(shift, 6))
     if off > TOLERANCE:
         raise UserError(
             f"diffusers has no scheduler for a student with the times {', '.join(f'{t:.6g}' for t in times)}"
             f" (the nearest is off by {off:.2g}); pass them as sigmas= to a plain one, as docs/getting_started.md shows"
         )
     return scheduler
-
-
-def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    # Do not stretch a list of one time: the factor would be 0/0.
-    terminal = times[-1] if len(times) > 1 else None
-    return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)
-
-
-def _distance(
-    scheduler: FlowMatchEulerDiscreteScheduler,
-    times: list[float],
-    pipeline_times: Callable[[int], list[float] | None] | None,
-) -> float:
-    scheduler.set_timesteps(len(times), sigmas=pipeline_times(len(times)) if pipeline_times else None)
-    return max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))

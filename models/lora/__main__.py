@@ -39,9 +39,6 @@ def main(argv: list[str] | None = None) -> int:
 
     @paths_of_the_user()
     def work() -> None:
-        for name in ("full", "base", "out"):
-            if not getattr(args, name):
-                raise UserError(f"{name.upper()} is empty; give a folder")
         out = user_path(args.out, "OUT")
         refuse_occupied(out, "OUT")
         if args.rank < 1:

@@ -60,12 +60,12 @@ def extract(
             " of one architecture"
         )
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
-    of_full, of_base = tensor_reader(full), tensor_reader(base)
+    read_full, read_base = tensor_reader(full), tensor_reader(base)
     adapters: dict[str, Tensor] = {}
     left_out: dict[str, float] = {}
     whole = lost = 0.0
     for name in sorted(full.shapes):
-        trained, start = of_full(name).float(), of_base(name).float()
+        trained, start = read_full(name).float(), read_base(name).float()
         difference = trained - start
         if not difference.isfinite().all():
             raise UserError(f"{name} holds numbers that are not finite; copy the folders again")

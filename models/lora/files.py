@@ -33,7 +33,7 @@ def refuse_whole(names: Iterable[str], source: str) -> None:
         source: owner of the parameters, for the message.
 
     Raises:
-        UserError: a module was trained whole or added to the network.
+        UserError: a module was added to the network.
     """
     whole = sorted(name for name in names if ".lora_" not in name)
     if whole:

@@ -13,13 +13,13 @@ class Weights(NamedTuple):
     """Weights of a network or of adapters, read tensor by tensor."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes by public name (models/roles/names.py)."""
+    """Shapes by public name (models/roles/network.py)."""
     read: Callable[[str], Tensor]
     """Function that returns a whole tensor by name. On a mesh every rank must call it."""
 
 
 def merged(base: Weights, trained: Weights, scale: float) -> Weights:
-    """Return ``W + scale B A``, summed in fp32 without rounding, with trained copies and additions.
+    """Return ``W + scale B A``, summed in fp32 without rounding, with the role's additions.
 
     Args:
         base: weights of the base.

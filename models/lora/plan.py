@@ -10,13 +10,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from fsdp_cp.errors import UserError
@@ -25,7 +22,7 @@ from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.roles.names import owner
+from models.roles.network import owner
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +36,6 @@ class LoraPlan:
     settings: LoraSettings
     targets: tuple[str, ...]
     """Names of the linear layers with adapters."""
-    train: tuple[str, ...]
-    """Names of the modules of which the role trains a copy."""
     saved: SavedAdapters | None = None
     """File with the adapters' first values; ``None`` for new adapters."""
     biased: bool = False
@@ -56,28 +51,15 @@ class LoraPlan:
             shapes[f"{name}.lora_B.weight"] = (layer.out_features, self.settings.rank)
             if self.biased:
                 shapes[f"{name}.lora_B.bias"] = (layer.out_features,)
-        for name in self.train:
-            shapes |= {f"{name}.{key}": tuple(p.shape) for key, p in network.get_submodule(name).named_parameters()}
         return shapes
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Settings that a checkpoint's adapters must share with this role, as JSON."""
-        return {
-            "rank": self.settings.rank,
-            "scale": self.settings.scale,
-            "targets": list(self.targets),
-            "train": list(self.train),
-        }
 
     def for_network(self, network: nn.Module) -> LoraPlan:
         """Return the plan for a network of the same kind with fewer blocks."""
         names = {name for name, _ in network.named_modules()}
-        targets, train = (tuple(name for name in chosen if name in names) for chosen in (self.targets, self.train))
-        return replace(self, saved=None, targets=targets, train=train)
+        return replace(self, saved=None, targets=tuple(name for name in self.targets if name in names))
 
     def inject(self, network: nn.Module, role: str) -> None:
-        """Add to ``network``, in place, the adapters of ``role`` and its copies of the modules that it trains whole.
+        """Add the adapters of ``role`` to ``network``, in place.
 
         ``network`` is on the meta device, plain or with other roles' adapters.
         """
@@ -92,12 +74,6 @@ class LoraPlan:
         )
         inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
         del network.peft_config  # avoids peft's warning when the next role's adapters are added
-        for name in self.train:
-            module = network.get_submodule(name)
-            if isinstance(module, ModulesToSaveWrapper):
-                module.update(role)
-            else:
-                network.set_submodule(name, ModulesToSaveWrapper(module, role))
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
         """Initialize ``role``'s adapters in the sharded ``module``.
@@ -134,11 +110,10 @@ def plan_lora(
         saved: file that the adapters come from; ``None`` for new ones.
 
     Raises:
-        UserError: the file has another rank or other layers, or :func:`target_layers`, :func:`trained_modules` or
+        UserError: the file has another rank or other layers, or :func:`target_layers` or
             :func:`models.lora.saved.inspect_adapters` raises.
     """
     where, inspected = f"{role}.lora.", None
-    settings.check(where)
     if saved is not None:
         inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
         if settings.rank not in (0, inspected.rank):
@@ -146,18 +121,17 @@ def plan_lora(
                 f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
                 f" {inspected.rank}; leave it out"
             )
-        kept = _without_unread(inspected.tensors, network, family, str(saved))
-        inspected = replace(inspected, tensors={name: inspected.tensors[name] for name in kept})
+        kept = _without_unread(inspected.scales, network, family, str(saved))
+        inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
-    if saved is not None and inspected is not None and set(targets) != inspected.tensors.keys():
+    if saved is not None and inspected is not None and set(targets) != inspected.scales.keys():
         raise UserError(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(inspected.tensors)} others whose output is read; leave it out, or give other adapters"
+            f" {len(inspected.scales)} others whose output is read; leave it out, or give other adapters"
         )
-    train = trained_modules(network, family, settings, targets, where)
     biased = inspected is not None and inspected.biased
-    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=inspected, biased=biased)
+    return LoraPlan(settings=settings, targets=tuple(targets), saved=inspected, biased=biased)
 
 
 def target_layers(
@@ -179,7 +153,7 @@ def target_layers(
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     if settings.targets:
-        chosen = _matching({name: [name] for name in linear}, settings.targets, network, family, f"{where}targets")
+        chosen = _matching(list(linear), settings.targets, network, family, f"{where}targets")
     else:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         in_blocks = [name for name, module in linear.items() if id(module) in inside]
@@ -195,62 +169,20 @@ def target_layers(
     return chosen
 
 
-def trained_modules(
-    network: nn.Module, family: Family, settings: LoraSettings, targets: Sequence[str], where: str
-) -> list[str]:
-    """Return the names of the modules that the role trains whole: linear layers and norms in matching modules.
-
-    Larger modules are not copied. Such a copy would not be split over ranks or kept in fp32, and it would hide the
-    adapters and copies of other roles inside it.
-
-    Args:
-        network: plain network on any device.
-        family: family of the network.
-        settings: settings of the role.
-        targets: names from :func:`target_layers`.
-        where: prefix of the settings in messages.
-
-    Raises:
-        UserError: a pattern matches no module with parameters, or only modules that no gradient reaches; or a module
-            has adapters too, or is neither a linear layer nor a norm.
-    """
-    with_parameters = {
-        name: module
-        for name, module in network.named_modules()
-        if name and any(True for _ in module.parameters(recurse=False))
-    }
-    paths = {name: list(accumulate(name.split("."), "{}.{}".format)) for name in with_parameters}
-    chosen = _matching(paths, settings.train, network, family, f"{where}train")
-    for name in chosen:
-        module = with_parameters[name]
-        if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
-            raise UserError(
-                f"{where}train: {name} is a {type(module).__name__}; next to adapters a role can train linear layers"
-                " and norms whole, so name those in it"
-            )
-        if name in targets:
-            raise UserError(
-                f"{where}train: {name} would be trained whole, and has adapters; leave one of them out ({where}targets)"
-            )
-    return chosen
-
-
 def _matching(
-    names: dict[str, list[str]], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
+    names: Sequence[str], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
 ) -> list[str]:
-    """Return the keys of ``names`` with a value that matches one of ``patterns``, without keys that never train.
+    """Return those of ``names`` that match one of ``patterns``, without layers that never train.
 
     Raises:
         UserError: a pattern matches none.
     """
     matched: set[str] = set()
     for pattern in patterns:
-        matching = [name for name, called in names.items() if any(fnmatchcase(alias, pattern) for alias in called)]
+        matching = [name for name in names if fnmatchcase(name, pattern)]
         if not (trains := _without_unread(matching, network, family, setting)):
             why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
-            raise UserError(
-                f"{setting}: {pattern!r} {why}; names are as {next(iter(names))} and {next(reversed(names))}"
-            )
+            raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
         matched.update(trains)
     return [name for name in names if name in matched]
 

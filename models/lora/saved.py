@@ -22,15 +22,7 @@ from models.lora.files import NAME
 _FILES = (NAME, "adapter_model.safetensors")
 """File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
-_ENDS = {
-    ".lora_A.weight": "A.weight",
-    ".lora_down.weight": "A.weight",
-    ".lora_B.weight": "B.weight",
-    ".lora_up.weight": "B.weight",
-    ".lora_B.bias": "B.bias",
-    ".lora_up.bias": "B.bias",
-    ".alpha": "alpha",
-}
+_MATRICES = ("A.weight", "B.weight", "B.bias")
 
 
 def find_adapters(checkpoint: str | None) -> Path | None:
@@ -72,14 +64,15 @@ class SavedAdapters:
     family: Family
     rank: int
     """Largest rank of all layers; smaller adapters are padded with zeros."""
-    tensors: Mapping[str, tuple[Mapping[str, str], float]]
-    """For each layer, the tensors' names (:func:`_read`) by ``A.weight``, ``B.weight`` and ``B.bias``, and the scale of
-    their product. The scale also multiplies the bias, as in peft."""
+    scales: Mapping[str, float]
+    """Scale of the product of each layer's matrices. It also multiplies the bias, as in peft."""
+    biases: frozenset[str]
+    """Layers whose adapter has a bias (``.diff_b``)."""
 
     @property
     def biased(self) -> bool:
-        """Whether an adapter has a bias (``.diff_b``)."""
-        return any("B.bias" in names for names, _ in self.tensors.values())
+        """Whether an adapter has a bias."""
+        return not self.biases.isdisjoint(self.scales)
 
     def read(self) -> dict[str, dict[str, Tensor]]:
         """Return the fp32 weights of each layer's adapter, by ``A.weight``, ``B.weight`` and ``B.bias`` if it has one.
@@ -87,19 +80,19 @@ class SavedAdapters:
         The scale is multiplied into B and into the bias.
         """
         tensors, weights = _read(self.file, self.family), {}
-        for layer, (names, scale) in self.tensors.items():
-            matrices = {
-                matrix: (1.0 if matrix == "A.weight" else scale) * tensors[n].float() for matrix, n in names.items()
-            }
-            missing = self.rank - len(matrices["A.weight"])
-            matrices["A.weight"] = nn.functional.pad(matrices["A.weight"], (0, 0, 0, missing))
-            matrices["B.weight"] = nn.functional.pad(matrices["B.weight"], (0, missing))
-            weights[layer] = matrices
+        for layer, scale in self.scales.items():
+            a, b = tensors[f"{layer}.lora_A.weight"].float(), scale * tensors[f"{layer}.lora_B.weight"].float()
+            missing = self.rank - len(a)
+            pad = nn.functional.pad
+            weights[layer] = {"A.weight": pad(a, (0, 0, 0, missing)), "B.weight": pad(b, (0, missing))}
+            if layer in self.biases:
+                weights[layer]["B.bias"] = scale * tensors[f"{layer}.lora_B.bias"].float()
         return weights
 
 
 def _read(file: Path, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of ``file``, with names of a model's original code converted to diffusers' names.
+    """Return the tensors of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``, ``.lora_B.bias``
+    and ``LAYER.alpha``. Names of a model's original code are converted.
 
     Raises:
         UserError: the file is unreadable, or diffusers cannot convert a name or would drop a nonzero tensor.
@@ -119,14 +112,20 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
             " it to diffusers' own names"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
-    pairs = tuple(end for end, matrix in _ENDS.items() if matrix != "B.bias")
+    pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
         pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(
                 f"{file.name} holds {name}, which diffusers leaves out and which is not zero; merge it first"
             )
-    return converted
+    return {_peft_name(name): tensor for name, tensor in converted.items()}
+
+
+def _peft_name(name: str) -> str:
+    """Return the name of a tensor without prefix, with peft's names of matrices."""
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B.")
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
@@ -154,41 +153,34 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         raise UserError(f"{where}: {error}") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{where}: the scale of its adapters cannot be read ({one_line(error)})") from error
-    layers: dict[str, dict[str, str]] = {}
-    for name in read:
-        short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
-        end = next((end for end in _ENDS if short.endswith(end)), None)
-        layer = short.removesuffix(end or "")
-        if end is None or layer not in linear:
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in read.items():
+        layer, _, matrix = name.rpartition("." if name.endswith(".alpha") else ".lora_")
+        if matrix not in (*_MATRICES, "alpha") or layer not in linear:
             raise UserError(f"{where} holds {name}, which is not an adapter of a linear layer of the base")
-        layers.setdefault(layer, {})[_ENDS[end]] = name
-    tensors = {}
-    for layer, names in layers.items():
-        module, alpha = linear[layer], names.pop("alpha", None)
-        if not {"A.weight", "B.weight"} <= names.keys():
-            raise UserError(f"{where} has {', '.join(names.values())}, but not A and B of {layer}; copy it again")
-        shapes = {matrix: tuple(read[name].shape) for matrix, name in names.items()}
+        layers.setdefault(layer, {})[matrix] = tuple(tensor.shape)
+    if not layers:
+        raise UserError(f"{where}: {file.name} holds no adapters")
+    scales, largest = {}, 0
+    for layer, shapes in layers.items():
+        module, has_alpha = linear[layer], shapes.pop("alpha", None) is not None
+        if not {"A.weight", "B.weight"} <= shapes.keys():
+            raise UserError(f"{where} has {', '.join(shapes)} of {layer}, but not A and B; copy it again")
         rank = (*shapes["A.weight"], 0)[0]
-        wanted: dict[str, tuple[int, ...]] = {
-            "A.weight": (rank, module.in_features),
-            "B.weight": (module.out_features, rank),
-        }
-        if "B.bias" in names:
-            wanted["B.bias"] = (module.out_features,)
-        if rank < 1 or shapes != wanted:
+        size = (module.out_features, rank)
+        wanted = {"A.weight": (rank, module.in_features), "B.weight": size, "B.bias": size[:1]}
+        if rank < 1 or shapes != {matrix: wanted[matrix] for matrix in shapes}:
             raise UserError(
                 f"{where}: the adapter of {layer} has the shapes {shapes}, but the layer needs {wanted}; it is for"
                 " another base"
             )
-        tensors[layer] = names, float(read[alpha]) / rank if alpha else scale_of(layer, rank)
-    if not tensors:
-        raise UserError(f"{where}: {file.name} holds no adapters")
-    rank = max(len(read[names["A.weight"]]) for names, _ in tensors.values())
-    saved = SavedAdapters(file=file, family=family, rank=rank, tensors=tensors)
-    unbiased = next((layer for layer in tensors if linear[layer].bias is None), None)
-    if saved.biased and unbiased is not None:  # a merged network would lose the bias
+        largest = max(largest, rank)
+        scales[layer] = float(read[f"{layer}.alpha"]) / rank if has_alpha else scale_of(layer, rank)
+    biases = frozenset(layer for layer, shapes in layers.items() if "B.bias" in shapes)
+    unbiased = next((layer for layer in layers if linear[layer].bias is None), None)
+    if biases and unbiased is not None:  # a merged network would lose the bias
         raise UserError(f"{where} has adapters with biases, but {unbiased} has no bias; it is for another base")
-    return saved
+    return SavedAdapters(file=file, family=family, rank=largest, scales=scales, biases=biases)
 
 
 def _unscaled(_layer: str, _rank: int) -> float:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 _ARGUMENT = "serves_role"
@@ -56,8 +55,7 @@ class Serving:
     def _tell(
         self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        if self.role is None:
-            raise RuntimeError("a network with adapters serves roles; call it through one, by Role.velocity")
+        assert self.role is not None, "a network with adapters is called through a role"
         _bind(layers, self.role)
         return args, {**kwargs, _ARGUMENT: self.role}
 
@@ -77,14 +75,9 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
 
 
 def _layers(module: nn.Module) -> list[_Layer]:
-    """Return the adapted layers and copies in ``module``, each with the roles that have one."""
-    layers: list[_Layer] = []
-    for child in module.modules():
-        if isinstance(child, BaseTunerLayer):
-            layers.append((child, frozenset(cast(nn.ModuleDict, child.lora_A))))
-        elif isinstance(child, ModulesToSaveWrapper):
-            layers.append((child, frozenset(cast(nn.ModuleDict, child.modules_to_save))))
-    return layers
+    """Return the adapted layers in ``module``, each with the roles that adapt it."""
+    adapted = [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
+    return [(layer, frozenset(cast(nn.ModuleDict, layer.lora_A))) for layer in adapted]
 
 
 def _bind(layers: list[_Layer], role: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.choices import check_range
 
 
 @dataclass(kw_only=True)
@@ -19,8 +19,10 @@ class LoraSettings:
     targets: list[str] = field(default_factory=list)
     """Name patterns of the linear layers that get adapters, e.g. ``[*.attn1.*,*.ffn.*]``; empty for all linear layers
     of the blocks."""
-    train: list[str] = field(default_factory=list)
-    """Name patterns of the modules that the role trains whole, as separate copies, e.g. ``[proj_out,*norm*]``."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "rank", least=0)
+        check_range(self, "alpha", above=0, below=math.inf)
 
     @property
     def enabled(self) -> bool:
@@ -31,17 +33,3 @@ class LoraSettings:
     def scale(self) -> float:
         """Scale of the product, ``alpha / rank``."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
-
-    def check(self, where: str) -> None:
-        """Refuse values that no adapters can have.
-
-        Args:
-            where: prefix of the settings, e.g. ``"student.lora."``.
-
-        Raises:
-            UserError: a value is refused.
-        """
-        if type(self.rank) is not int or self.rank < 0:
-            raise UserError(f"{where}rank={shown(self.rank)} must be a whole number of 1 or more, or 0 for no adapters")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise UserError(f"{where}alpha={self.alpha} must be above 0 and finite, or null for the rank")

@@ -12,44 +12,28 @@ from fsdp_cp.reduce import lerp_, local_shard, local_shards
 from models.roles.role import Role
 
 
-def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
-    """Return the factor of the old average at the ``update``-th update (0-based).
-
-    Args:
-        update: number of earlier updates.
-        decay: constant factor ``b``; ``None`` for the power schedule.
-        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
-    """
-    return decay if decay is not None else (1 - 1 / (update + 1)) ** (gamma + 1)
-
-
 class Ema:
     """EMA of ``role``'s weights: DTensors with the masters' dtype and sharding.
 
     Args:
         role: the trained role.
-        decay: constant factor, or ``None`` for the power schedule.
-        gamma: exponent of the power schedule.
+        decay: constant factor ``b`` of the old average, or ``None`` for the power schedule.
+        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
         start: first update that averages; before it the EMA copies the weights.
-
-    Raises:
-        ValueError: the masters are bf16. EMA updates are smaller than bf16 can represent.
     """
 
     def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
         self.role, self.decay, self.gamma, self.start = role, decay, gamma, start
         weights = role.weights()
-        for name, weight in weights.items():
-            if weight.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"{name} is held in {weight.dtype}, in which an average stands still; use fp32 masters"
-                )
-        self.weights: dict[str, Tensor] = {name: w.clone() for name, w in weights.items()}
+        # In bf16 an average would stand still; the plan of a run refuses it.
+        assert all(weight.dtype in (torch.float32, torch.float64) for weight in weights.values())
+        self.weights: dict[str, Tensor] = {name: weight.clone() for name, weight in weights.items()}
 
     @torch.no_grad()
     def update(self, update: int) -> None:
         """Update the EMA after the role's ``update``-th optimizer step (0-based)."""
-        b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
+        i = update - self.start
+        b = 0.0 if i < 0 else self.decay if self.decay is not None else (1 - 1 / (i + 1)) ** (self.gamma + 1)
         current = self.role.weights()
         lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
 
@@ -66,7 +50,7 @@ class Ema:
     def _swap(self) -> None:
         current = self.role.weights()
         for name, average in self.weights.items():
-            mine, its = local_shard(average), local_shard(current[name])
-            kept = its.clone()
-            its.copy_(mine)
-            mine.copy_(kept)
+            averaged, weight = local_shard(average), local_shard(current[name])
+            kept = weight.clone()
+            weight.copy_(averaged)
+            averaged.copy_(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,51 +23,18 @@ from models.additions.base import attach_additions
 from models.families.base import LatentShape, Shape
 from models.files.checkpoint_files import one_line
 from models.lora.serving import Serving
-from models.roles.names import owner
-from models.roles.network import Network
+from models.roles.network import Network, owner
 from models.roles.parallelize import parallelize
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 
 
-def build_role(
-    plan: RolePlan,
-    *,
-    mesh: Mesh,
-    device: torch.device,
-    trainable: bool,
-    precision: Precision | None = None,
-    latent_shape: LatentShape,
-    condition_shapes: Mapping[str, Shape],
-    seed: int = 0,
-) -> Role:
-    """Build ``plan`` on ``mesh``. Each rank reads or draws only its own shards.
+def build_role(plan: RolePlan, *, trainable: bool, **options: Any) -> Role:
+    """Build ``plan`` alone, with the options of :func:`build_roles`.
 
-    Args:
-        plan: plan from :func:`plan_role`.
-        mesh: mesh of all ranks.
-        device: this rank's device.
-        trainable: ``False`` stores the role in its compute dtype, without gradients or masters.
-        precision: replaces the plan's precision; the only way to use ``"fp64"``.
-        latent_shape: ``(C, T, H, W)`` of a sample.
-        condition_shapes: shape of each tensor of a sample's condition, by name.
-        seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
-
-    Raises:
-        UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
-            has weights that are not finite.
+    ``trainable=False`` stores the role in its compute dtype, without gradients or masters.
     """
-    roles = build_roles(
-        [plan],
-        trained=(plan.name,) if trainable else (),
-        mesh=mesh,
-        device=device,
-        precision=precision,
-        latent_shape=latent_shape,
-        condition_shapes=condition_shapes,
-        seed=seed,
-    )
-    return roles[plan.name]
+    return build_roles([plan], trained=(plan.name,) if trainable else (), **options)[plan.name]
 
 
 def build_roles(
@@ -80,17 +48,31 @@ def build_roles(
     condition_shapes: Mapping[str, Shape],
     seed: int = 0,
 ) -> dict[str, Role]:
-    """Build each of ``plans`` as :func:`build_role` does, by name; roles not in ``trained`` are frozen.
+    """Build the roles of ``plans`` on ``mesh``, by name. Each rank reads or draws only its own shards.
 
     Roles that can share a network do (:func:`sharing`).
+
+    Args:
+        plans: plans from :func:`plan_role`.
+        trained: names of the roles that train. Others are frozen: stored in their compute dtype, without gradients.
+        mesh: mesh of all ranks.
+        device: this rank's device.
+        precision: replaces the plans' precision; the only way to use ``"fp64"``.
+        latent_shape: ``(C, T, H, W)`` of a sample.
+        condition_shapes: shape of each tensor of a sample's condition, by name.
+        seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
+
+    Raises:
+        UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
+            has weights that are not finite.
     """
     built: dict[str, Role] = {}
     for group in sharing(plans, trained):
         networks = []
         for i in range(group[0].experts):
-            of_expert = [plan.expert(i) for plan in group]
+            plans_of_expert = [plan.expert(i) for plan in group]
             network = build_network(
-                of_expert,
+                plans_of_expert,
                 trained=trained_with(group, i, trained),
                 mesh=mesh,
                 device=device,
@@ -98,7 +80,7 @@ def build_roles(
                 latent_shape=latent_shape,
                 condition_shapes=condition_shapes,
             )
-            set_first_values(network, of_expert, seed_of_expert(seed, i))
+            set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
             networks.append(network)
         for plan in group:
             built[plan.name] = Role(
@@ -109,16 +91,9 @@ def build_roles(
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
                 causal=plan.causal,
-                trained_frames=_trained_frames(plan, latent_shape, plan.name in trained),
+                trained_frames=latent_shape[1] if plan.name in trained else plan.trained_frames or latent_shape[1],
             )
     return {plan.name: built[plan.name] for plan in plans}
-
-
-def _trained_frames(plan: RolePlan, latent_shape: LatentShape, trains: bool) -> int | None:
-    """Return the latent frames of a clip in the training of a causal role: those of this run, or of its checkpoint."""
-    if plan.causal is None:
-        return None
-    return latent_shape[1] if trains or plan.trained_frames is None else plan.trained_frames
 
 
 def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
@@ -147,7 +122,7 @@ def build_network(
     Args:
         plans: plans of the group; for experts, those of one expert.
         trained: names of the roles that train.
-        mesh, device, precision, latent_shape, condition_shapes: as for :func:`build_role`.
+        mesh, device, precision, latent_shape, condition_shapes: as for :func:`build_roles`.
         allocate: ``False`` leaves the network on the meta device.
 
     Raises:
@@ -179,9 +154,7 @@ def build_network(
         mesh=mesh,
         precision=settings.precision,
         tokens=tokens,
-        forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),
-        tangent_flops=family.tangent_flops(plan.config, tokens, condition_shapes),
-        attention_flops=family.attention_flops(plan.config, tokens, condition_shapes),
+        flops=family.flops(plan.config, tokens, condition_shapes),
         adapters=tuple(adapted),
         serving=serving,
     )
@@ -213,7 +186,7 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         for plan in plans:
             if plan.additions:
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
-            if plan.additions or plan.lora is not None:  # saved additions, and copies of modules trained whole
+            if plan.additions:  # saved additions
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:

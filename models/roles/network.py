@@ -1,32 +1,50 @@
-"""A network on the mesh: one sharded module with facts from its family, used by one or several roles."""
+"""A network on the mesh: one sharded module with facts from its family, used by one or several roles; and the owner and
+public name of each of its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.settings import Precision
-from models.families.base import Family
+from models.additions.base import ADDITIONS
+from models.families.base import Family, Flops
 from models.lora.serving import Serving
-from models.roles.names import owner
+
+_ROLE_LAYERS = ("lora_A", "lora_B")
+"""Names of peft's (0.21) dictionaries with one entry per adapter. An adapter has its role's name."""
+_BASE_LAYER = "base_layer"
+"""Name that peft (0.21) gives a wrapped layer."""
 
 
-class _Place(NamedTuple):
-    """Location of a parameter. A lookup there finds the current parameter even if FSDP2 has replaced it."""
+@lru_cache(maxsize=2**16)  # called for the same thousands of names, a dozen times a step
+def owner(name: str) -> tuple[str | None, str]:
+    """Return the role that owns the parameter ``name``, and the parameter's public name.
 
-    holder: nn.Module
-    attribute: str
-    name: str
-    """Name in the module."""
-    role: str | None
-    """Role that owns the parameter (:func:`models.roles.names.owner`)."""
-    public: str
+    Args:
+        name: name in the module, e.g. ``blocks.0.attn1.to_q.lora_A.student.weight``.
+
+    Returns:
+        Role (``None`` for a parameter of the network itself, whose public name is diffusers') and public name. Names
+        with ``lora_A.weight`` and ``additions.gan_head`` are the same for every role.
+    """
+    path = name.split(".")
+    if path[0] == ADDITIONS:
+        return path[1], ".".join([ADDITIONS, *path[2:]])
+    role, public, rest = None, [], iter(path)
+    for component in rest:
+        if component == _BASE_LAYER:
+            continue
+        if component in _ROLE_LAYERS:
+            role = next(rest)
+        public.append(component)
+    return role, ".".join(public)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,61 +65,36 @@ class Network:
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
     tokens: int
     """Number of tokens of one sample."""
-    forward_flops: int
-    """Floating-point operations of one forward of one sample."""
-    tangent_flops: int = 0
-    """Additional operations of the forward-mode tangent."""
-    attention_flops: int = 0
-    """Operations of attention within the forward, which selective recomputation does not repeat."""
+    flops: Flops
+    """Operations of one forward of one sample."""
     adapters: tuple[str, ...] = ()
     """Roles with adapters on this frozen base. If empty, one role owns the whole network."""
     serving: Serving | None = None
     """Selection of a role's adapters; ``None`` without adapters."""
 
-    @contextmanager
-    def serves(self, role: str) -> Iterator[None]:
+    def serves(self, role: str) -> AbstractContextManager[None]:
         """Run calls of the module within this context for ``role``."""
-        if self.serving is None:
-            yield
-            return
-        with self.serving.serves(role):
-            yield
+        return nullcontext() if self.serving is None else self.serving.serves(role)
 
-    @cached_property
-    def _places(self) -> list[_Place]:
-        """Locations of all parameters, cached: a step needs them several times, and a walk over 40 blocks takes the
-        host more than a millisecond."""
-        walked = (
-            (holder, attribute, f"{path}.{attribute}" if path else attribute)
-            for path, holder in self.module.named_modules()
-            for attribute, _ in holder.named_parameters(recurse=False)
-        )
-        return [_Place(holder, attribute, name, *owner(name)) for holder, attribute, name in walked]
-
-    def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
-        """Yield each parameter once, in the order of :meth:`torch.nn.Module.named_parameters`."""
-        seen: set[int] = set()  # ids, since hashing a tensor is a Python call
-        for place in self._places:
-            # Use _parameters as named_parameters does, since getattr takes three times as long.
-            parameter = place.holder._parameters[place.attribute]
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield place, parameter
+    def _owned(self) -> Iterator[tuple[str, str | None, str, nn.Parameter]]:
+        """Yield each parameter with its name in the module, its role and its public name (:func:`owner`)."""
+        for name, parameter in self.module.named_parameters():
+            yield name, *owner(name), parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``role`` by public name: its adapters, trained copies and additions. For a role
+        """Return the parameters of ``role`` by public name: its adapters and additions. For a role
         without adapters include the network itself."""
-        of_base = None if role not in self.adapters else role
-        return {place.public: parameter for place, parameter in self._owned() if place.role in (role, of_base)}
+        owners = (role,) if role in self.adapters else (role, None)
+        return {public: parameter for _, owned_by, public, parameter in self._owned() if owned_by in owners}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the network itself by diffusers name, without those that roles add."""
-        return {place.public: parameter for place, parameter in self._owned() if place.role is None}
+        return {public: parameter for _, owned_by, public, parameter in self._owned() if owned_by is None}
 
     def owned_names(self, role: str) -> set[str]:
         """Return the names in the module of the parameters that ``role`` adds."""
-        return {place.name for place, _ in self._owned() if place.role == role}
+        return {name for name, owned_by, _, _ in self._owned() if owned_by == role}
 
     def trained_elsewhere(self, role: str) -> set[str]:
         """Return the names in the module of the parameters that other roles train."""
-        return {place.name for place, _ in self._owned() if place.role not in (None, role)}
+        return {name for name, owned_by, _, _ in self._owned() if owned_by not in (None, role)}

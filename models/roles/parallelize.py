@@ -15,7 +15,7 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from fsdp_cp.sharding.shard import checked_settings, shard
 from models.additions.base import additions_of
 from models.families.base import Family
-from models.roles.names import owner
+from models.roles.network import owner
 from models.roles.role_plan import RolePlan
 
 
@@ -107,6 +107,6 @@ def _store_base_in_compute_dtype(network: nn.Module, full_precision: Sequence[nn
 
 
 def _fp8_excluded(network: nn.Module, family: Family, full_precision: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that stay out of fp8. Adapters and trained copies are small and stay exact."""
+    """Return the modules that stay out of fp8. Adapters are small and stay exact."""
     added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
     return [*family.fp8_excluded(network), *map(network.get_submodule, added), *full_precision]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,8 @@ from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
-from models.additions.base import additions_of
 from models.additions.gan_head import gan_head_of
-from models.additions.time_conditioning import second_time
+from models.additions.time_conditioning import SecondTime, second_time_of
 from models.causal import Cache, CausalForward, CausalSettings, Record, whole_clip
 from models.families.base import Family, Flops
 from models.roles.condition import FIRST_FRAME, Condition
@@ -69,22 +68,21 @@ class Role:
     """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
     """Distance by which a time may lie outside its expert's range, within :meth:`differences`."""
+    second_times: dict[Network, SecondTime] = field(init=False)
+    """Addition of the role that embeds a second time, of each network with one."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
 
     def __post_init__(self) -> None:
         ends = (1.0, *self.boundaries, 0.0)
-        if len(self.boundaries) != len(self.networks) - 1 or any(low >= high for high, low in pairwise(ends)):
-            raise ValueError(
-                f"{self.name}: {len(self.networks)} networks with boundaries {self.boundaries}; give one boundary fewer"
-                " than networks, falling, between 1 and 0"
-            )
-        if any(network.config != self.config for network in self.networks):
-            raise ValueError(f"{self.name}: its networks are not of one configuration")
+        assert len(self.boundaries) == len(self.networks) - 1 and all(low < high for high, low in pairwise(ends))
+        assert all(network.config == self.config for network in self.networks)
         if not self.trained_experts:
             self.trained_experts = tuple(range(len(self.networks)))
         modules = [network.module for network in self.networks]
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        additions = {network: second_time_of(network.module, self.name) for network in self.networks}
+        self.second_times = {network: addition for network, addition in additions.items() if addition is not None}
 
     @property
     def family(self) -> Family:
@@ -204,11 +202,18 @@ class Role:
             causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x))
         elif clean is not None:
             raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
-        with second_time(additions_of(network.module, self.name), t, r):
+        with self._at_second_time(network, t, r):
             v = self._outputs(network, hidden, times, condition, causal=causal)[0]
         if causal is None and v.dtype == x.dtype:
             return v
         return network.family.hold(v[:, :, -x.shape[2] :].to(x.dtype), x, t, condition)
+
+    def _at_second_time(self, network: Network, t: Tensor, r: Tensor | None) -> AbstractContextManager:
+        """Run calls of ``network`` within this context at the times ``(r, t)``."""
+        addition = self.second_times.get(network)
+        if (addition is None) != (r is None):
+            raise RuntimeError(f"{self.name}: a role with a second time must get its r, and no other role")
+        return nullcontext() if addition is None or r is None else addition.at(t, r)
 
     def cache(self, condition: Condition) -> Cache:
         """Return the cache of a causal role at the start of a clip.
@@ -225,7 +230,7 @@ class Role:
         frame = condition.tensors.get(FIRST_FRAME)
         return empty if frame is None else empty.with_chunk(frame)
 
-    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache) -> Tensor:
+    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None = None) -> Tensor:
         """Return the velocity of the next chunk, whose history is ``cache``.
 
         Gradients reach the network and ``x``; the cache is constant.
@@ -234,6 +239,7 @@ class Role:
             x: latents ``x_t`` of the chunk, ``(B, C, frames of the chunk, H, W)``.
             t: ``(B,)`` in [0, 1], fp32 or better.
             cache: cache of this role, with the earlier chunks.
+            record: record of the chunk's keys and values to fill, without gradient.
 
         Returns:
             ``(B, C, frames of the chunk, H, W)`` in the dtype of ``x``.
@@ -241,17 +247,6 @@ class Role:
         Raises:
             ValueError: ``x`` has another number of frames or samples than the next chunk.
         """
-        return self._chunk_outputs(x, t, cache, None)[0].to(x.dtype)
-
-    @torch.no_grad()
-    def record_chunk(self, x: Tensor, t: Tensor, cache: Cache) -> Record:
-        """Return the keys and values of the next chunk, for :meth:`models.causal.Cache.with_chunk`. Arguments are as
-        for :meth:`chunk_velocity`."""
-        record = Record()
-        self._chunk_outputs(x, t, cache, record)
-        return record
-
-    def _chunk_outputs(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None) -> tuple[Tensor, ...]:
         causal, (network,) = cache.forward(record), self.networks
         samples, frames = len(cache.condition), len(causal.positions)
         if cache.role is not self or (x.shape[0], x.shape[2]) != (samples, frames) or t.shape != (samples,):
@@ -259,7 +254,7 @@ class Role:
                 f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
                 f" samples, but x is {tuple(x.shape)} and t {tuple(t.shape)}"
             )
-        return self._outputs(network, x, t, cache.condition, causal=causal)
+        return self._outputs(network, x, t, cache.condition, causal=causal)[0].to(x.dtype)
 
     def logits(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
@@ -274,7 +269,7 @@ class Role:
         """
         network = self.network_at(t, at)
         head = gan_head_of(network.module, self.name)
-        with head.wanted(self.tokens), second_time(additions_of(network.module, self.name), t, r):
+        with head.wanted(self.tokens), self._at_second_time(network, t, r):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 
     def tokens_of(self, network: Network, x: Tensor, causal: CausalForward | None) -> int:
@@ -286,12 +281,12 @@ class Role:
     ) -> Flops:
         """Return the operations of one forward of one sample; arguments as for a call of the network."""
         if causal is None:
-            return Flops(network.forward_flops, network.tangent_flops, network.attention_flops)
+            return network.flops
         tokens = self.tokens_of(network, x, causal)
         by_token = t.ndim == 2 or (FIRST_FRAME in condition.tensors and 0 in causal.positions)
         shapes = {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
         times = tokens if by_token else 1
-        return network.family.causal_flops(network.config, tokens, causal.pairs(tokens), times, shapes)
+        return network.family.flops(network.config, tokens, shapes, causal.pairs(tokens), times)
 
     def _outputs(
         self,
@@ -311,26 +306,25 @@ class Role:
             causal: history of a causal forward.
         """
         dtype = COMPUTE_DTYPE[network.precision]
-        of_frames = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
-        if t.shape != x.shape[:1] and not of_frames:
+        by_frame = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
+        if t.shape != x.shape[:1] and not by_frame:
             # A broadcasting network would read (B, T) as times of tokens, and split them if T equals cp.
             raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
         # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
         # former.
         backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
-        of_sample = self.flops_of(network, x, t, condition, causal)
-        flops = (1 + depth * backward * torch.is_grad_enabled()) * of_sample.forward
+        sample = self.flops_of(network, x, t, condition, causal)
+        flops = (1 + depth * backward * torch.is_grad_enabled()) * sample.forward
         if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
-            flops += of_sample.tangent
+            flops += sample.tangent
         self.flops += int(flops * x.shape[0])
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
             # Chunks of a clip, and the clip, are split differently.
             x, condition = with_whole_gradient(x, network.mesh).to(dtype), condition.to(dtype)
-            if causal is None:
-                return network.family.outputs(network.module, x, t, condition)
-            return network.family.causal_outputs(network.module, x, t, condition, causal)
+            history = () if causal is None else (causal,)
+            return network.family.outputs(network.module, x, t, condition, *history)
 
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:

@@ -124,16 +124,15 @@ class RolePlan:
         if self.folders:
             above = self.folders[0].path.parent if self.boundaries else self.folders[0].path
             base = {"path": str(above.resolve()), "fingerprint": " ".join(map(fingerprint, self.folders))}
-        return self.lora.described | {"base": base}
+        settings, targets = self.lora.settings, list(self.lora.targets)
+        return {"rank": settings.rank, "scale": settings.scale, "targets": targets, "base": base}
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
         additions."""
-        if self.lora is not None:
-            shapes = self.lora.shapes(self.network)
-        else:
-            shapes = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        network = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        shapes = network if self.lora is None else self.lora.shapes(self.network)
         return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
     def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
@@ -183,40 +182,17 @@ def plan_role(
             the network cannot have these adapters or be causal.
     """
     chosen = family_of(family, name)
-    setting = f"{name}.checkpoint"
-    if (checkpoint is None) == (architecture is None):
-        raise UserError(
-            f"{setting} must name a diffusers folder"
-            + (
-                f", or set {name}.architecture for random weights, not both"
-                if architecture is not None
-                else f" (or set {name}.architecture for random weights)"
-            )
-        )
-    inspected = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
-    boundaries = inspected.boundaries
-    if boundary is not None:
-        if checkpoint is not None:
-            raise UserError(
-                f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
-                " in model_index.json (boundary_ratio)"
-            )
-        if not 0 < boundary < 1:
-            raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
-        boundaries = (boundary,)
+    checkpoint_files = _inspected(name, checkpoint, architecture, boundary)
+    boundaries, folders = checkpoint_files.boundaries, checkpoint_files.folders
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
-        if inspected.folders:
-            network, *others = (chosen.build(folder.config, setting) for folder in inspected.folders)
+        if folders:
+            network, *others = (chosen.build(folder.config, f"{name}.checkpoint") for folder in folders)
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
-        extra = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
-    _check_experts([network, *others], f"{setting}={checkpoint}")
-    shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
-    for folder in inspected.folders:
-        check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
-        _check_additions(folder, shapes, setting)
+        added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
+    _check_files(f"{name}.checkpoint", folders, [network, *others], added)
     if saved is not None and boundaries and experts == "both":
         raise UserError(
             f"{name}.checkpoint={saved.parent} holds adapters of one network, and its base is two experts; give"
@@ -225,26 +201,22 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
-    settings, trained_frames = _causal(name, causal, inspected, saved)
-    if settings is not None:
-        _check_causal(name, settings, chosen, network, boundaries, sharding)
+    settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network, sharding)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
-    weights = "\n".join(str(folder.path.resolve()) for folder in inspected.folders)
-    if not inspected.folders:
-        weights = json.dumps([config, *boundaries], sort_keys=True)
+    weights = "\n".join(str(folder.path.resolve()) for folder in folders)
     return RolePlan(
         name=name,
         family=chosen,
         config=config,
-        base=(chosen.name, weights),
-        folders=inspected.folders,
+        base=(chosen.name, weights or json.dumps([config, *boundaries], sort_keys=True)),
+        folders=folders,
         boundaries=boundaries,
         trained_experts=_trained_experts(name, boundaries, experts),
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
         additions=additions,
-        added=extra,
+        added=added,
         lora=adapters,
         causal=settings,
         trained_frames=trained_frames,
@@ -252,48 +224,65 @@ def plan_role(
     )
 
 
+def _inspected(
+    name: str, checkpoint: str | None, architecture: dict[str, Any] | None, boundary: float | None
+) -> Checkpoint:
+    """Return the files of a role and the boundary of its experts; no files for random weights.
+
+    Raises:
+        UserError: checkpoint and architecture are both missing or both set, or the boundary does not fit.
+    """
+    if (checkpoint is None) == (architecture is None):
+        raise UserError(
+            f"{name}.checkpoint must name a diffusers folder, or {name}.architecture be set for random weights; set"
+            " one of them"
+        )
+    if boundary is not None and checkpoint is not None:
+        raise UserError(
+            f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
+            " in model_index.json (boundary_ratio)"
+        )
+    if boundary is not None and not 0 < boundary < 1:
+        raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
+    if checkpoint is not None:
+        return inspect_checkpoint(checkpoint, f"{name}.checkpoint")
+    return Checkpoint((), () if boundary is None else (boundary,))
+
+
 def _causal(
-    name: str, given: CausalSettings | None, checkpoint: Checkpoint, saved: Path | None
+    name: str,
+    settings: CausalSettings | None,
+    checkpoint: Checkpoint,
+    saved: Path | None,
+    family: Family,
+    network: nn.Module,
+    sharding: ShardSettings | None,
 ) -> tuple[CausalSettings | None, int | None]:
     """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
 
-    Args:
-        name: the role.
-        given: its settings.
-        checkpoint: its networks on disk.
-        saved: file with its adapters, whose folder comes first.
+    A ``causal.json`` next to the adapters in ``saved`` comes before that of the networks.
 
     Raises:
-        UserError: the settings contradict the checkpoint's, or are incomplete.
+        UserError: the settings contradict the checkpoint's, or are incomplete; or the family, the network, its two
+            experts or ``compile`` forbid a causal role.
     """
-    given, where = given or CausalSettings(), f"{name}.causal."
-    for folder in (*([saved.parent] if saved is not None else []), *(each.path for each in checkpoint.folders)):
-        if (of_folder := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
-            return given.merged(of_folder[0], where, folder), of_folder[1]
-    if not given.enabled and given != CausalSettings():
-        raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
-    return (given if given.enabled else None), None
-
-
-def _check_causal(
-    name: str,
-    settings: CausalSettings,
-    family: Family,
-    network: nn.Module,
-    boundaries: tuple[float, ...],
-    sharding: ShardSettings | None,
-) -> None:
-    """Check that a role can be causal.
-
-    Raises:
-        UserError: its family, its network, its two experts or ``compile`` forbid it.
-    """
-    setting = f"{name}.causal.chunk={settings.chunk}"
+    settings, trained_frames, where = settings or CausalSettings(), None, f"{name}.causal."
+    folders = [*([saved.parent] if saved is not None else []), *(folder.path for folder in checkpoint.folders)]
+    for folder in folders:
+        if (file := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
+            settings, trained_frames = settings.merged(file[0], where, folder), file[1]
+            break
+    if not settings.enabled:
+        if settings != CausalSettings():
+            raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
+        return None, None
+    setting = f"{where}chunk={settings.chunk}"
     family.check_causal(config_of(network), setting)
-    if boundaries:
+    if checkpoint.boundaries:
         raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
     if sharding is not None and sharding.compile:
         raise UserError(f"{setting} does not work with {name}.compile=true; use {name}.compile=false")
+    return settings, trained_frames
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
@@ -309,29 +298,35 @@ def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> t
     return (EXPERTS.index(chosen),)
 
 
-def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
-    """Check that all experts have the same configuration.
+def _check_files(
+    setting: str, folders: Sequence[TransformerFolder], networks: Sequence[nn.Module], added: nn.ModuleDict
+) -> None:
+    """Check that all experts have one configuration, and that the folders hold the tensors of their networks.
+
+    A seed initializes additions that a folder does not hold.
 
     Raises:
-        UserError: a key differs.
+        UserError: a key or a tensor differs.
     """
     first, *others = (defining(config_of(network)) for network in networks)
     for other in others:
         if other != first:
             keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
             raise UserError(
-                f"{where}: its two experts differ in {', '.join(keys)}; experts must be alike but in weights"
+                f"{setting}={folders[0].path.parent}: its two experts differ in {', '.join(keys)}; experts must"
+                " be alike but in weights"
             )
-
-
-def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Check the additions that ``folder`` holds. A seed initializes chosen additions that it does not hold."""
-    saved, chosen = named_additions(folder.additions), named_additions(expected)
-    shapes = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
-    wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
-    check_tensors(replace(folder, shapes=shapes), wanted, setting)
-    if saved - chosen and rank() == 0:
-        log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
+    expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
+    chosen = named_additions(expected)
+    for folder in folders:
+        check_tensors(folder, {key: tuple(value.shape) for key, value in networks[0].state_dict().items()}, setting)
+        saved = named_additions(folder.additions)
+        shapes = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+        wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
+        check_tensors(replace(folder, shapes=shapes), wanted, setting)
+        if saved - chosen and rank() == 0:
+            unused = ", ".join(sorted(saved - chosen))
+            log.warning("%s=%s: its additions %s are not used", setting, folder.path, unused)
 
 
 def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:

@@ -96,7 +96,6 @@ def test_a_checkpoint_holds_adapters_alone_and_refuses_others(checkpoints, strai
         ({"rank": 0, "alpha": None}, "teacher", "student.lora.rank"),
         ({"alpha": 4.0}, "teacher", "student.lora.alpha"),
         ({"targets": ["*.attn1.*"]}, "teacher", "student.lora.targets"),
-        ({"train": ["proj_out"]}, "teacher", "student.lora.train"),
         ({}, "fake", "teacher.checkpoint"),
     ):
         lora = LoraSettings(**{"rank": 4, "alpha": 2.0} | changes)
@@ -154,15 +153,8 @@ def test_bases(checkpoints, straight, tmp_path, capsys):
 
 
 @slow
-def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):
-    """Files of adapters cannot hold these modules, and a role without adapters has no such file."""
-    whole = {"student": LoraSettings(rank=4, alpha=2.0, train=["proj_out", "*norm*"])}
-    says = pools[2].run(_run, replace(OWN, lora=whole, steps=2), checkpoints, tmp_path / "run")[0][1]
-    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    network = WanTransformer3DModel.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(_plain(network), says["ema"], rtol=1e-4, atol=1e-5)
+def test_a_role_that_trains_whole_has_no_file_of_adapters(pools, checkpoints, tmp_path, capsys):
     pools[2].run(_run, replace(OWN, lora={"fake": LORA["fake"]}, steps=1), checkpoints, tmp_path / "full")
     capsys.readouterr()
-    for run_dir, kind in (("run", "diffusers-lora"), ("full", "wan-lora")):
-        assert export([str(tmp_path / run_dir), str(tmp_path / "no"), "--format", kind]) == 2
-        assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()
+    assert export([str(tmp_path / "full"), str(tmp_path / "no"), "--format", "wan-lora"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()

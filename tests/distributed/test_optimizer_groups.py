@@ -7,6 +7,7 @@ from torch import nn
 from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, shard_module
+from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.network import Network
 from models.roles.role import Role
@@ -61,7 +62,7 @@ def _sharded(sizes, strategy):
     role = Role(
         name="student",
         networks=(
-            Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp64", tokens=1, forward_flops=1),
+            Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp64", tokens=1, flops=Flops(1, 0)),
         ),
         trainable=True,
     )

@@ -144,8 +144,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
     latents, condition = plan.shapes
     student = plan.roles[ROLES.index("student")]
     tokens = student.tokens(latents, condition)
-    forward = student.family.forward_flops(student.config, tokens, condition)
-    attention = student.family.attention_flops(student.config, tokens, condition)
+    forward, _, attention = student.family.flops(student.config, tokens, condition)
     assert 0 < attention < forward and selective / full == pytest.approx(1 - attention / forward)
 
 

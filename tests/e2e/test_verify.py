@@ -57,24 +57,20 @@ def test_a_wrong_network_is_seen(tmp_path):
     verify.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
     plan = verification.planned(tmp_path / "network", "wan", checkpointing=False)
     truth = verification.plain_result(plan, (2, 2, 4))
-    same = verification.compare(truth, truth, 0)
-    assert same.largest == 0
-    other = verification.Result(
-        output=truth.output * 1.001,
-        tangent=truth.tangent * 1.002,
-        gradients=dict(truth.gradients),
-        norm=truth.norm * 1.1,
-    )
-    errors = verification.compare(other, truth, 3)
-    assert errors.output == pytest.approx(1e-3) and errors.tangent == pytest.approx(2e-3)
-    assert errors.norm == pytest.approx(0.1) and errors.weights == 3
+    errors, _ = verification.compare(truth, truth, 0)
+    assert max(errors.values()) == 0
+    scales = {"output": 1.001, "derivative": 1.002, "norm": 1.1}
+    other = {name: value * scales[name] for name, value in truth.values.items()}
+    errors, _ = verification.compare(truth._replace(values=other), truth, 3)
+    assert errors["weights changed"] == 3
+    assert all(errors[name] == pytest.approx(scale - 1) for name, scale in scales.items())
     name = "blocks.0.attn2.add_k_proj.weight"
     without = {key: value for key, value in truth.gradients.items() if key != name}
-    errors = verification.compare(verification.Result(**vars(truth) | {"gradients": without}), truth, 0)
-    assert errors.gradient == pytest.approx(1) and errors.worst == name, "a missing gradient is 0"
+    errors, worst = verification.compare(truth._replace(gradients=without), truth, 0)
+    assert errors["each gradient"] == pytest.approx(1) and worst == name, "a missing gradient is 0"
     broken = dict(truth.gradients) | {name: torch.full_like(truth.gradients[name], math.nan)}
-    errors = verification.compare(verification.Result(**vars(truth) | {"gradients": broken}), truth, 0)
-    assert errors.gradient == math.inf and errors.worst == name
+    errors, worst = verification.compare(truth._replace(gradients=broken), truth, 0)
+    assert errors["each gradient"] == math.inf and worst == name
 
 
 def _forgets_the_image(monkeypatch):

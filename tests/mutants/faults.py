@@ -370,8 +370,8 @@ FAULTS = (
         name="clean_half_at_noisy_times",
         room="causal roles: teacher forcing",
         harm="the clean history is read at the times of the noisy half, and not as a cache reads it",
-        old="times = torch.cat([torch.full_like(own, settings.context_time), own], dim=1)",
-        new="times = torch.cat([own, own], dim=1)",
+        old="times = torch.cat([torch.full_like(noisy, settings.context_time), noisy], dim=1)",
+        new="times = torch.cat([noisy, noisy], dim=1)",
         killed_by="distributed/test_causal.py::test_a_mesh_computes_as_one_process[{'cp': 1}]",
     ),
     Fault(

@@ -22,6 +22,7 @@ from distill.methods import METHODS, Batch
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
+from models.families.base import Flops
 from models.families.registry import FAMILIES
 from models.roles.condition import Condition
 from models.roles.load import seed_of_expert
@@ -143,7 +144,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             torch.nn.Module.to(network, data.latents.dtype)
             plain = Network(
                 family=family, config={}, module=network, mesh=_ONE_RANK, precision="fp32",
-                tokens=family.tokens(network.config, setup.latent_shape), forward_flops=0,
+                tokens=family.tokens(network.config, setup.latent_shape), flops=Flops(0, 0),
             )  # fmt: skip
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
@@ -216,7 +217,6 @@ def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
         target_modules=_ADAPTED[setup.family],
-        modules_to_save=lora.train or None,
     )
     inject_adapter_in_model(config, network)
     for key, parameter in network.named_parameters():
@@ -232,7 +232,7 @@ def public_name(name: str) -> str:
         return f"{parts[0]}.{public_name('.'.join(parts[1:]))}"
     if parts[0] == "additions":
         return ".".join([parts[0], *parts[2:]])
-    return ".".join(part for part in parts if part not in ("default", "base_layer", "modules_to_save"))
+    return ".".join(part for part in parts if part not in ("default", "base_layer"))
 
 
 def _trained(role: Role) -> dict[str, torch.nn.Parameter]:

@@ -17,7 +17,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_regi
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from models.families.base import config_of
+from models.families.base import Flops, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse
 from models.families.prediction import DiscretePrediction
 
@@ -28,7 +28,7 @@ def schedule(snr_shift_scale):
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
         rescale_betas_zero_snr=True, snr_shift_scale=snr_shift_scale,
     )  # fmt: skip
-    return DiscretePrediction.of_scheduler(scheduler)
+    return DiscretePrediction.from_scheduler(scheduler)
 
 
 SCHEDULES = {False: schedule(3.0), True: schedule(1.0)}
@@ -148,15 +148,16 @@ class CogVideoX(DiffusersFamily):
                 f"{setting} is a CogVideoX 1.5 of at most {most} latents; use a smaller data.height and width"
             )
 
-    def products(self, config, tokens, condition):
+    def flops(self, config, tokens, condition, pairs=None, times=None):
         dim, layers, time = self.width(config), config["num_layers"], config["time_embed_dim"]
         text, text_dim = condition["text"]
         both = tokens + text
         block = both * 12 * dim * dim + 12 * time * dim
         patch = math.prod(self.patch_size(config))
         ends = tokens * dim * patch * (config["in_channels"] + config["out_channels"])
-        times = dim * time + time * time + 2 * time * dim
-        return layers * 2 * both * both * dim, layers * block + ends + times, text * text_dim * dim
+        embedded = dim * time + time * time + 2 * time * dim
+        between = 2 * layers * both * both * dim
+        return Flops.from_products(between, layers * block + ends + embedded, text * text_dim * dim, 0)
 
     def parallelize(self, network, mesh, backend="auto", head_groups=1):
         """Split tokens after their embedding, so blocks process the rank's own tokens. The text stays whole."""

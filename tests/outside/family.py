@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from models.families.base import Family
+from models.families.base import Family, Flops
 
 DEFAULTS = {
     "channels": 4, "patch": 2, "heads": 6, "head_dim": 8, "depth": 2, "text_dim": 10, "time_features": 16,
@@ -132,9 +132,10 @@ class OutsideFamily(Family):
                 f"{setting} takes {config['channels']} channels and {wanted}, not {latent_shape[0]} and {condition}"
             )
 
-    def forward_flops(self, config, tokens, condition):
+    def flops(self, config, tokens, condition, pairs=None, times=None):
         dim = self.width(config)
-        return 2 * config["depth"] * (10 * tokens * dim * dim + 2 * tokens * tokens * dim)
+        forward = 2 * config["depth"] * (10 * tokens * dim * dim + 2 * tokens * tokens * dim)
+        return Flops(forward, forward)
 
     def parallelize(self, network, mesh, backend="auto", head_groups=1):
         parallelize_context(

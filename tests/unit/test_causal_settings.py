@@ -139,17 +139,14 @@ def test_a_damaged_file_is_refused(exported, tmp_path, text):
 def test_operations_follow_the_mask():
     """All pairs and one time: those of a network that attends to all frames. A clean history: rectangles alone."""
     family, config = Wan(), Wan().defaults() | ARCHITECTURE
-    whole = family.forward_flops(config, 48, CONDITION_SHAPES)
-    flops = family.causal_flops(config, 48, 48 * 48, 1, CONDITION_SHAPES)
-    assert flops.forward == whole
-    assert flops.tangent == family.tangent_flops(config, 48, CONDITION_SHAPES)
-    assert flops.attention == family.attention_flops(config, 48, CONDITION_SHAPES)
+    flops = family.flops(config, 48, CONDITION_SHAPES, 48 * 48, 1)
+    assert flops == family.flops(config, 48, CONDITION_SHAPES)
     mask = CausalSettings(chunk=1).mask(3, 16, clean=True)
     assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
-    fewer = family.causal_flops(config, 96, mask.pairs, 1, CONDITION_SHAPES)
+    fewer = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 1)
     pairs = 96 * 96 - mask.pairs
-    assert family.forward_flops(config, 96, CONDITION_SHAPES) - fewer.forward == 4 * 3 * pairs * 48
-    by_token = family.causal_flops(config, 96, mask.pairs, 96, CONDITION_SHAPES)
+    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * 3 * pairs * 48
+    by_token = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 96)
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
 
 
@@ -179,7 +176,7 @@ def test_a_plan_counts_the_cache(cp):
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config
-    each = [family.causal_flops(config, n, p, 1, CONDITION_SHAPES).forward for n, p in zip(tokens, pairs, strict=True)]
+    each = [family.flops(config, n, CONDITION_SHAPES, p, 1).forward for n, p in zip(tokens, pairs, strict=True)]
     assert of_chunks == 2 * (3 + 1) * sum(each)
     seen = 2 * sum(pairs)  # clean to clean, and noisy to clean and itself
-    assert role.flops == 2 * 3 * family.causal_flops(config, 224, seen, 224, CONDITION_SHAPES).forward
+    assert role.flops == 2 * 3 * family.flops(config, 224, CONDITION_SHAPES, seen, 224).forward

@@ -138,5 +138,5 @@ def test_bf16_masters_have_no_average(mesh):
     device = torch.device("cpu")
     shapes = {"latent_shape": (2, 1, 4, 4), "condition_shapes": {"text": (3, 6)}}
     role = build_role(plan, mesh=mesh, device=device, trainable=True, **shapes)
-    with pytest.raises(ValueError, match="bfloat16"):
+    with pytest.raises(AssertionError):
         Ema(role, decay=0.9, gamma=1.0, start=0)

@@ -7,7 +7,6 @@ from torch import nn
 from distill.methods import METHODS, build_method
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.rcm import RcmSettings
-from models.additions.time_conditioning import second_time
 from models.families.wan import Wan
 from models.roles.role_plan import build_additions
 from tests.unit.method_roles import Judge, Net, make_batch, random_at
@@ -63,18 +62,17 @@ def test_the_addition_embeds_the_second_time_itself():
     network = nn.Module()
     network.condition_embedder = nn.Module()
     network.condition_embedder.time_embedder = nn.Identity()
-    additions = build_additions(("last_step",), Wan(), config)
-    addition = additions["last_step"]
+    addition = build_additions(("last_step",), Wan(), config)["last_step"]
     addition.attach(network, Wan(), None)
     nn.init.normal_(addition.linear_2.weight)
     t, r = torch.tensor([0.2, 0.9]), torch.tensor([0.5, 0.5])
 
     def called(t, r):
-        with second_time(additions, t, r):
+        with addition.at(t, r):
             return network.condition_embedder.time_embedder(torch.zeros(2, 8))
 
     out = called(t, r)
     assert torch.equal(out[0], out[1]) and out.abs().max() > 1e-2
     assert not torch.allclose(called(t, r + 0.3), out)
     with pytest.raises(RuntimeError):
-        called(t, None)
+        network.condition_embedder.time_embedder(torch.zeros(2, 8))

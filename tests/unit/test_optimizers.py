@@ -10,6 +10,7 @@ from distill.config.schema import OptimizerSettings
 from distill.train import optimizers
 from distill.train.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.measure.memory import LiveStorages
+from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.network import Network
 from models.roles.role import Role
@@ -22,7 +23,7 @@ def role(seed=0):
     return Role(
         name="student",
         networks=(
-            Network(family=Wan(), config={}, module=network, mesh=None, precision="fp32", tokens=1, forward_flops=1),
+            Network(family=Wan(), config={}, module=network, mesh=None, precision="fp32", tokens=1, flops=Flops(1, 0)),
         ),
         trainable=True,
     )

@@ -35,7 +35,7 @@ def times(*values):
 
 @ALL
 def test_states_and_times_at_the_trained_levels_are_the_schedulers_own(scheduler):
-    prediction, x0, noise = DiscretePrediction.of_scheduler(scheduler), draw(0), draw(1)
+    prediction, x0, noise = DiscretePrediction.from_scheduler(scheduler), draw(0), draw(1)
     steps = torch.tensor([0, 1, 137, 500, 998, 999])
     t = torch.tensor(prediction.levels, dtype=torch.float64)[steps]
     weight = t[:, None, None, None, None]
@@ -48,7 +48,7 @@ def test_states_and_times_at_the_trained_levels_are_the_schedulers_own(scheduler
 @ALL
 def test_velocities_are_e_minus_x0_of_the_schedulers_own_prediction(scheduler):
     """``step`` says which x0 the scheduler takes from an output. From the true target it takes the true x0."""
-    prediction, x0, noise = DiscretePrediction.of_scheduler(scheduler), draw(2), draw(3)
+    prediction, x0, noise = DiscretePrediction.from_scheduler(scheduler), draw(2), draw(3)
     steps = torch.tensor([0, 1, 137, 500, 900, 999])
     t = torch.tensor(prediction.levels, dtype=torch.float64)[steps]
     weight = t[:, None, None, None, None]
@@ -70,7 +70,7 @@ def test_velocities_are_e_minus_x0_of_the_schedulers_own_prediction(scheduler):
 def test_steps_of_euler_are_steps_of_ddim():
     """The steps are equal at the levels of integer times, so DDIM can sample a student with Euler's steps."""
     scheduler = SCHEDULERS["5b"]
-    prediction, z = DiscretePrediction.of_scheduler(scheduler), draw(5, 1)
+    prediction, z = DiscretePrediction.from_scheduler(scheduler), draw(5, 1)
     x = z.clone()
     scheduler.set_timesteps(4)
     steps = scheduler.timesteps.tolist()
@@ -106,7 +106,7 @@ def test_the_velocity_of_an_ideal_network_is_exact_between_the_levels(kind):
 
 
 def test_network_times_rise_and_stay_within_the_trained_ones():
-    prediction = DiscretePrediction.of_scheduler(SCHEDULERS["noise"])
+    prediction = DiscretePrediction.from_scheduler(SCHEDULERS["noise"])
     found = prediction.network_time(torch.linspace(0, 1, 10001, dtype=torch.float64))
     assert found[0] == 0 and found[-1] == 999 and (found.diff() >= 0).all()
     assert prediction.network_time(torch.full((2, 3), 0.5)).shape == (2, 3)
@@ -115,7 +115,7 @@ def test_network_times_rise_and_stay_within_the_trained_ones():
 @ALL
 def test_derivatives_are_those_of_finite_differences(scheduler):
     """The derivatives are along the state and the time, through a network that depends on both."""
-    prediction, x, direction = DiscretePrediction.of_scheduler(scheduler), draw(8), draw(9)
+    prediction, x, direction = DiscretePrediction.from_scheduler(scheduler), draw(8), draw(9)
     t, rate = times(0.01, 0.1003, 0.3, 0.5, 0.7, 0.9), times(1.0, -0.5, 0.7, 1.0, 1.3, -2.0)
 
     def call(x, t):

@@ -18,7 +18,7 @@ from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.families.wan import TI2V_5B, TI2V_VAE, Wan
+from models.families.wan import TI2V_VAE, Wan
 from models.roles.load import build_role
 from tests.unit.refused import refused
 from tests.unit.test_recipes import fake_world, write_encoders
@@ -27,6 +27,7 @@ RANKS, CP, TOKENS, PARAMETERS = 8, 4, 27_280, 4_999_787_712
 EXPERIMENT = "experiment=wan2_2_ti2v_5b_dmd2"
 LATENTS = (48, 31, 44, 80)
 ROLES = ("teacher", "student", "fake")
+TI2V_5B = Wan.planning.networks["wan2_2_ti2v_5b"]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,13 @@ def pipeline(tmp_path_factory):
     """Write the settings of its encoders and its index, without weights."""
     folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **TI2V_VAE)
     (folder / "transformer").mkdir()
-    (folder / "transformer" / "config.json").write_text(json.dumps(dict(TI2V_5B)))
+    (folder / "transformer" / "config.json").write_text(json.dumps(Wan.defaults() | TI2V_5B))
     (folder / "model_index.json").write_text('{"_class_name": "WanPipeline", "expand_timesteps": true}')
     return folder
 
 
 def composed(pipeline, *words):
-    architecture = json.dumps(dict(TI2V_5B)).replace('"', "")
+    architecture = json.dumps(TI2V_5B).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ROLES]
     config = compose_config(
         [EXPERIMENT, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles, *words]
@@ -83,9 +84,9 @@ def test_it_fits_its_node(pipeline, monkeypatch):
 
 def test_a_first_frame_costs_times_of_tokens():
     wan, text = Wan(), {"text": (512, 4096)}
-    config = dict(TI2V_5B)
-    alone = wan.forward_flops(config, TOKENS, text)
-    framed = wan.forward_flops(config, TOKENS, text | {"first_frame": (48, 1, 44, 80)})
+    config = wan.defaults() | TI2V_5B
+    alone = wan.flops(config, TOKENS, text).forward
+    framed = wan.flops(config, TOKENS, text | {"first_frame": (48, 1, 44, 80)}).forward
     width = 24 * 128
     assert framed - alone == 2 * (TOKENS - 1) * width * (256 + 7 * width) and 1 < framed / alone < 1.02
 

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.families.frames import hold, put_in, token_times
+from models.families.diffusers_family import hold_first_frame, insert_first_frame, token_times
 from models.families.wan import Wan
 from models.roles.condition import Condition
 from tests.oracles.tiny_wan import ARCHITECTURE, TEXT_SHAPE
@@ -27,7 +27,7 @@ def test_times_and_states_are_those_of_the_pipeline():
     x, frame, t = draw(*X), draw(*FRAME), torch.tensor([0.3, 0.9], dtype=torch.float64)
     mask = torch.ones(1, 1, *X[2:], dtype=torch.float64)
     mask[:, :, 0] = 0
-    assert torch.equal(put_in(x, frame), (1 - mask) * frame + mask * x)
+    assert torch.equal(insert_first_frame(x, frame), (1 - mask) * frame + mask * x)
     for i in range(2):
         wanted = (mask[0][0][:, ::2, ::2] * t[i]).flatten()
         assert torch.equal(token_times(t, x, (1, 2, 2))[i], wanted)
@@ -38,17 +38,19 @@ def test_the_velocity_leads_to_the_frame_and_stays_on_its_way(t):
     x, frame, v = draw(*X), draw(*FRAME), draw(*X)
     times = torch.full((2,), t, dtype=torch.float64)
     with forward_ad.dual_level():
-        held = hold(v, x, times, frame)
+        held = hold_first_frame(v, x, times, frame)
         torch.testing.assert_close((x - t * held)[:, :, :1], frame)
         assert torch.equal(held[:, :, 1:], v[:, :, 1:])
         duals = forward_ad.make_dual(x, held), forward_ad.make_dual(times, torch.ones_like(times))
-        along = forward_ad.unpack_dual(hold(v, *duals, frame)).tangent[:, :, :1]
+        along = forward_ad.unpack_dual(hold_first_frame(v, *duals, frame)).tangent[:, :, :1]
     assert along.abs().max() < 1e-9 / t**2, "a straight line: its velocity does not change along it"
 
 
 def test_at_no_noise_it_is_finite():
     x = draw(*X)
-    assert torch.equal(hold(draw(*X), x, torch.zeros(2, dtype=torch.float64), x[:, :, :1])[:, :, :1], x[:, :, :1] * 0)
+    assert torch.equal(
+        hold_first_frame(draw(*X), x, torch.zeros(2, dtype=torch.float64), x[:, :, :1])[:, :, :1], x[:, :, :1] * 0
+    )
 
 
 def test_without_a_frame_the_network_is_called_as_ever():
@@ -73,7 +75,7 @@ def test_flops_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         Wan().outputs(network, x, torch.tensor([0.5]), condition)
     config = dict(network.config)
-    ours = Wan().forward_flops(config, Wan().tokens(config, X[1:]), CONDITION)
+    ours = Wan().flops(config, Wan().tokens(config, X[1:]), CONDITION).forward
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
