@@ -130,7 +130,7 @@ def test_networks_that_cannot_run_are_refused_by_name(key, value):
         ({"text": (5, 10)}, (4, 3, 2, 2), "text_mask"),
         (CONDITION_SHAPES | {"glyphs": (4, 9)}, (4, 3, 2, 2), "glyphs"),
         (CONDITION_SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 3, 2, 2), "image_embeds"),
-        (CONDITION_SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "first_frame"),
+        (CONDITION_SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "image_latents"),
         (CONDITION_SHAPES | {"first_frame": (4, 1, 2, 2), "image_embeds": (3, 6)}, (4, 1, 2, 2), "first_frame"),
     ],
 )

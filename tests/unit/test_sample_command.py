@@ -78,7 +78,7 @@ def test_lengths_that_a_student_cannot_make(causal_run, capsys):
     for name, window in (("config.yaml", "window: 1"), ("export/student/causal.json", '"window": 1')):
         text = (causal_run / name).read_text()
         (causal_run / name).write_text(text.replace(window, window.replace("1", "null")))
-    check_refused(capsys, "rope_max_seq_len=64", causal_run, "--frames", "66")
+    check_refused(capsys, "at most 64", causal_run, "--frames", "66")
     assert not (causal_run / "samples").exists()
 
 
@@ -193,7 +193,7 @@ def test_configurations_of_others(run_dir, capsys):
         ("name: dmd2", "name: dmd9", "config.yaml"),
         ("device: cpu", "device: tpu", "device=tpu"),
         ("fps: 8.0", "fps: .nan", "data.fps"),
-        ("num_frames: 6", "num_frames: 65", "rope_max_seq_len=64"),
+        ("num_frames: 6", "num_frames: 65", "at most 64"),
         ("seed: 0", "seed: !!python/object/apply:os.system ['true']", "config.yaml"),
         ("seed: 0", "seed: \udcff", "config.yaml"),
     ):
