@@ -142,7 +142,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     """Return the files that hold the network's weights. The reader takes every file of the folder.
 
     Raises:
-        UserError: there is none, or an index (``*.safetensors.index*.json``) names a missing file.
+        UserError: the folder has no weights, or an index (``*.safetensors.index*.json``) names a missing file.
     """
     for index in path.glob("*.safetensors.index*.json"):
         indexed_files(index, where)
