@@ -77,15 +77,20 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
         return None
     states = _states(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = {name: tuple(state) for name, state in manifest["files"].items()}
-        maker = _maker(manifest.get("about") or {})
+        files, maker = _manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"it is not an earlier export: it holds {next(iter(states), MANIFEST)} and no readable {MANIFEST}"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
         return f"it holds files of {maker}"
     changed = next((name for name, state in states.items() if files.get(name) != state), None)
     return None if changed is None else f"{changed} was added or has changed since the earlier export in it"
+
+
+def _manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
+    """Return the files that the manifest in ``folder`` names, with their states (:func:`_states`), and their maker."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    files = {name: tuple(state) for name, state in manifest["files"].items()}
+    return files, _maker(manifest.get("about") or {})
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
@@ -133,7 +138,7 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
             log.warning(
                 "%s belongs to an export that was killed or is still running; remove it if none is running", left
             )
-        unfinished = _unfinished(folder)
+        unfinished = _hidden(folder, "unfinished")
         unfinished.mkdir()
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
@@ -157,22 +162,40 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
 def withdraw(folder: Path) -> None:
     """Remove an earlier export. Keep and log anything else in its place."""
     if folder.is_dir() and any(folder.iterdir()):
-        _remove(folder, _unfinished(folder))
+        _remove(folder, folder)
 
 
-def _unfinished(folder: Path) -> Path:
+def _hidden(folder: Path, state: str) -> Path:
     """Return a unique path next to ``folder``: OUT.tmp could be a folder of the user or of another running export."""
-    return folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
+    return folder.with_name(f".{folder.name}.{state}_{uuid.uuid4().hex}")
 
 
-def _remove(export: Path, unfinished: Path) -> None:
-    """Delete an export, unless it holds files that appeared since. Rename it first to ``unfinished``: a later export
-    of a run then deletes what a kill leaves of it."""
+def _remove(export: Path, folder: Path) -> None:
+    """Delete ``export``, which is or was ``folder``, unless it holds files that appeared since.
+
+    Rename it first, so that a kill leaves no part of it in ``folder``; a later export of a run removes the rest.
+    """
     if (foreign := _foreign(export)) is not None:
         log.warning("kept %s, which is out of date: %s", export, foreign)
         return
-    export.rename(unfinished)
-    shutil.rmtree(unfinished)
+    removed = _hidden(folder, "removed")
+    export.rename(removed)
+    _delete(removed)
+
+
+def _delete(removed: Path) -> None:
+    """Delete the files that the manifest names, then the manifest, then empty folders. Keep all other files."""
+    files = _manifest(removed)[0] if (removed / MANIFEST).is_file() else {}
+    for name, state in _states(removed).items():
+        if files.get(name) == state and ((removed / name).is_symlink() or not (removed / name).is_dir()):
+            (removed / name).unlink()
+    (removed / MANIFEST).unlink(missing_ok=True)
+    folders = [path for path in removed.rglob("*") if path.is_dir() and not path.is_symlink()]
+    for path in [*sorted(folders, reverse=True), removed]:
+        with suppress(OSError):  # not empty
+            path.rmdir()
+    if removed.exists():
+        log.warning("kept files in %s that appeared in an export while it was being removed", removed)
 
 
 def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move_aside: bool) -> None:
@@ -185,10 +208,10 @@ def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move
     if not folder.exists() or not any(folder.iterdir()):
         unfinished.rename(folder)  # replaces an empty folder
         return
-    earlier = folder.with_name(unfinished.name.replace(".unfinished_", ".replaced_"))
+    earlier = _hidden(folder, "replaced")
     folder.rename(earlier)
     unfinished.rename(folder)
-    _remove(earlier, unfinished)
+    _remove(earlier, folder)
 
 
 def _bring_back(folder: Path) -> None:
@@ -204,7 +227,9 @@ def _sweep(folder: Path) -> None:
 
     No other process writes there: the folder is in a run directory, which the run has locked.
     """
-    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
-        _remove(earlier, _unfinished(folder))
     for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
         shutil.rmtree(unfinished)
+    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
+        _remove(earlier, folder)
+    for removed in folder.parent.glob(f".{folder.name}.removed_*"):
+        _delete(removed)

@@ -168,6 +168,8 @@ def test_what_a_killed_export_left_is_named_and_kept_or_swept(tmp_path, caplog):
     write(tmp_path / "out", "one")
     assert str(left) in caplog.text and (left / "weights").is_file()
     write(tmp_path / ".out.replaced_abc", "zero")  # killed after the second of the two renames
+    write(tmp_path / ".out.removed_abc", "zero")  # killed while it was deleted
+    (tmp_path / ".out.removed_abc" / "config.json").unlink()
     with atomic_folder(tmp_path / "out", {}, move_aside=True) as unfinished:  # in a run directory, which is locked
         assert not left.exists() and unfinished.is_dir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -227,6 +229,28 @@ def test_a_file_in_a_folder_of_an_export_is_never_lost(tmp_path, where):
         _experts(out, "second")
     withdraw(out)
     assert (out / where).read_text() == "mine" and (out / "transformer" / "weights").read_text() == "first"
+
+
+def test_a_file_that_appears_while_an_export_is_deleted_is_kept(tmp_path, monkeypatch, caplog):
+    """It appears after the last check, and is named after no file of the export or after one."""
+    rename = Path.rename
+
+    def add_files(path, target):
+        if ".removed_" in Path(target).name:
+            (path / "transformer" / "notes.txt").write_text("mine")
+            (path / "model_index.json").write_text("mine, now")
+        return rename(path, target)
+
+    out = tmp_path / "out"
+    _experts(out, "first")
+    monkeypatch.setattr(Path, "rename", add_files)
+    _experts(out, "second")
+    for sweep in (False, True):  # a later export of a run keeps them too
+        kept = {path.name: path.read_text() for path in tmp_path.glob(".out.removed_*/**/*") if path.is_file()}
+        assert kept == {"notes.txt": "mine", "model_index.json": "mine, now"} and ".out.removed_" in caplog.text
+        if not sweep:
+            monkeypatch.undo()
+            write(tmp_path / "out", "third", move_aside=True)
 
 
 def test_what_lies_behind_a_link_is_never_touched(tmp_path):
