@@ -38,7 +38,7 @@ PARTS = (
     Part(
         name="quickstart",
         target="benchmarks.gpu.quickstart:quickstart",
-        seconds=180,
+        seconds=300,
         shows="The shipped teacher. The difference is the largest of losses to those of the CPU in the same steps,"
         " relative; wanted is 1e-4 in fp32.",
     ),

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,13 @@ def _every(words: Sequence[str], roles: Sequence[str] = TRAINED) -> list[str]:
 
 
 ALL_ROLES = ("teacher", *TRAINED)
+LIKE_THE_CPU: dict[str, list[str]] = {
+    "DMD2, fp32": [],
+    "self_forcing, fp32": [
+        "experiment=quickstart_self_forcing", "student.checkpoint=assets/quickstart_causal_teacher"
+    ],
+}  # fmt: skip
+"""Runs whose losses are compared with those of the CPU."""
 RUNS: dict[str, list[str]] = {
     "DMD2, bf16": ["precision=bf16"],
     **{f"{method}, bf16": [f"experiment=quickstart_{method}", "precision=bf16"]
@@ -53,27 +60,30 @@ def quickstart(context: Context) -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_") as name:
         folder = Path(name)
         # Use a process that sees no GPU, so that its device and process groups are the CPU's.
-        kept = folder / "losses.json"
-        on_cpu = "DMD2, fp32, on the CPU"
-        context.isolated(on_cpu, f"{OWN}:on_the_cpu", on_cpu, str(kept), seconds=180, CUDA_VISIBLE_DEVICES="")
-        expected = json.loads(kept.read_text()) if kept.is_file() else []
+        expected = {}
+        for what, words in LIKE_THE_CPU.items():
+            kept, on_cpu = folder / f"{what}.json", f"{what}, on the CPU"
+            options = (on_cpu, str(kept), *words)
+            context.isolated(on_cpu, f"{OWN}:on_the_cpu", *options, seconds=90, CUDA_VISIBLE_DEVICES="")
+            expected[what] = json.loads(kept.read_text()) if kept.is_file() else []
         with process_group(context.device):
             _all_runs(context, folder, expected)
 
 
-def on_the_cpu(context: Context, name: str, file: str) -> None:
+def on_the_cpu(context: Context, name: str, file: str, *words: str) -> None:
     """Write the row of the first steps on the CPU, and their losses to ``file``."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory(prefix="gpu_") as folder, process_group(device):
-        lines = _run(context, Path(folder), [], device, COMPARED)
+        lines = _run(context, Path(folder), words, device, COMPARED)
         Path(file).write_text(json.dumps(_losses(lines)))
         context.row(name, **_cells(lines))
 
 
-def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None:
-    """Write the rows of all runs on the device. Compare the losses of the first run with ``expected``."""
-    fp32 = partial(_run, context, folder, [], context.device)
-    context.attempt("DMD2, fp32", lambda: _compared(fp32(_steps(context)), expected))
+def _all_runs(context: Context, folder: Path, expected: Mapping[str, Sequence[float]]) -> None:
+    """Write the rows of all runs on the device. Compare the losses of some runs with ``expected``."""
+    for what, words in LIKE_THE_CPU.items():
+        fp32 = partial(_run, context, folder, words, context.device, _steps(context))
+        context.attempt(what, lambda what=what, fp32=fp32: _compared(fp32(), expected[what]))
     for what, words in RUNS.items():
         if context.tiny and what.endswith("compiled"):
             context.row(what, note=NOT_COMPILED)

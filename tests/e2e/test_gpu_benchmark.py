@@ -179,7 +179,8 @@ def test_all_parts_in_small(tmp_path, capsys):
     for way in ("Ulysses 8, eager", "ring 8, one of its chunks, eager"):
         assert blocks[way, "full"] <= blocks[way, "selective"] < blocks[way, "none"]
     quickstart = rows["quickstart"]
-    assert quickstart["DMD2, fp32"]["difference"] == 0 and quickstart["train.py itself, to its report"]["steps"] == 2
+    assert quickstart["DMD2, fp32"]["difference"] == 0 == quickstart["self_forcing, fp32"]["difference"]
+    assert quickstart["train.py itself, to its report"]["steps"] == 2
     assert all(row["finite"] for row in found["encoders"]["rows"])
     encoders = {name: row["relative error"] for name, row in rows["encoders"].items() if "relative error" in row}
     assert all(error > 0 for error in encoders.values()), "every way is another computation, tiles too"
