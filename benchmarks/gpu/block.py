@@ -82,6 +82,7 @@ def _block(
         architecture |= {"num_attention_heads": RANKS, "attention_head_dim": 12, "ffn_dim": 64, "text_dim": 8}
     with torch.device(device):
         network = family.build(architecture, "architecture")
+    architecture = dict(network.config)  # with diffusers' defaults
     network.to(torch.bfloat16)
     family.restore_buffers(network, device)
     family.parallelize(network, mesh)

@@ -42,6 +42,7 @@ from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
 from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout
+from fsdp_cp.runtime.torch_versions import make_reusable
 
 log = logging.getLogger(__name__)
 
@@ -227,11 +228,13 @@ class Checkpoints:
 
 def staging(*, on_gpu: bool) -> DefaultStager:
     """Return a stager that keeps its copies: memory is pinned once, and a GPU copies to it at the bus's full rate."""
-    return DefaultStager(
+    stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu, use_shared_memory=False, use_async_staging=False
         )
     )
+    make_reusable(stager)
+    return stager
 
 
 def _remove(checkpoint: Path) -> None:

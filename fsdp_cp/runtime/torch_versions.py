@@ -13,11 +13,14 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
 
-if TYPE_CHECKING:  # FSDP takes half a second to import
+if TYPE_CHECKING:  # these take half a second to import
+    from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.fsdp import FSDPModule
 
 FORWARD_AD_SINCE = (2, 13)
 """First torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641)."""
+STAGER_REUSED_SINCE = (2, 13)
+"""First torch whose ``DefaultStager`` copies more than one checkpoint."""
 
 
 def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -85,6 +88,16 @@ def reset_iter_state(root: FSDPModule, units: list[Any]) -> None:
             group._training_state = idle
             group._post_forward_indices.clear()
             group._partial_reduce_output = None
+
+
+def make_reusable(stager: DefaultStager) -> None:
+    """Let ``stager`` copy more than one checkpoint.
+
+    Before torch 2.13 it closes ``_state_dict_stager`` after each copy, and the next copy raises ``KeyError: type``
+    (pytorch issue 183413). Not closed, it frees its copies when it is collected.
+    """
+    if torch.__version__ < STAGER_REUSED_SINCE:  # type: ignore[operator]  # TorchVersion compares with tuples
+        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
 
 def refuse_tangents_with_gradients(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from fsdp_cp.checkpoint.folder import (
     _Unpickler,
@@ -20,6 +21,7 @@ from fsdp_cp.checkpoint.folder import (
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
+from fsdp_cp.runtime import torch_versions
 from fsdp_cp.runtime.signals import Stopped
 
 SHAPE = (64, 33)
@@ -202,3 +204,21 @@ def test_a_disk_that_is_full(tmp_path, asynchronous, monkeypatch):
     checkpoints.save(3, tensors(3), {"step": 3})
     checkpoints.wait()
     assert holds(step_folder(tmp_path, 3), 3)
+
+
+def test_a_stager_that_torch_closes_after_each_copy_copies_again(monkeypatch, folder):
+    """torch 2.11 and 2.12 do (pytorch issue 183413). A run ended with KeyError at its second checkpoint."""
+    stage = DefaultStager._stage
+
+    def stage_and_close(stager, state, **options):
+        copied = stage(stager, state, **options)
+        stager._state_dict_stager.close()
+        return copied
+
+    monkeypatch.setattr(DefaultStager, "_stage", stage_and_close)
+    monkeypatch.setattr(torch_versions, "STAGER_REUSED_SINCE", (999,))
+    checkpoints = Checkpoints(folder, keep=0, asynchronous=True)
+    for step in (3, 4, 5):
+        checkpoints.save(step, tensors(step), {"step": step})
+    checkpoints.wait()
+    assert [holds(step_folder(folder, step), step) for step in (3, 4, 5)] == 3 * [True]
