@@ -75,7 +75,15 @@ def _check_near(trace, oracle):
     assert 0 < norm < LARGEST_GRADIENT and loss < LARGEST_LOSS and angle < 1 - LEAST_COSINE, (loss, norm, angle)
 
 
-@pytest.mark.parametrize(("changes", "dp_shard", "cp"), [(GATHER, 2, 1), (FP8, 1, 2), (TE, 1, 2), (TE, 2, 2)])
+@pytest.mark.parametrize(
+    ("changes", "dp_shard", "cp"),
+    [
+        pytest.param(GATHER, 2, 1, marks=pytest.mark.long),
+        (FP8, 1, 2),
+        pytest.param(TE, 1, 2, marks=pytest.mark.long),
+        (TE, 2, 2),
+    ],
+)
 def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     sizes = {"dp_shard": dp_shard, "cp": cp, "activation_checkpointing": True}
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
@@ -225,7 +233,7 @@ def _saved(folder, run_dir, setup, first=0):
     return trace, {name: list(get_model_state_dict(role.network)) for name, role in trainer.roles.items()}
 
 
-@pytest.mark.parametrize("dp_shard", [1, 2])
+@pytest.mark.parametrize("dp_shard", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_checkpoints_and_exports_do_not_know_transformer_engine(pools, checkpoints, tmp_path, dp_shard):
     """A resume continues bit by bit. Without fp8 the same checkpoint has the same names and values."""
     setup = Setup(dp_shard=dp_shard, cp=2, precision="bf16", steps=3, ema=EMA, changes={"all": TE})

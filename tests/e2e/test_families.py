@@ -258,6 +258,7 @@ def test_hunyuan_image_to_video(tmp_path):
         assert off(other, theirs) > 1e-3, "the check can tell images apart"
 
 
+@pytest.mark.long
 def test_two_experts_from_images(tmp_path):
     """Wan 2.2's A14B resumes on another mesh, is exported, and is sampled by a plain pipeline of both experts."""
     words = ("data.image=first_frame", "checkpoint.every=2", "checkpoint.keep=0")

@@ -60,6 +60,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert [line["step"] for line in losses(run_dir)] == list(range(1, step + 2))
 
 
+@pytest.mark.long
 def test_torchrun_restarts_ranks_and_hands_signals_on(tmp_path):
     """Rank 1 is killed in the middle of a run, and resumes it after torchrun's restart. Then torchrun is stopped."""
     run_dir = tmp_path / "run"

@@ -49,7 +49,7 @@ def test_it_is_verified_on_every_mesh(installed, family, examples):
     assert len(rows) == examples * 3 * 2 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     whole, split = installed / "whole", installed / "split"
     train(0, *WORDS, "mesh.cp=1", f"run_dir={whole}")

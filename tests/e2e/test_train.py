@@ -215,7 +215,7 @@ def test_every_command_has_help():
     assert not failed, failed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_fake_score_has_an_average(tmp_path):
     """The fake score trains at steps 2 and 4: first before ``start``, then with weight one half. The run resumes."""
     run_dir = tmp_path / "run"
