@@ -24,18 +24,19 @@ WITHIN = 0.05
 DMD2, RCM = ("1_3b", "dmd2"), ("1_3b", "rcm")
 
 
+def _recomputing(kind: str) -> tuple[str, ...]:
+    return tuple(f"{role}.activation_checkpointing={kind}" for role in ("student", "fake"))
+
+
 def small(context: Context) -> None:
     """Measure DMD2 and rCM of 1.3B with full recomputation; with their plans."""
-    runs = {"DMD2": DMD2, "rCM": RCM}
+    runs = {"DMD2": (*DMD2, *_recomputing("full")), "rCM": (*RCM, *_recomputing("full"))}
     with_plans(context, f"{TRAINED}:steps", runs, runs)
 
 
 def recomputed(context: Context) -> None:
     """Measure DMD2 of 1.3B with selective recomputation and with none; with their plans."""
-    runs = {
-        f"DMD2, {kind}": (*DMD2, *(f"{role}.activation_checkpointing={kind}" for role in ("student", "fake")))
-        for kind in ("selective", "none")
-    }
+    runs = {f"DMD2, {kind}": (*DMD2, *_recomputing(kind)) for kind in ("selective", "none")}
     with_plans(context, f"{TRAINED}:steps", runs, runs)
 
 
