@@ -265,7 +265,8 @@ def leftovers(run_dir: Path) -> list[str]:
     checkpoints = run_dir / "checkpoints"
     paths = [path for pattern in ("*.tmp", "left_*") for path in checkpoints.glob(pattern)]
     paths += [path for path in checkpoints.glob("step_*[0-9]") if not (path / "state.json").is_file()]
-    paths += [path for pattern in (".*unfinished_*", ".*replaced_*", "*_kept_*") for path in run_dir.rglob(pattern)]
+    exports = (".*unfinished_*", ".*replaced_*", ".*removed_*", "*_kept_*")
+    paths += [path for pattern in exports for path in run_dir.rglob(pattern)]
     paths += [path for pattern in (".shared_*", ".*.tmp", "*.tmp") for path in run_dir.glob(pattern)]
     names = [str(path.relative_to(run_dir)) for path in sorted(set(paths))]
     if len(saved_steps(checkpoints)) > KEEP:

@@ -9,7 +9,8 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
-from fsdp_cp.errors import counted, duration
+from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.runtime.progress import progress
@@ -167,13 +168,15 @@ class Evaluator(Callback):
                 stem = f"step_{step:08d}_{stem}"
             if clips is not None:
                 files = [folder / f"{stem}_{i}.mp4" for i in range(len(clips))]
-                for file, clip in zip(files, clips, strict=True):
-                    write_mp4(file, clip, self.data.fps)
+                with _written(folder):
+                    for file, clip in zip(files, clips, strict=True):
+                        write_mp4(file, clip, self.data.fps)
                 videos[f"{role}_{n}steps"] = files
         if rank() == 0:
             path = folder / f"step_{step:08d}.png"
             shown = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
-            sheet = contact_sheet(path, shown, captions=captions, title=f"step {step}")
+            with _written(folder):
+                sheet = contact_sheet(path, shown, captions=captions, title=f"step {step}")
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in rows.items()
@@ -224,24 +227,25 @@ class Evaluator(Callback):
             log.info("writing the report")
             # Show every other clip: neighbouring captions of moving shapes share their motion.
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
-            report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
-            write_report(
-                self.run_dir,
-                title=self._title(),
-                rows=rows,
-                reference=reference,
-                captions=captions[:SHOWN_CLIPS],
-                config_summary={
-                    **({"student": "export/student"} if self.config.export.at_end else {}),
-                    "mesh": str(self.mesh.shape),
-                    **facts,
-                    **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
-                    "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
-                },
-                fps=self.data.fps,
-                clip=self.config.optim.clip,
-                updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
-            )
+            with _written(self.run_dir):
+                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
+                write_report(
+                    self.run_dir,
+                    title=self._title(),
+                    rows=rows,
+                    reference=reference,
+                    captions=captions[:SHOWN_CLIPS],
+                    config_summary={
+                        **({"student": "export/student"} if self.config.export.at_end else {}),
+                        "mesh": str(self.mesh.shape),
+                        **facts,
+                        **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
+                        "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
+                    },
+                    fps=self.data.fps,
+                    clip=self.config.optim.clip,
+                    updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
+                )
         self.data.release()
         barrier()
 
@@ -289,6 +293,19 @@ def reference_clips(heldout: MovingShapes) -> np.ndarray:
     They come from the second half of the stream; the report's row of held-out renders comes from its beginning.
     """
     return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Turn a failed write into a one-line error that says that the checkpoint is safe."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename or folder
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); start the same command again when it can: the newest"
+            " checkpoint holds what was trained"
+        ) from error
 
 
 def _steps(n: int) -> str:

@@ -156,6 +156,8 @@ def check_resume(
             log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
         for key in sorted(other.difference(changed)):
             log.warning("resumed with other contents of %s=%s", key, now[key])
+        if unknown := [key for key in sources if key not in earlier]:
+            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
         if done:
             log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
     for key in other & sources.keys() & earlier.keys():
@@ -202,7 +204,11 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
         alphas = (earlier["scale"] * earlier["rank"], adapters["scale"] * adapters["rank"])
         compared[f"{name}.lora.alpha"] = alphas
         compared[f"{name}.lora.targets"] = (earlier["targets"], adapters["targets"])
-        compared[f"{name}.lora.train"] = (earlier.get("train", []), [])  # an earlier version's modules trained whole
+        if whole := earlier.get("train"):
+            raise UserError(
+                f"{made} {name}.lora.train={whole}, which this version lacks; resume with the version that made it, or"
+                " use another run_dir to start from scratch"
+            )
         if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
             compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
     for setting, (before, now) in compared.items():

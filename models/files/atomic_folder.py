@@ -73,16 +73,16 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
 
     With ``about``, the description of the new export, an export of another kind is foreign too.
     """
-    if not folder.is_dir() or not any(folder.iterdir()):
+    first = next(folder.iterdir(), None) if folder.is_dir() else None
+    if first is None:
         return None
-    states = _states(folder)
     try:
         files, maker = _manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"it is not an earlier export: it holds {next(iter(states), MANIFEST)} and no readable {MANIFEST}"
+        return f"it is not an earlier export: it holds {first.name} and no readable {MANIFEST}"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
         return f"it holds files of {maker}"
-    changed = next((name for name, state in states.items() if files.get(name) != state), None)
+    changed = next((name for name, state in _states(folder).items() if files.get(name) != state), None)
     return None if changed is None else f"{changed} was added or has changed since the earlier export in it"
 
 
@@ -134,10 +134,11 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
         _bring_back(folder)
         if move_aside:
             _sweep(folder)
-        for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
-            log.warning(
-                "%s belongs to an export that was killed or is still running; remove it if none is running", left
-            )
+        for state in ("unfinished", "removed"):
+            for left in folder.parent.glob(f".{folder.name}.{state}_*"):
+                log.warning(
+                    "%s belongs to an export that was killed or is still running; remove it if none is running", left
+                )
         unfinished = _hidden(folder, "unfinished")
         unfinished.mkdir()
     except OSError as error:

@@ -139,17 +139,34 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that hold the network's weights. The reader takes every file of the folder.
+    """Return the files that hold the network's weights: one file, or the parts of one.
+
+    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
 
     Raises:
-        UserError: the folder has no weights, or an index (``*.safetensors.index*.json``) names a missing file.
+        UserError: the folder has no weights, an index names a missing file, or the folder has several sets of weights.
+            The reader takes every file of the folder, so it would mix two networks.
     """
+    indexed: dict[str, tuple[str, ...]] = {}
     for index in path.glob("*.safetensors.index*.json"):
-        indexed_files(index, where)
+        names = tuple(indexed_files(index, where))
+        indexed |= dict.fromkeys(names, names)
     files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS]
+    sets: dict[tuple[str, ...], str] = {}
+    for file in files:
+        part = _PART.fullmatch(file.name)
+        sets.setdefault(indexed.get(file.name) or (part.groups() if part else (file.name,)), file.name)
     if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
+    if len(sets) > 1:
+        raise UserError(
+            f"{where} holds several sets of weights ({', '.join(sets.values())}); link one of them and config.json into"
+            " a new folder, and give that one"
+        )
     return files
+
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(.*)\.safetensors")
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:

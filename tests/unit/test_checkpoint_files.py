@@ -56,6 +56,34 @@ def test_shapes_come_from_all_files_of_an_index(sharded):
     assert inspect_transformer(str(sharded), "teacher.checkpoint").shapes == SHAPES
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("w-00001-of-00002", "w.fp16-00002-of-00002"),
+        ("w-00001-of-00002", "w-00002-of-00003"),
+        ("w-00001-of-00002.fp16", "w-00002-of-00002"),
+        ("a", "b"),
+    ],
+)
+def test_halves_of_two_sets_of_weights_are_not_mixed(folder, first, second):
+    (folder / FILE).unlink()
+    for file, keys in ((first, ["a.weight"]), (second, ["a.bias", "b"])):
+        save_file({key: TENSORS[key] for key in keys}, folder / f"{file}.safetensors")
+    assert first in (message := refusal(folder)) and second in message
+
+
+def test_a_file_next_to_those_of_an_index_is_another_set(sharded):
+    save_file({"c": torch.zeros(1)}, sharded / "part-3.safetensors")
+    assert "part-3" in refusal(sharded)
+
+
+def test_parts_without_an_index_are_one_set(folder):
+    (folder / FILE).unlink()
+    for i, key in enumerate(TENSORS, 1):
+        save_file({key: TENSORS[key]}, folder / f"w-0000{i}-of-00003.fp16.safetensors")
+    assert inspect_transformer(str(folder), "teacher.checkpoint").shapes == SHAPES
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
 def test_config_that_is_no_json_object(folder, text):
     (folder / "config.json").write_text(text)

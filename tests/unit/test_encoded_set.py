@@ -117,14 +117,14 @@ def test_mistakes_with_a_set(path, tiny, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["unfinished/mine", "left_out.csv", "clips/a.mp4", "x.tmp"])
+@pytest.mark.parametrize("name", ["unfinished/mine", "left_out.csv", "clips/a.mp4", "x.tmp", "encoding.json"])
 def test_files_with_a_sets_names_stay_where_no_set_was_begun(name, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text("mine")
+    file.write_text("{}")
     with refused("OUT"), SetWriter(tmp_path, "OUT=set", {}).begun():
         pass
-    assert file.read_text() == "mine" and not (tmp_path / ".lock").exists()
+    assert file.read_text() == "{}" and not (tmp_path / ".lock").exists()
 
 
 def test_one_process_at_a_time_writes_a_set(tmp_path):

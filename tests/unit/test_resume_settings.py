@@ -196,3 +196,9 @@ def _files(folder):
     saved = find_adapters(config.student.checkpoint)
     student = plan_role("student", checkpoint=config.teacher.checkpoint, lora=LoraSettings(), saved=saved)
     return find_sources(config, [student])
+
+
+def test_files_that_a_checkpoint_does_not_know_are_named(tmp_path, caplog):
+    config = _config()
+    check_resume(config, _checkpoint(tmp_path / "step_00000003", config, sources={}), (), _sources(config))
+    assert all(key in caplog.text for key in BY_CONTENT)

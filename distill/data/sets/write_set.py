@@ -280,8 +280,10 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         recorded = read_json(path / SET).get("settings", {}) if SET in names else read_json(path / _BEGUN)
     except (Damaged, OSError) as error:
         raise UserError(f"{where} cannot be read ({error}); give another folder") from error
+    if not recorded:
+        raise UserError(f"{where} holds JSON files that are not of a set; give an empty or a new folder")
     for key, value in (settings or {}).items():
-        if recorded and recorded.get(key) != value:
+        if recorded.get(key) != value:
             was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
             raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
 
