@@ -155,7 +155,7 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
         changed = [key for key in about if earlier[key] != about[key]]
         rows = {row["name"]: row for row in earlier["rows"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder / FILE} was not written by a sweep of this version; choose a new one") from error
+        raise UserError(f"sweep_dir={folder}: {FILE} is not of this version; choose a new directory") from error
     if changed:
         raise UserError(
             f"sweep_dir={folder} contains another sweep: its {changed[0]} is {earlier[changed[0]]}, not"
