@@ -60,7 +60,7 @@ def large(context: Context) -> None:
     rank = TINY_RANK if context.tiny else LORA_RANK
     run = {
         f"DMD2, adapters of rank {rank}": (
-            "14b", "dmd2", *(f"{role}.lora.rank={rank}" for role in ("student", "fake"))
+            "14b", "dmd2", *_recomputing("full"), *(f"{role}.lora.rank={rank}" for role in ("student", "fake"))
         )
     }  # fmt: skip
     with_plans(context, f"{TRAINED}:adapters", run, run)
