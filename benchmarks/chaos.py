@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -235,6 +236,13 @@ def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], w
         yield f"{what}: {len(bad)} of {len(ours)} tensors differ, {bad[0]} the first"
 
 
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of ``state.json`` that is equal in equal runs."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["settings"]["run_dir"]
+    return {key: value for key, value in state.items() if key not in PROGRESS}
+
+
 def differences(run_dir: Path, truth: Path) -> list[str]:
     """Return one line for each difference from an undisturbed run, compared bit for bit."""
     faults = []
@@ -246,10 +254,7 @@ def differences(run_dir: Path, truth: Path) -> list[str]:
         return [*faults, f"the newest checkpoint is of step {newest(run_dir)}, not {newest(truth)}"]
     ours, theirs = (step_folder(folder / "checkpoints", newest(truth)) for folder in (run_dir, truth))
     faults += _differing(_tensors(ours), _tensors(theirs), "the newest checkpoint")
-    numbers = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
-    if [{k: v for k, v in record.items() if k not in PROGRESS} for record in numbers[:1]] != [
-        {k: v for k, v in record.items() if k not in PROGRESS} for record in numbers[1:]
-    ]:
+    if _state(ours) != _state(theirs):
         faults.append("the newest checkpoint: state.json differs")
     files = sorted(path.relative_to(truth) for path in (truth / "export").rglob("*") if path.is_file())
     for file in files:

@@ -185,16 +185,19 @@ def _remove(export: Path, folder: Path) -> None:
 
 
 def _delete(removed: Path) -> None:
-    """Delete the files that the manifest names, then the manifest, then empty folders. Keep all other files."""
-    files = _manifest(removed)[0] if (removed / MANIFEST).is_file() else {}
-    for name, state in _states(removed).items():
-        if files.get(name) == state and ((removed / name).is_symlink() or not (removed / name).is_dir()):
-            (removed / name).unlink()
-    (removed / MANIFEST).unlink(missing_ok=True)
-    folders = [path for path in removed.rglob("*") if path.is_dir() and not path.is_symlink()]
-    for path in [*sorted(folders, reverse=True), removed]:
-        with suppress(OSError):  # not empty
-            path.rmdir()
+    """Delete the files that the manifest names, folders that are then empty, and the manifest. Keep all other files."""
+    if (removed / MANIFEST).is_file():
+        files = _manifest(removed)[0]
+        for name, state in _states(removed).items():
+            if files.get(name) == state and ((removed / name).is_symlink() or not (removed / name).is_dir()):
+                (removed / name).unlink()
+        folders = [path for path in removed.rglob("*") if path.is_dir() and not path.is_symlink()]
+        for path in sorted(folders, reverse=True):
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        (removed / MANIFEST).unlink()
+    with suppress(OSError):
+        removed.rmdir()
     if removed.exists():
         log.warning("kept files in %s that appeared in an export while it was being removed", removed)
 

@@ -15,12 +15,13 @@ from benchmarks import chaos
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the test needs one process
 
 
-def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
+def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0, seed=0):
     """Write the files of a run of three steps that the comparison reads."""
     checkpoint = folder / "checkpoints" / "step_00000003"
     checkpoint.mkdir(parents=True)
     dcp.save({"student.weights.a": torch.tensor([bits, 1.0])}, checkpoint_id=str(checkpoint), no_dist=True)
-    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "seconds": random.random()}))
+    state = {"step": 3, "seconds": random.random(), "settings": {"seed": seed, "run_dir": str(folder)}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
     student = folder / "export" / "student"
     student.mkdir(parents=True)
     save_file({"a": torch.tensor([export])}, student / "diffusion_pytorch_model.safetensors")
@@ -36,6 +37,7 @@ def test_a_run_that_came_out_otherwise_is_seen(tmp_path):
     for name, change in (
         ("sign", {"bits": -0.0}),
         ("export", {"export": 1e-30}),
+        ("seed", {"seed": 1}),
         ("losses", {"losses": (1.0, 2.0, 3.5)}),
         ("twice", {"losses": (1.0, 2.0, 3.0, 3.0)}),
     ):
