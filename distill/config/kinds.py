@@ -157,7 +157,7 @@ def _convert(value: Any, hint: Any) -> Any:
     elif origin is list and isinstance(value, list):
         return [_convert(item, arguments[0]) for item in value]
     elif origin is dict and isinstance(value, dict):
-        return {_text(key): _convert(item, arguments[1]) for key, item in value.items()}
+        return {str(key): _convert(item, arguments[1]) for key, item in value.items()}
     elif hint is bool:
         return _SWITCHES[str(value).lower()]
     elif hint is int and type(value) in (int, str) and abs(number := int(value)) < 2**63:
@@ -169,9 +169,3 @@ def _convert(value: Any, hint: Any) -> Any:
     elif hint is str and isinstance(value, str | int | float):
         return str(value)
     raise ValueError(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value

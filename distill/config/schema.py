@@ -359,12 +359,14 @@ class Config:
 
 
 add_installed_methods()
-SETTINGS: dict[str, list[Setting]] = {}
-"""All settings by dotted key. Several methods or data sets may share a key."""
-for _prefix, _owner in (
+OWNERS: list[tuple[str, type]] = [
     ("", Config),
     *(("method.", settings) for _, settings in METHODS.values()),
     *(("data.", settings) for settings in DATA.values()),
-):
+]
+"""Prefix and dataclass of all settings."""
+SETTINGS: dict[str, list[Setting]] = {}
+"""All settings by dotted key. Several methods or data sets may share a key."""
+for _prefix, _owner in OWNERS:
     for _key, _setting in settings_of(_owner, _prefix):
         SETTINGS.setdefault(_key, []).append(_setting)

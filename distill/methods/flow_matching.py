@@ -131,16 +131,17 @@ class FlowMatching(Method):
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
-        return guided_chunks(self.roles[role], noise, condition, random, **self._sampling(steps))
-
-    def _sampling(self, steps: int) -> dict[str, Any]:
         settings = self.settings
-        return {
-            "sampler": settings.sampler,
-            "steps": steps,
-            "shift": settings.shift,
-            "scale": settings.guidance_scale,
-        }
+        return guided_chunks(
+            self.roles[role],
+            noise,
+            condition,
+            random,
+            sampler=settings.sampler,
+            steps=steps,
+            shift=settings.shift,
+            scale=settings.guidance_scale,
+        )
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.order import Batching, MicroBatchSampler
+from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
@@ -214,15 +214,14 @@ class Trainer:
             "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
         }
 
-    def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step. Return loss and gradient norm by name, e.g. ``step 1 (student)``.
+    def first_steps(self) -> dict[str, tuple[float, float]]:
+        """Train until each role has had a step, at most 10 steps.
 
-        Args:
-            most: maximum number of steps. A role without a step by then is left out.
+        Return loss and gradient norm by name, e.g. ``step 1 (student)``.
         """
         numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
-        while waiting and self.step < min(most, self.config.steps):
+        while waiting and self.step < min(10, self.config.steps):
             name = self.method.trained_role(self.step)
             metrics = self._train_step(data)
             if name in waiting:
@@ -267,7 +266,7 @@ class Trainer:
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
         steps, accumulation = self.config.steps - self.step, self.batching.accumulation
-        sampler = MicroBatchSampler(
+        sampler = clips_of_micro_batches(
             seed=self.config.seed,
             clips=len(self.training_data),
             batching=self.batching,

@@ -131,13 +131,3 @@ class WordFolder(EncoderFolder):
 
     def files(self, *parts: str) -> list[Path]:
         return [table_file(self.path)]
-
-
-def inspect_words(path: str | Path) -> WordFolder:
-    """Return the encoders of a word table.
-
-    Raises:
-        UserError: a file that is missing or is not a word table.
-    """
-    width = WordTable(path).vectors.shape[1]
-    return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

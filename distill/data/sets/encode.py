@@ -22,7 +22,6 @@ from distill.data.base import VAE_PRECISIONS, EncodingFields
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
-from distill.data.sets.encoded_set import refuse_earlier
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
@@ -83,8 +82,7 @@ class EncodeSettings(EncodingFields):
 
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
-        folder = choose_encoders(self.encoders)
-        image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
+        folder, image = self.inspect()
         parts = [*(["vae"] if has_clips else []), *folder.text_parts]
         parts += image.encoder.parts if image is not None and image.encoder is not None else []
         return fingerprint_of(folder.files(*parts))
@@ -182,7 +180,6 @@ def encode(
     decides = described[0][0] | made
     if out is None:
         out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
     writer = SetWriter(out, f"OUT={out}" if cache is None else f"data.cache={out}", decides)
     with writer.begun() as is_whole:
         if not is_whole:

@@ -65,7 +65,6 @@ class EncodedSet:
 
     def __init__(self, path: str | Path, where: str) -> None:
         self.path, self.where = Path(path), where
-        refuse_earlier(self.path, where)
         try:
             self.about = read_json(self.path / SET)
             if self.about.get("format") != FORMAT:
@@ -206,16 +205,3 @@ class EncodedSet:
     def write_damaged(self, damaged: Mapping[str, Sequence[int]]) -> None:
         """Record what a verification found, for all later readers."""
         write_json(self.path / DAMAGED, {"index": self.about["index"], **damaged})
-
-
-def refuse_earlier(path: Path, where: str) -> None:
-    """Refuse a folder of an earlier version by name. Nothing is deleted.
-
-    Raises:
-        UserError: a cache with one file for each clip, or a folder of trajectories.
-    """
-    cache = any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text"))
-    trajectories = (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors"))
-    if cache or trajectories:
-        command = f"{COMMAND} SOURCE OUT" if cache else "python -m distill.teacher_clips OUT --states"
-        raise UserError(f"{where} is of an earlier version; use another folder, or make a set with {command}")

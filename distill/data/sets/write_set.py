@@ -31,7 +31,6 @@ from distill.data.sets.encoded_set import (
     LEFT_OUT,
     SET,
     EncodedSet,
-    refuse_earlier,
     shard_name,
     tensor_name,
 )
@@ -264,7 +263,6 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
     Raises:
         UserError: by name.
     """
-    refuse_earlier(path, where)
     try:
         names = sorted(file.name for file in path.iterdir())
     except FileNotFoundError:
