@@ -57,8 +57,7 @@ def write_report(
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
-    records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
-    starts, unreadable_starts = read_starts(run_dir / STARTS)
+    records = read_metrics(run_dir / "metrics.jsonl")
     wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)
@@ -72,9 +71,7 @@ def write_report(
         "comparisons": [asdict(c) for c in comparisons],
         "captions": list(captions),
         "run": dict(config_summary),
-        "starts": starts,
-        "unreadable_starts": unreadable_starts,
-        "metrics": {"records": len(records), "unreadable_lines": unreadable, "repeated_steps": repeated},
+        "starts": read_starts(run_dir / STARTS),
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)

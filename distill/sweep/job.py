@@ -105,7 +105,7 @@ def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
     ``allocated_gib`` is the largest peak of any rank in the whole run: torch's allocated memory on CUDA, and the growth
     of resident memory since the start on a CPU. Values that the files lack are ``None``.
     """
-    records = read_objects(run_dir / "metrics.jsonl").records
+    records = read_objects(run_dir / "metrics.jsonl")
     chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]
     seconds = [finite_number(record.get("perf/seconds_per_step")) for record in chosen]
     total = sum(seconds)
@@ -116,7 +116,7 @@ def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
 
     peaks = [finite_number(record.get("memory/peak_gib")) for record in records]
     peak = max(filter(math.isfinite, peaks), default=None)
-    starts = read_objects(run_dir / STARTS).records
+    starts = read_objects(run_dir / STARTS)
     resident = finite_number(starts[-1].get("resident_gib_before")) if starts else math.nan
     if peak is not None and math.isfinite(resident):  # on the CPU
         peak -= resident

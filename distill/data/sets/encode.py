@@ -82,7 +82,8 @@ class EncodeSettings(EncodingFields):
 
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
-        folder, image = self.inspect()
+        folder = choose_encoders(self.encoders)
+        image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
         parts = [*(["vae"] if has_clips else []), *folder.text_parts]
         parts += image.encoder.parts if image is not None and image.encoder is not None else []
         return fingerprint_of(folder.files(*parts))
