@@ -172,12 +172,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def _chunk_times(finished: list[float], chunks: int) -> str:
-    """Describe the seconds per chunk, of latents without decoding.
-
-    Args:
-        finished: times at the start and after each chunk, of one or several batches of clips.
-        chunks: number of chunks of a clip.
-    """
+    """Describe the seconds per chunk from the times at the start and after each chunk, of all batches of clips."""
     first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
     rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
     return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"

@@ -50,14 +50,7 @@ _MAX_STEPS = 10_000
 
 
 class _Sampling:
-    """Sampling of one set.
-
-    Args:
-        config: the checked configuration.
-        arguments: the command's options.
-        plan: the plan with only the teacher.
-        data: captions and their embeddings.
-    """
+    """Sampling of one set."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, plan: RunPlan, data: ClipDataset) -> None:
         self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
@@ -121,11 +114,7 @@ class _Sampling:
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
-        """Sample clips; return the tensors of each by its number.
-
-        Raises:
-            UserError: numbers that are not finite.
-        """
+        """Sample clips; return the tensors of each by its number."""
         method, states = self.config.method, self.arguments.states
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
@@ -158,11 +147,7 @@ class _Sampling:
 
 @paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
-    """Compose and check the settings, build mesh, data and teacher, and write the set.
-
-    Raises:
-        UserError: settings or a folder that do not fit.
-    """
+    """Compose and check the settings, build mesh, data and teacher, and write the set."""
     overrides = [word for word in arguments.words if "=" in word]
     names = [word for word in arguments.words if "=" not in word]
     if len(names) != 1:

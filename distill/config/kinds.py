@@ -104,12 +104,9 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def make(cls: type, values: Any, prefix: str = "") -> Any:
-    """Build the dataclass ``cls`` from composed values. Fields without a value get their default.
+    """Build the dataclass ``cls`` from plain values by name. Fields without a value get their default.
 
-    Args:
-        cls: the dataclass.
-        values: plain values by name, as YAML and Hydra's grammar read them.
-        prefix: text before field names in messages, e.g. ``"student."``.
+    Messages have ``prefix`` before field names, e.g. ``"student."``.
 
     Raises:
         NoSuchSetting: a name that ``cls`` does not have.
@@ -138,11 +135,7 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the type ``hint``.
-
-    Raises:
-        ValueError, TypeError, KeyError, OverflowError: a value of the wrong type.
-    """
+    """Convert ``value`` to the type ``hint``, or raise one of the errors that :func:`make` catches."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (dataclasses.is_dataclass(hint) and isinstance(value, hint)):
         return value

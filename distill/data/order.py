@@ -55,14 +55,9 @@ def clip_at(seed: int, clips: int, position: int) -> int:
 def clips_of_micro_batches(
     *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int
 ) -> Iterator[list[int]]:
-    """Yield the clips of each of this rank's micro-batches, for ``DataLoader(batch_sampler=...)``.
+    """Yield the clips of each of this rank's micro-batches in ``steps`` steps, for ``DataLoader(batch_sampler=...)``.
 
-    Args:
-        seed: the run's seed.
-        clips: length of the data set.
-        batching: this rank's share.
-        first_sample: number of samples of the stream that earlier steps used.
-        steps: number of steps.
+    Earlier steps used ``first_sample`` samples of the stream. ``clips`` is the length of the data set.
     """
     for step in range(steps):
         start = first_sample + step * batching.global_size

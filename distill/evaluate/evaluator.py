@@ -147,11 +147,7 @@ class Evaluator(Callback):
         """Write clips of student and teacher, of fixed captions and noise, to ``samples/`` and to the loggers.
 
         Each clip becomes ``step_00000100_student_4steps_I.mp4`` or, once per run, ``teacher_50steps_I.mp4``.
-        ``step_00000100.png`` shows all clips.
-
-        Args:
-            step: number of training steps so far.
-            metrics: rank 0's log.
+        ``step_00000100.png`` shows all clips. ``metrics`` is rank 0's log.
         """
         chosen = self.config.sample
         captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
@@ -205,8 +201,7 @@ class Evaluator(Callback):
     def write_report(self, facts: dict[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``report.png``. Moving shapes are measured from their pixels.
 
-        Args:
-            facts: facts of the run that the page shows; ``steps`` is the number of steps trained.
+        The page shows ``facts``; ``steps`` is the number of steps trained.
         """
         heldout = self._heldout
         # Without measures, clips beyond the shown ones would only cost time.
@@ -323,14 +318,8 @@ def read_clips(
 ) -> tuple[np.ndarray, str] | None:
     """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
 
-    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs.
-
-    Args:
-        config: settings of the run.
-        data: embeds the captions.
-        steps: sampling steps of the teacher.
-        captions: one per clip; must be the first of the stored captions.
-        seed: seed of the noise.
+    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs. There is
+    one caption per clip, and ``captions`` must be the first of the stored ones.
     """
     file = stored_file(config, steps)
     if file is None or not file.is_file():

@@ -117,11 +117,7 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
     """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error.
 
-    Args:
-        name: name of the measure.
-        rows: rows of `report.json`; held-out renders are a dashed line.
-        title: title of the picture.
-        hint: unit and direction, the label of the axis.
+    `rows` are those of `report.json`; held-out renders are a dashed line. `hint` is the label of the axis.
     """
     scale = 100.0 if name.endswith("accuracy") else 1.0
 

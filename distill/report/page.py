@@ -28,13 +28,9 @@ def page(
     records: Sequence[Mapping],
     fps: float,
 ) -> str:
-    """Return the page as text.
+    """Return the page as text, from the content of `report.json` and `metrics.jsonl`.
 
-    Args:
-        data: content of `report.json`.
-        rows: rows of `data` in the same order, with their clips.
-        records: records of `metrics.jsonl`.
-        fps: frame rate of the looping clips.
+    `rows` are those of `data` in the same order, with their clips.
     """
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]

@@ -153,11 +153,7 @@ def troubles(
 ) -> list[str]:
     """Return one sentence per problem that the numbers show; empty without problems.
 
-    Args:
-        records: records of `metrics.jsonl`, by step.
-        rows: rows of the report, with their clips.
-        updates: number of updates that each role attempted; by default, the number of logged ones.
-        clip: value of `optim.clip`.
+    `updates` are the numbers of updates that each role attempted; by default, of logged ones. `clip` is `optim.clip`.
     """
     roles = sorted({key.split("/")[0] for record in records for key in record if key.endswith("/loss")})
     sentences = [] if roles else ["No loss is logged in metrics.jsonl, so the training cannot be judged."]

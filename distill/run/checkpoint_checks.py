@@ -106,13 +106,8 @@ def check_resume(
 ) -> dict[str, Any]:
     """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
 
-    Args:
-        config, checkpoint: configuration of the run, and a ``step_*`` folder.
-        roles: roles of the run. Trained roles must have the checkpoint's networks.
-        sources: result of :func:`find_sources`.
-
-    Returns:
-        ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
+    Trained ``roles`` must have the checkpoint's networks. Return ``sources``, the result of :func:`find_sources`, for
+    later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
         UserError: another seed, method, network, file or data; too few steps; other training without further steps.
@@ -239,15 +234,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
 
 
 def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
-    """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
-
-    Args:
-        config, plan, resume: see :func:`check_start`.
-        steps: number of remaining steps.
-
-    Returns:
-        The sizes, as a sentence.
-    """
+    """Check that the disk has room for the checkpoints of the remaining ``steps``. Return the sizes as a sentence."""
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
     existing = len(saved_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)

@@ -53,14 +53,7 @@ _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "om
 def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
-    Changes nothing, and needs no process group.
-
-    Args:
-        run_dir: the directory of a run or of a sweep.
-        setting: name of the user's setting, for messages.
-
-    Raises:
-        UserError: a refused directory.
+    Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -80,10 +73,6 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
     """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
 
-    Args:
-        run_dir: the directory of a run or of a sweep.
-        setting: name of the user's setting, for messages.
-
     Raises:
         UserError: see :func:`refuse_foreign` and :func:`fsdp_cp.checkpoint.lock.held_directory`.
     """
@@ -94,17 +83,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
     """Write the record of this start, ``config.yaml`` and the log so far. All ranks call it; rank 0 writes.
 
     Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
-    moves an earlier run's files to ``previous``.
-
-    Args:
-        config: the checked configuration.
-        run_dir: the run directory.
-        resume_from: the checkpoint from which the run resumes.
-        step: step of that checkpoint, or 0.
-        command: words of the command line.
-
-    Raises:
-        UserError: a directory that cannot be written.
+    moves an earlier run's files to ``previous``. ``step`` is that of the checkpoint ``resume_from``, or 0.
     """
 
     def write() -> None:
@@ -259,9 +238,6 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
     ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
     ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
     of SLURM or torchrun.
-
-    Args:
-        run_dir: the run directory, which this process has locked.
     """
     started = _now()
 

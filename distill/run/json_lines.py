@@ -47,11 +47,7 @@ def finite_number(value: Any) -> float:
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again, and the lines that a kill tore.
 
-    All other lines stay byte for byte, in their order.
-
-    Args:
-        path: ``metrics.jsonl`` or another file of JSON lines; may be absent.
-        step: the checkpoint's step.
+    All other lines stay byte for byte, in their order. The file may be absent.
 
     Raises:
         UserError: a full disk or a folder that cannot be written. The file is then unchanged.

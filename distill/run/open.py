@@ -72,8 +72,7 @@ class Run:
     def started(self, step: Callable[[], int]) -> Iterator[None]:
         """Log a summary, and record the start, the log and the end of the run. Enter this context after all checks.
 
-        Args:
-            step: number of steps done so far.
+        ``step`` returns the number of steps done so far.
         """
         run_dir = self.plan.run_dir
         # Keep the user's own setting, also under its older name.
@@ -108,15 +107,6 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
 
     The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
     a refused run does not change the files of an earlier one.
-
-    Args:
-        config: the composed settings.
-        plan: their plan.
-        device: this rank's device.
-        arguments: words of the command line that ``config`` is composed of.
-
-    Raises:
-        UserError: a run that one of the steps refuses.
     """
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"
@@ -125,14 +115,8 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
         assert start is not None
         with held_run_dir(plan.run_dir):
             refuse_overtaken(existing, checkpoints)
-            yield Run(
-                config=config,
-                plan=plan,
-                device=device,
-                mesh=mesh,
-                command=command_line(arguments),
-                start=start,
-            )
+            command = command_line(arguments)
+            yield Run(config=config, plan=plan, device=device, mesh=mesh, command=command, start=start)
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
@@ -158,13 +142,7 @@ def dry_run(config: Config, plan: RunPlan) -> None:
 
 
 def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
-    """Return the roles, the mesh, the batch and the data of a run as aligned lines.
-
-    Args:
-        config: configuration of the run.
-        plan: plan of the run.
-        data: number of items of the data set, and where they are.
-    """
+    """Return the roles, the mesh, the batch and the data of a run as aligned lines."""
     cells = [_role(plan, role) for role in plan.roles]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

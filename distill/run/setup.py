@@ -48,8 +48,6 @@ class RunPlan:
     run_dir: Path
     method: type[Method]
     roles: list[RolePlan]
-    heads: int
-    """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
     mesh: MeshShape
     shapes: Shapes
     tokens: int
@@ -125,7 +123,6 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         run_dir=Path(config.run_dir),
         method=method,
         roles=roles,
-        heads=heads,
         mesh=shape,
         shapes=shapes,
         tokens=tokens,

@@ -26,14 +26,7 @@ MEASURES = "samples/measures.jsonl"
 class MetricsLog:
     """Log with one JSON object per logged step, with its 1-based ``step``. Non-finite numbers become null.
 
-    Args:
-        run_dir: run directory.
-        settings: ``log.*``.
-        config: whole configuration, for the services that show it.
-        step: step of the checkpoint that the run resumes.
-
-    Raises:
-        UserError: a file that cannot be written.
+    Services show the whole ``config``. The run resumes from ``step``. A file that cannot be written is a ``UserError``.
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):
@@ -94,9 +87,6 @@ class NormsLog:
     """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
 
     A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
-
-    Args:
-        run_dir: run directory.
     """
 
     def __init__(self, run_dir: Path):
@@ -151,10 +141,7 @@ def speed(
 class StepLine:
     """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
 
-    Args:
-        rates: for each trained role, the names under which its learning rates are logged (two for two experts).
-        step: step from which the run starts.
-        steps: last step of the run.
+    ``rates`` are, for each trained role, the names under which its learning rates are logged (two for two experts).
     """
 
     def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int):

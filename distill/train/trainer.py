@@ -51,16 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """State of a run between two steps, and its training loop. Each step updates the role that the method names.
-
-    Args:
-        config: the checked configuration.
-        mesh: the mesh.
-        device: this rank's device.
-        data: the clips.
-        method: yields the losses.
-        micro_batch_size: samples per data-parallel rank and forward.
-    """
+    """State of a run between two steps, and its training loop. Each step updates the role that the method names."""
 
     def __init__(
         self,
@@ -117,9 +108,7 @@ class Trainer:
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
 
-        Args:
-            run: the opened run.
-            stop: holds a received stop signal, which is checked between two steps.
+        A received signal, which ``stop`` holds, ends the run between two steps.
         """
         self.sources, self.facts = run.start.sources, run.facts
         if run.start.resume_from is not None:
@@ -365,10 +354,7 @@ class Trainer:
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         """Clip the gradients and update, or skip the update if the norm is not finite.
 
-        Args:
-            name: the role.
-            norm: gradient norm of all networks that train at this step, the same on all ranks.
-            trained: these networks.
+        ``norm`` is that of all networks that train at this step, the same on all ranks.
         """
         if not math.isfinite(norm):
             self._skip(name, norm)

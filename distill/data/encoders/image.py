@@ -52,12 +52,7 @@ class ImageEncoderFolder:
 
 
 def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:
-    """Read the settings without loading weights.
-
-    Args:
-        folder: a pipeline folder.
-        where: setting and folder, for messages.
-        classes: classes that the encoder may have.
+    """Read the settings in a pipeline folder without loading weights. The encoder may have one of ``classes``.
 
     Raises:
         UserError: a part that is missing or damaged, or is another model.

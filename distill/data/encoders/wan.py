@@ -187,13 +187,9 @@ class EncoderFolder:
 
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> Self:
-        """Return the settings of a folder whose parts are there.
+        """Return the settings of a folder from the checked arguments of its VAE and its text encoder's ``config.json``.
 
-        Args:
-            folder: the pipeline folder.
-            where: setting and folder, for messages.
-            vae: checked arguments of the VAE.
-            text: ``config.json`` of the text encoder.
+        ``where`` is setting and folder, for messages.
 
         Raises:
             UserError: settings that no folder of the family has.

@@ -102,21 +102,13 @@ class EncodedData:
         return item
 
     def with_states(self, times: Sequence[float]) -> EncodedData:
-        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times.
-
-        Raises:
-            UserError: a time without states.
-        """
+        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times."""
         data = copy.copy(self)
         data._states = states_at(self.set, times)
         return data
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up.
-
-        Raises:
-            UserError: a caption that was not known when the data set was made.
-        """
+        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up."""
         where, text = self._find(caption)
         return where.text(text)
 
@@ -158,11 +150,7 @@ class EncodedData:
         )
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
-        """Return the set and the clip with the image of a caption.
-
-        Raises:
-            UserError: a caption without an image.
-        """
+        """Return the set and the clip with the image of a caption. Raises ``UserError`` if there is none."""
         for where in (self._further, self.set):
             text = None if where is None else where.find(caption)
             row = None if text is None else where.first_row(text)
@@ -314,11 +302,7 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
 
 
 def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
-    """Return the positions of ``times`` among the states of a set.
-
-    Raises:
-        UserError: a set without states at one of the times.
-    """
+    """Return the positions of ``times`` among the states of a set. Raises ``UserError`` for a time without states."""
     stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
     missing = [time for time in times if time not in stored]
     if missing:
@@ -331,11 +315,7 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
 
 
 def check_further(settings: EncodeSettings, captions: Sequence[str], images: Sequence[str]) -> None:
-    """Refuse captions that are not text, and files that are not images.
-
-    Raises:
-        UserError: by name.
-    """
+    """Refuse captions that are not text, and files that are not images."""
     for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
         try:
             text.encode()

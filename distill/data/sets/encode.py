@@ -163,12 +163,7 @@ def encode(
 ) -> Path:
     """Encode ``source`` into a set, or the part of it that is missing, free the encoders, and return the set's folder.
 
-    Args:
-        source: the rows.
-        settings: encoders and sizes.
-        device: device of the encoders.
-        out: the set's folder.
-        cache: folder of sets, in place of ``out``: one folder in it for all that a set depends on.
+    The folder is ``out``, or a folder in ``cache`` whose name is a hash of all that a set depends on.
 
     Raises:
         UserError: on every rank, for settings or files that do not fit or that differ between ranks, a folder that

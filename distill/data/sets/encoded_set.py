@@ -55,10 +55,6 @@ class Captions(Sequence[str]):
 class EncodedSet:
     """Reader of a set. A row is a clip with a caption; rows can share clips and captions.
 
-    Args:
-        path: the folder.
-        where: setting and folder, for messages.
-
     Raises:
         UserError: a folder that is not a complete set of this format.
     """

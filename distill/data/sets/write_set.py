@@ -194,8 +194,7 @@ class SetWriter:
 
         Args:
             rows: clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`.
-            negative: the negative caption.
-            encoders: folder of the encoders.
+            negative, encoders: the negative caption, and the folder of the encoders.
             left_out: name and reason of each clip or caption.
         """
         texts = texts_of(rows, negative)
@@ -258,11 +257,7 @@ class SetWriter:
 
 
 def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
-    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``).
-
-    Raises:
-        UserError: by name.
-    """
+    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``)."""
     try:
         names = sorted(file.name for file in path.iterdir())
     except FileNotFoundError:
@@ -293,11 +288,7 @@ def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
 
 @contextmanager
 def written(where: str) -> Iterator[None]:
-    """Turn a failure to write into one line.
-
-    Raises:
-        UserError: a full disk, or a folder that cannot be written.
-    """
+    """Turn a failure to write, such as a full disk, into one line."""
     try:
         yield
     except OSError as error:

@@ -110,11 +110,8 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
 def read_captions(path: Path, columns: object = None) -> list[str]:
     """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file, the lines of others.
 
-    White space around a caption is dropped; empty ones are left out, and that is logged.
-
-    Args:
-        path: the file.
-        columns: the table's name of ``caption`` (``data.columns``).
+    White space around a caption is dropped; empty ones are left out, and that is logged. ``columns`` has the table's
+    name of ``caption`` (``data.columns``).
 
     Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
         table would damage a caption (:func:`read_table`).
@@ -196,9 +193,7 @@ def _check_swallowed(
 ) -> None:
     """Refuse a quoted field whose later lines look like rows of the table: its quote was closed by another's.
 
-    Args:
-        inner: the record's lines after the first.
-        line: where the record begins.
+    The record begins at ``line``; ``inner`` are its lines after the first.
     """
     names = columns[0] if len(columns) > 1 else "file_name"
     for number, text in enumerate(inner, start=line + 1):

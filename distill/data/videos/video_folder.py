@@ -65,9 +65,7 @@ def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
 def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
     """Return every row of the folder's table, or every video and the text next to it.
 
-    Args:
-        path: the folder.
-        columns: the table's names of ``COLUMNS`` (``data.columns``).
+    ``columns`` has the table's names of ``COLUMNS`` (``data.columns``).
 
     Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
         table would damage a caption (:func:`distill.data.videos.table.read_table`), and for a file outside the folder.
