@@ -27,7 +27,7 @@ from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
-from distill.data.shares import Shares
+from distill.data.shares import Shares, on_first_rank
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = open_device(config)
     plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
-        on_all_ranks(lambda: refuse_foreign(out, where) if rank() == 0 else None)
+        on_first_rank(lambda: refuse_foreign(out, where))
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
         sampling = _Sampling(config, arguments, plan, data)
         writer = SetWriter(out, where, on_all_ranks(sampling.described)[0])

@@ -257,9 +257,6 @@ class SampleSettings:
         check_range(self, "report_clips", least=0, most=MOST)
         if not self.student_steps:
             raise UserError("student_steps=[] must have a number of steps")
-        for name in ("student_steps", "teacher_steps"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise UserError(f"{name}={shown(getattr(self, name))} has a number twice; leave one out")
 
 
 @dataclass(kw_only=True)

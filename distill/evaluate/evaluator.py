@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
+from distill.data.shares import on_first_rank
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
@@ -32,7 +33,7 @@ from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.reduce import barrier
 from fsdp_cp.runtime.progress import progress
 from fsdp_cp.runtime.timeouts import long_timeout
 from models.files.shipped import find_shipped
@@ -136,7 +137,7 @@ class Evaluator(Callback):
         if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
             return None
         options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
-        stored = on_all_ranks(lambda: read_clips(self.config, self.data, **options) if rank() == 0 else None)[0]
+        stored = on_first_rank(lambda: read_clips(self.config, self.data, **options))
         if stored is None:
             return None
         clips, self.stored[steps] = stored

@@ -24,13 +24,13 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config
+from distill.data.shares import on_first_rank
 from distill.report.media import atomic_path
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
-from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.runtime.signals import STOPPED, Stopped
 
@@ -87,8 +87,6 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
     """
 
     def write() -> None:
-        if rank() != 0:
-            return
         try:
             if resume_from is None or resume_from.resolve().parent != (run_dir / "checkpoints").resolve():
                 _move_aside(run_dir)
@@ -109,7 +107,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
             kept.close()  # writes the lines so far to the target
         root.addHandler(handler)
 
-    on_all_ranks(write)
+    on_first_rank(write)
 
 
 def this_start(command: Sequence[str]) -> dict[str, Any]:
@@ -162,14 +160,14 @@ def resume_setting(config: Config, run_dir: Path) -> str:
     """
 
     def decide() -> str:
-        if rank() == 0 and config.checkpoint.resume == "never" and _torchrun() is not None:
+        if config.checkpoint.resume == "never" and _torchrun() is not None:
             with suppress(OSError, ValueError, LookupError, TypeError):
                 last = json.loads((run_dir / STARTS).read_text().splitlines()[-1])
                 if last["torchrun"] == _torchrun():
                     return "auto"
         return config.checkpoint.resume
 
-    return on_all_ranks(decide)[0]
+    return on_first_rank(decide)
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distill.config import Config
+from distill.data.shares import on_first_rank
 from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
@@ -21,7 +22,6 @@ from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
 from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
-from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
 from models.roles.role import EXPERTS
@@ -111,8 +111,7 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"
         resume, existing = resume_setting(config, plan.run_dir), saved_steps(checkpoints)
-        start = on_all_ranks(lambda: check_start(config, plan, resume) if rank() == 0 else None)[0]
-        assert start is not None
+        start = on_first_rank(lambda: check_start(config, plan, resume))
         with held_run_dir(plan.run_dir):
             refuse_overtaken(existing, checkpoints)
             command = command_line(arguments)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, clips_of_micro_batches
+from distill.data.shares import on_first_rank
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
@@ -39,7 +40,7 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_all_ranks
+from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
@@ -114,7 +115,7 @@ class Trainer:
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            on_all_ranks(self._open_log)
+            on_first_rank(self._open_log)
             reset_peak(self.device)
             profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
             # As a context, the bar closes before an error is printed.
@@ -245,12 +246,12 @@ class Trainer:
                 callback.after_step()
 
     def _open_log(self) -> None:
-        if rank() == 0:
-            for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
-                cut_back(self.run_dir / name, self.step)
-            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
-            if self.config.log.norms_every:
-                self.norms = NormsLog(self.run_dir)
+        """Cut the logs back to this step and open them, on rank 0."""
+        for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
+            cut_back(self.run_dir / name, self.step)
+        self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
+        if self.config.log.norms_every:
+            self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""

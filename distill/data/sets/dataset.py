@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -189,7 +189,7 @@ def encode_source(
     path: str | Path,
     cache: str | Path,
     has_clips: bool = True,
-    columns: object = None,
+    columns: Mapping[str, str] | None = None,
     captions: Sequence[str] = (),
     images: Sequence[str] = (),
     device: str | torch.device = "cpu",

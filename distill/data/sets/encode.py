@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -109,7 +109,7 @@ class Source:
     """Whether the files are clips. Otherwise only their first frames are encoded, as conditions."""
 
     @classmethod
-    def read(cls, path: str | Path, columns: object = None, *, has_clips: bool) -> Source:
+    def read(cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool) -> Source:
         """Read the table of a folder of videos, or the captions of a file, without opening a video.
 
         Raises:
