@@ -137,11 +137,7 @@ def as_planned(config: Config) -> Config:
 
 
 def planned_shapes(config: Config) -> Shapes:
-    """Return the shapes of a sample's latents and condition; without ``data.encoders``, those of the published VAE.
-
-    Raises:
-        UserError: see ``sample_shapes`` of the data settings.
-    """
+    """Return the shapes of a sample's latents and condition; without ``data.encoders``, those of the published VAE."""
     student, is_encoded = config.student, config.data.name == "encoded"
     if getattr(config.data, "encoders", "") is not None or student.architecture is None or is_encoded:
         return config.data.sample_shapes()

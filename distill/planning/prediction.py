@@ -208,10 +208,8 @@ def predict(
 ) -> Prediction:
     """Predict memory, time and cost of a run from the simulation of its steps.
 
-    Args:
-        config, plan, simulation: configuration, plan and simulated steps of the same run.
-        hardware: GPU of each rank; ``None`` leaves out time and cost.
-        encoders: result of :func:`distill.planning.encoders.encoder_peaks`; ``None`` leaves the encoders out.
+    Without ``hardware``, the GPU of each rank, time and cost are left out; without ``encoders``, the result of
+    :func:`distill.planning.encoders.encoder_peaks`, the encoders.
     """
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):

@@ -118,7 +118,6 @@ def contact_sheet(
     Args:
         path, title: path to the PNG file, and text at the top.
         rows: (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay empty).
-        captions: texts above the columns.
         frames: maximal number of frames of each clip, evenly spaced, in time order.
         width: approximate width of the picture, in pixels.
     """

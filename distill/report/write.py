@@ -44,13 +44,10 @@ def write_report(
     Problems of the run come first; each is also logged as a warning. The page is one file that loads nothing.
 
     Args:
-        run_dir, title: run directory, and title of the page.
         rows: teacher and student rows, in any order.
         reference: held-out clips (role "heldout") of the same captions; its measures are the noise floor.
-        captions: captions of the clips, in order.
         config_summary: facts of the run (mesh, steps, seconds, versions), in order. The page shows a value whose key
             ends in "command" as code.
-        fps: frame rate of the looping clips.
         clip, updates: see :func:`distill.report.verdict.troubles`.
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])

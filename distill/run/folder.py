@@ -71,11 +71,7 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
 
 
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
-    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
-
-    Raises:
-        UserError: see :func:`refuse_foreign` and :func:`fsdp_cp.checkpoint.lock.held_directory`.
-    """
+    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective."""
     return held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting))
 
 

@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def open_device(config: Config) -> torch.device:
-    """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA.
-
-    Raises:
-        UserError: several tasks of a launcher other than torchrun; see also :func:`distill.run.setup.device_of`.
-    """
+    """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA."""
     refuse_separate_worlds()
     device = device_of(config)
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and rank() == 0:
@@ -119,11 +115,7 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
-    """Make the checks that follow :func:`distill.run.setup.plan_run`, without a process group, and log the run.
-
-    Raises:
-        UserError: see :func:`distill.run.checkpoint_checks.check_start`.
-    """
+    """Make the checks that follow :func:`distill.run.setup.plan_run`, without a process group, and log the run."""
     if rank() != 0:
         return
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -118,7 +118,6 @@ def speed(
     line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
 
     Args:
-        name: role that trained.
         seconds: duration of the step, by the host's clock.
         phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
         samples: samples of the global batch.

@@ -95,9 +95,6 @@ class RoleOptimizer:
 
     Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
     has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.
-
-    Raises:
-        UserError: see :func:`parameter_groups`.
     """
 
     def __init__(self, role: Role, settings: OptimizerSettings):

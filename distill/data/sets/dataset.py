@@ -35,12 +35,8 @@ STATES = "states"
 class EncodedData:
     """Items of an encoded set. Making one is collective: every rank makes it with the same arguments.
 
-    Args:
-        encoded: the set.
-        settings: encoders and sizes of the set.
-        further: a set of further captions for :meth:`condition`, with images where images condition.
-        device: device of the VAE.
-        damaged: ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
+    ``further`` is a set of further captions for :meth:`condition`, with images where images condition. ``damaged`` is
+    ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
 
     Raises:
         UserError: on every rank, a set that is damaged.
@@ -201,11 +197,9 @@ def encode_source(
     Args:
         path: folder of the videos and their table, or file of the captions.
         cache: folder of sets, shared by all ranks; created.
-        has_clips: whether ``path`` is a folder of videos.
         columns: names that the table has for its columns (``data.columns``), or ``None``.
         captions: further captions for :meth:`EncodedData.condition`; they are not part of ``fingerprint``.
         images: files of the images of ``captions``, in their order, or empty.
-        device: device of the encoders.
         settings: fields of :class:`distill.data.sets.encode.EncodeSettings`.
 
     Raises:
@@ -245,7 +239,6 @@ def open_set(
     """Open the set ``path``. A collective.
 
     Args:
-        path: the folder.
         cache: folder for the embeddings of ``captions``.
         encoders: the pipeline folder; by default the one that the set names.
         damaged: see :class:`EncodedData`.
@@ -279,12 +272,9 @@ def open_set(
 
 
 def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> EncodeSettings:
-    """Return the settings that a set was made with.
+    """Return the settings that a set was made with, except ``changes`` of the VAE that are not ``None``.
 
-    Args:
-        encoded: the set.
-        encoders: another place of the pipeline folder, or ``None`` for the one that the set names.
-        changes: settings of the VAE that differ when it decodes; ``None`` for those of the set.
+    ``encoders`` is another place of the pipeline folder, or ``None`` for the one that the set names.
 
     Raises:
         UserError: a pipeline folder that is missing, or that is not the set's.

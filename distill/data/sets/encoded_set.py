@@ -119,11 +119,7 @@ class EncodedSet:
         return int(rows[0]) if len(rows) else None
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of a clip by part, fp32, except the parts to ``leave``.
-
-        Raises:
-            UserError: a damaged shard.
-        """
+        """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
         return {
             part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
             for part, (dtype, shape) in self.parts.items()
@@ -131,11 +127,7 @@ class EncodedSet:
         }
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
-        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up.
-
-        Raises:
-            UserError: a damaged shard.
-        """
+        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up."""
         get = self._columns.get
         shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
         return {part: self._tensor("text", text, part, "F32", shape) for part, shape in shapes.items()}

@@ -69,10 +69,7 @@ Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
 class SetWriter:
     """A set that is being written. All methods are collective.
 
-    Args:
-        path: the folder.
-        where: setting and folder, for messages.
-        settings: everything that the content depends on, JSON-serializable; a later start must have the same.
+    ``settings`` are everything that the content depends on, JSON-serializable; a later start must have the same.
     """
 
     def __init__(self, path: Path, where: str, settings: Mapping[str, Any]) -> None:
@@ -116,14 +113,9 @@ class SetWriter:
                 (self.path / name).unlink(missing_ok=True)
 
     def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
-        """Write all shards of a kind that are not there yet.
+        """Write all shards of ``count`` clips or texts of about ``size`` bytes that are not there yet.
 
-        Args:
-            kind: ``clips`` or ``texts``.
-            count: number of clips or texts.
-            size: bytes of one of them, about.
-            unit: singular noun for the progress bar.
-            make: makes some of them on all ranks.
+        ``unit`` is a singular noun for the progress bar.
         """
         per_shard = max(1, SHARD_BYTES // max(1, size))
         shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
