@@ -11,12 +11,7 @@ from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 
 
 def train(arguments: list[str], stop: StopSignal) -> None:
-    """Compose the settings, plan the run, build it on the mesh, and train.
-
-    Args:
-        arguments: words of the command line.
-        stop: the signal that ends the run early.
-    """
+    """Compose the settings, plan the run, build it on the mesh, and train. ``stop`` ends the run early."""
     config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
     from distill.run.folder import command_line, refuse_foreign, run_log

@@ -72,11 +72,7 @@ def _named_as_here() -> Iterator[None]:
 @_named_as_here()
 @paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
-    """Encode, or verify.
-
-    Raises:
-        UserError: arguments, a source or a folder that do not fit; a set that is damaged.
-    """
+    """Encode, or verify. A set that is damaged is a ``UserError`` too."""
     refuse_separate_worlds()
     device = choose_device(arguments.device)
     if arguments.verify is not None:

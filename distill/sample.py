@@ -18,6 +18,7 @@ import numpy as np
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
+from distill.data.shares import on_first_rank
 from distill.evaluate.sampling import decode, generate, plan_sampling, sample_captions
 from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
@@ -25,8 +26,7 @@ from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
-from fsdp_cp.launch import end_process, exit_code, rank, recorded, world_size
-from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.launch import end_process, exit_code, recorded, world_size
 from fsdp_cp.runtime.progress import log_to_console, progress
 from models.additions.base import named_additions
 from models.families.base import LatentShape
@@ -142,7 +142,7 @@ def sample(arguments: argparse.Namespace) -> None:
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, open_mesh(config, plan, device) as mesh:
         # Open the output before any work, to find now that it cannot be written.
-        folder = on_all_ranks(lambda: stack.enter_context(atomic_folder(out, about)) if rank() == 0 else None)[0]
+        folder = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
         roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
@@ -172,12 +172,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def _chunk_times(finished: list[float], chunks: int) -> str:
-    """Describe the seconds per chunk, of latents without decoding.
-
-    Args:
-        finished: times at the start and after each chunk, of one or several batches of clips.
-        chunks: number of chunks of a clip.
-    """
+    """Describe the seconds per chunk from the times at the start and after each chunk, of all batches of clips."""
     first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
     rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
     return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"

@@ -27,7 +27,7 @@ from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
-from distill.data.shares import Shares
+from distill.data.shares import Shares, on_first_rank
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -50,14 +50,7 @@ _MAX_STEPS = 10_000
 
 
 class _Sampling:
-    """Sampling of one set.
-
-    Args:
-        config: the checked configuration.
-        arguments: the command's options.
-        plan: the plan with only the teacher.
-        data: captions and their embeddings.
-    """
+    """Sampling of one set."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, plan: RunPlan, data: ClipDataset) -> None:
         self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
@@ -121,11 +114,7 @@ class _Sampling:
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
-        """Sample clips; return the tensors of each by its number.
-
-        Raises:
-            UserError: numbers that are not finite.
-        """
+        """Sample clips; return the tensors of each by its number."""
         method, states = self.config.method, self.arguments.states
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
@@ -158,11 +147,7 @@ class _Sampling:
 
 @paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
-    """Compose and check the settings, build mesh, data and teacher, and write the set.
-
-    Raises:
-        UserError: settings or a folder that do not fit.
-    """
+    """Compose and check the settings, build mesh, data and teacher, and write the set."""
     overrides = [word for word in arguments.words if "=" in word]
     names = [word for word in arguments.words if "=" not in word]
     if len(names) != 1:
@@ -183,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = open_device(config)
     plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
-        on_all_ranks(lambda: refuse_foreign(out, where) if rank() == 0 else None)
+        on_first_rank(lambda: refuse_foreign(out, where))
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
         sampling = _Sampling(config, arguments, plan, data)
         writer = SetWriter(out, where, on_all_ranks(sampling.described)[0])

@@ -36,7 +36,6 @@ from fsdp_cp.errors import UserError
 
 PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""
-_MAY_BE_EMPTY = ("negative_prompt",)
 
 
 def wanted_information(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -80,7 +79,7 @@ def split_word(word: str) -> tuple[str, str]:
     if not equals:
         raise UserError(f"{word!r} is not key=value; leave no spaces around the =, and quote a value that has some")
     key = key.lstrip("+")
-    if value == "" and key.rpartition(".")[2] not in _MAY_BE_EMPTY:
+    if value == "" and not key.endswith(".negative_prompt"):
         raise UserError(f"{key}= is empty (a shell variable that is not set?); give a value, or leave it out")
     return key, value
 
@@ -193,9 +192,8 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 def _typed(values: dict[str, Any]) -> Config:
     """Build the configuration from resolved values; see :func:`distill.config.kinds.make`."""
-    method, data = (METHODS[values["method"]["name"]][1], DATA[values["data"]["name"]])
-    values["method"] = make(method, values["method"], "method.")
-    values["data"] = make(data, values["data"], "data.")
+    values["method"] = make(METHODS[values["method"]["name"]][1], values["method"], "method.")
+    values["data"] = make(DATA[values["data"]["name"]], values["data"], "data.")
     return make(Config, values)
 
 

@@ -85,12 +85,9 @@ def removed(key: str) -> str | None:
 
 
 def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
-    """Return the message for a setting ``key`` that the run does not have.
+    """Return the message for a typed ``key`` that is not among the ``known`` settings of the run.
 
-    Args:
-        key: as typed.
-        known: settings of the run.
-        others: settings of all methods and data sets.
+    ``others`` are the settings of all methods and data sets.
     """
     if (reason := removed(key)) is not None:
         return f"{key} was removed: {reason}"

@@ -104,12 +104,9 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def make(cls: type, values: Any, prefix: str = "") -> Any:
-    """Build the dataclass ``cls`` from composed values. Fields without a value get their default.
+    """Build the dataclass ``cls`` from plain values by name. Fields without a value get their default.
 
-    Args:
-        cls: the dataclass.
-        values: plain values by name, as YAML and Hydra's grammar read them.
-        prefix: text before field names in messages, e.g. ``"student."``.
+    Messages have ``prefix`` before field names, e.g. ``"student."``.
 
     Raises:
         NoSuchSetting: a name that ``cls`` does not have.
@@ -138,11 +135,7 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the type ``hint``.
-
-    Raises:
-        ValueError, TypeError, KeyError, OverflowError: a value of the wrong type.
-    """
+    """Convert ``value`` to the type ``hint``, or raise one of the errors that :func:`make` catches."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (dataclasses.is_dataclass(hint) and isinstance(value, hint)):
         return value
@@ -157,7 +150,7 @@ def _convert(value: Any, hint: Any) -> Any:
     elif origin is list and isinstance(value, list):
         return [_convert(item, arguments[0]) for item in value]
     elif origin is dict and isinstance(value, dict):
-        return {_text(key): _convert(item, arguments[1]) for key, item in value.items()}
+        return {str(key): _convert(item, arguments[1]) for key, item in value.items()}
     elif hint is bool:
         return _SWITCHES[str(value).lower()]
     elif hint is int and type(value) in (int, str) and abs(number := int(value)) < 2**63:
@@ -169,9 +162,3 @@ def _convert(value: Any, hint: Any) -> Any:
     elif hint is str and isinstance(value, str | int | float):
         return str(value)
     raise ValueError(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value

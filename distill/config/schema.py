@@ -257,9 +257,6 @@ class SampleSettings:
         check_range(self, "report_clips", least=0, most=MOST)
         if not self.student_steps:
             raise UserError("student_steps=[] must have a number of steps")
-        for name in ("student_steps", "teacher_steps"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise UserError(f"{name}={shown(getattr(self, name))} has a number twice; leave one out")
 
 
 @dataclass(kw_only=True)
@@ -359,12 +356,14 @@ class Config:
 
 
 add_installed_methods()
-SETTINGS: dict[str, list[Setting]] = {}
-"""All settings by dotted key. Several methods or data sets may share a key."""
-for _prefix, _owner in (
+OWNERS: list[tuple[str, type]] = [
     ("", Config),
     *(("method.", settings) for _, settings in METHODS.values()),
     *(("data.", settings) for settings in DATA.values()),
-):
+]
+"""Prefix and dataclass of all settings."""
+SETTINGS: dict[str, list[Setting]] = {}
+"""All settings by dotted key. Several methods or data sets may share a key."""
+for _prefix, _owner in OWNERS:
     for _key, _setting in settings_of(_owner, _prefix):
         SETTINGS.setdefault(_key, []).append(_setting)

@@ -18,9 +18,7 @@ from omegaconf import MISSING, OmegaConf
 from distill.config.compose import compose_config, wanted_information
 from distill.config.errors import GROUPS, group_files, recipes_of
 from distill.config.kinds import settings_of
-from distill.config.schema import Config
-from distill.data import DATA
-from distill.methods import METHODS
+from distill.config.schema import OWNERS, Config
 from fsdp_cp.errors import shown
 
 _WIDTH = 120
@@ -91,18 +89,12 @@ def usage(config: Config) -> list[str]:
 
 def _every_setting(config: Config) -> list[str]:
     """Return the lines of ``--help all``: every key with its value and its whole meaning."""
-    sections: list[tuple[str, type, Any]] = [("", Config, config)]
-    for prefix, chosen, classes in (
-        ("method.", config.method, [settings for _, settings in METHODS.values()]),
-        ("data.", config.data, list(DATA.values())),
-    ):
-        sections.append((prefix, type(chosen), chosen))
-        sections += [(prefix, settings, None) for settings in classes if settings is not type(chosen)]
+    values = {type(chosen): chosen for chosen in (config, config.method, config.data)}
     lines = []
-    for prefix, settings, chosen in sections:
-        title = "" if chosen is not None else ", which is not chosen: defaults"
+    for prefix, settings in OWNERS:
+        title = "" if settings in values else ", which is not chosen: defaults"
         lines += ["", f"{settings.__name__}{title}:"]
-        for row in _rows(settings, prefix, chosen):
+        for row in _rows(settings, prefix, values.get(settings)):
             lines.append(f"  {_with_value(row, whole=True):<46} {row.meaning}")
     return lines
 

@@ -143,9 +143,7 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
 class MovingShapes:
     """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes alone.
 
-    Args:
-        settings: encoders, sizes and captions; clips have at least 6 frames of 16 x 16 pixels.
-        seed: seed of the renders; those of :meth:`heldout` are another stream of it.
+    Clips have at least 6 frames of 16 x 16 pixels. ``seed`` renders them; :meth:`heldout` is another stream of it.
 
     Raises:
         UserError: a number out of range, an unknown word in the negative prompt, a missing word table.

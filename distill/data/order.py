@@ -52,26 +52,14 @@ def clip_at(seed: int, clips: int, position: int) -> int:
     return _epoch(seed, epoch, clips)[offset]
 
 
-class MicroBatchSampler:
-    """Clip indices of this rank's micro-batches, for ``DataLoader(batch_sampler=...)``.
+def clips_of_micro_batches(
+    *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int
+) -> Iterator[list[int]]:
+    """Yield the clips of each of this rank's micro-batches in ``steps`` steps, for ``DataLoader(batch_sampler=...)``.
 
-    Args:
-        seed: the run's seed.
-        clips: length of the data set.
-        batching: this rank's share.
-        first_sample: number of samples of the stream that earlier steps used.
-        steps: number of steps.
+    Earlier steps used ``first_sample`` samples of the stream. ``clips`` is the length of the data set.
     """
-
-    def __init__(self, *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int):
-        self.seed, self.clips, self.batching = seed, clips, batching
-        self.first_sample, self.steps = first_sample, steps
-
-    def __len__(self) -> int:
-        return self.steps * self.batching.accumulation
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.steps):
-            start = self.first_sample + step * self.batching.global_size
-            for micro_batch in range(self.batching.accumulation):
-                yield [clip_at(self.seed, self.clips, start + p) for p in self.batching.positions(micro_batch)]
+    for step in range(steps):
+        start = first_sample + step * batching.global_size
+        for micro_batch in range(batching.accumulation):
+            yield [clip_at(seed, clips, start + position) for position in batching.positions(micro_batch)]

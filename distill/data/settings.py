@@ -75,19 +75,11 @@ class DataSettings:
         raise NotImplementedError
 
     def encode_settings(self) -> EncodeSettings:
-        """Return the settings with which the data set encodes clips and captions.
-
-        Raises:
-            UserError: folders that are not there.
-        """
+        """Return the settings with which the data set encodes clips and captions."""
         raise NotImplementedError
 
     def check_captions(self, captions: Sequence[str]) -> None:
-        """Refuse ``sample.captions`` that can be refused without the text encoder.
-
-        Raises:
-            UserError: by name.
-        """
+        """Refuse ``sample.captions`` that can be refused without the text encoder."""
 
     def table_in_words(self) -> str:
         """Say how many items there are, and where, without decoding any.
@@ -199,11 +191,7 @@ class VideoFolderSettings(DataSettings, EncodingFields):
         return _encode_settings(self)
 
     def source(self) -> Source:
-        """Return the rows of the table, without opening a clip.
-
-        Raises:
-            UserError: a table that is missing or damaged.
-        """
+        """Return the rows of the table, without opening a clip."""
         from distill.data.sets.encode import Source
 
         return Source.read(self.path, self.columns, has_clips=self.has_clips)
@@ -267,11 +255,7 @@ class EncodedSettings(DataSettings):
         return settings_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
 
     def open(self) -> EncodedSet:
-        """Open the set, without reading a clip.
-
-        Raises:
-            UserError: a path that is not set or not a set.
-        """
+        """Open the set, without reading a clip."""
         from distill.data.sets.encoded_set import EncodedSet
 
         if self.path is None:

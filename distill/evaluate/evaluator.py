@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
+from distill.data.shares import on_first_rank
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
@@ -32,7 +33,7 @@ from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.reduce import barrier
 from fsdp_cp.runtime.progress import progress
 from fsdp_cp.runtime.timeouts import long_timeout
 from models.files.shipped import find_shipped
@@ -136,7 +137,7 @@ class Evaluator(Callback):
         if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
             return None
         options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
-        stored = on_all_ranks(lambda: read_clips(self.config, self.data, **options) if rank() == 0 else None)[0]
+        stored = on_first_rank(lambda: read_clips(self.config, self.data, **options))
         if stored is None:
             return None
         clips, self.stored[steps] = stored
@@ -147,11 +148,7 @@ class Evaluator(Callback):
         """Write clips of student and teacher, of fixed captions and noise, to ``samples/`` and to the loggers.
 
         Each clip becomes ``step_00000100_student_4steps_I.mp4`` or, once per run, ``teacher_50steps_I.mp4``.
-        ``step_00000100.png`` shows all clips.
-
-        Args:
-            step: number of training steps so far.
-            metrics: rank 0's log.
+        ``step_00000100.png`` shows all clips. ``metrics`` is rank 0's log.
         """
         chosen = self.config.sample
         captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
@@ -205,8 +202,7 @@ class Evaluator(Callback):
     def write_report(self, facts: dict[str, Any]) -> None:
         """Write ``report.html``, ``report.json`` and ``report.png``. Moving shapes are measured from their pixels.
 
-        Args:
-            facts: facts of the run that the page shows; ``steps`` is the number of steps trained.
+        The page shows ``facts``; ``steps`` is the number of steps trained.
         """
         heldout = self._heldout
         # Without measures, clips beyond the shown ones would only cost time.
@@ -323,14 +319,8 @@ def read_clips(
 ) -> tuple[np.ndarray, str] | None:
     """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
 
-    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs.
-
-    Args:
-        config: settings of the run.
-        data: embeds the captions.
-        steps: sampling steps of the teacher.
-        captions: one per clip; must be the first of the stored captions.
-        seed: seed of the noise.
+    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs. There is
+    one caption per clip, and ``captions`` must be the first of the stored ones.
     """
     file = stored_file(config, steps)
     if file is None or not file.is_file():

@@ -134,26 +134,19 @@ def generate(
     latent_shape: Sequence[int] | None = None,
     chunk_done: Callable[[], object] | None = None,
 ) -> Tensor:
-    """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, the same on every rank. All ranks must call this.
+    """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, on the CPU, the same on every rank. A collective.
 
     A causal role makes its chunks one after another. Finished chunks wait in host memory.
 
     Args:
-        method: has the sampler that fits the role.
-        role: ``teacher``, ``student`` or ``fake``.
-        steps: number of sampling steps.
         captions, data: one caption per clip, and the data set that embeds them.
         mesh: the mesh, whose ``dp`` ranks share the clips.
-        device: this rank's device.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: number of clips per forward on a rank.
         advance: called with the number of clips, over all ranks, that were finished since the last call.
         clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
         latent_shape: ``(C, T, H, W)`` of a clip; that of ``data`` by default. A causal role can make longer clips.
         chunk_done: called after each chunk, or each clip of a bidirectional role.
-
-    Returns:
-        The latents, on the CPU.
     """
     shape = data.latent_shape if latent_shape is None else latent_shape
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.

@@ -131,27 +131,23 @@ class FlowMatching(Method):
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
-        return guided_chunks(self.roles[role], noise, condition, random, **self._sampling(steps))
-
-    def _sampling(self, steps: int) -> dict[str, Any]:
         settings = self.settings
-        return {
-            "sampler": settings.sampler,
-            "steps": steps,
-            "shift": settings.shift,
-            "scale": settings.guidance_scale,
-        }
+        return guided_chunks(
+            self.roles[role],
+            noise,
+            condition,
+            random,
+            sampler=settings.sampler,
+            steps=steps,
+            shift=settings.shift,
+            scale=settings.guidance_scale,
+        )
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
     """Draw times ``(B,)`` by ``settings.time``, ``logit_mean`` and ``logit_std`` (Esser et al. 2024), and shift them.
 
-    Args:
-        settings: :class:`FlowMatchingSettings`, or other settings with these fields.
-        shift: time shift.
-        random: random streams of the step.
-        purpose: name of the draw.
-        dtype: dtype of the times, fp32 or better.
+    ``dtype`` is fp32 or better. ``settings`` are :class:`FlowMatchingSettings`, or others with these fields.
     """
     if settings.time == "uniform":
         t = random.uniform(purpose, dtype)

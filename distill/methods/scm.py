@@ -107,10 +107,7 @@ class Scm(FewStepMethod):
         """
         times = self.settings.student_times()
         if not 1 <= steps <= len(times):
-            raise UserError(
-                f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps},"
-                " or add to method.mid_times"
-            )
+            raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
         return times[:steps]
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:

@@ -53,11 +53,7 @@ _GPU_ONLY = ("compile", "communication_buffers", "fp8", "fp8_gather")
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
-    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``.
-
-    Args:
-        config: the checked configuration.
-        command: command line of this process.
+    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``. ``command`` repeats the plan.
 
     Raises:
         UserError: settings that a run would refuse before it loads weights, except those that need a GPU (kernels,
@@ -78,11 +74,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
 
 
 def require_plannable(config: Config) -> None:
-    """Refuse torchrun and unknown hardware before the simulation, and warn of fp8.
-
-    Raises:
-        UserError: several processes; an unknown ``planning.hardware``.
-    """
+    """Refuse torchrun and unknown hardware before the simulation, and warn of fp8."""
     if world_size() > 1:
         raise UserError(
             f"plan={str(config.plan).lower()} must run in one process; start it without torchrun, with"
@@ -102,9 +94,7 @@ def require_plannable(config: Config) -> None:
 def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> Prediction:
     """Predict the run of a configuration and plan from :func:`plan_without_gpus`. No process group may exist.
 
-    Args:
-        config, plan: configuration of the run and its plan.
-        at_once: use a second process, which imports the main module, if that is faster.
+    With ``at_once``, use a second process, which imports the main module, if that is faster.
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, stands_for="cuda", at_once=at_once)
@@ -147,11 +137,7 @@ def as_planned(config: Config) -> Config:
 
 
 def planned_shapes(config: Config) -> Shapes:
-    """Return the shapes of a sample's latents and condition; without ``data.encoders``, those of the published VAE.
-
-    Raises:
-        UserError: see ``sample_shapes`` of the data settings.
-    """
+    """Return the shapes of a sample's latents and condition; without ``data.encoders``, those of the published VAE."""
     student, is_encoded = config.student, config.data.name == "encoded"
     if getattr(config.data, "encoders", "") is not None or student.architecture is None or is_encoded:
         return config.data.sample_shapes()
@@ -252,16 +238,11 @@ def verdict(plan: Prediction) -> str:
 
 
 def page(plan: Prediction, command: str) -> str:
-    """Return the HTML page: a picture of the memory, and the lines of :func:`in_words`. It loads nothing.
-
-    Args:
-        plan: the prediction.
-        command: command line that repeats this plan.
-    """
-    text = {"command": command, "verdict": verdict(plan), "lines": in_words(plan)[:-1]}
-    return render(
-        "plan.html.j2", title="Predicted needs of this run", picture=data_uri(_picture(plan), "svg+xml"), **text
-    )
+    """Return the HTML page: a picture of the memory, and the lines of :func:`in_words`. It loads nothing."""
+    *lines, last = in_words(plan)
+    picture = data_uri(_picture(plan), "svg+xml")
+    title = "Predicted needs of this run"
+    return render("plan.html.j2", title=title, picture=picture, command=command, verdict=last, lines=lines)
 
 
 def _picture(plan: Prediction) -> bytes:

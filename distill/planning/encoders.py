@@ -32,11 +32,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
 
     An encoded set has only ``decode``. Each encoder is alone on the device, before the networks
     are built, and takes single captions or clips. The decoder takes single samples next to the networks, whose memory
-    is not included.
-
-    Args:
-        config: the checked configuration. Without ``data.encoders``, the student's family provides published encoders.
-        shapes: shapes of a sample's latents and condition.
+    is not included. Without ``data.encoders``, the student's family provides published encoders.
     """
     latent_shape, _ = shapes
     data = config.data

@@ -26,9 +26,7 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
     adapters) or if the roles have different depths. Extrapolation assumes that a phase peaks at the same moment at both
     depths, as it does with equal blocks; tests compare the result with whole simulations.
 
-    Args:
-        config, plan, stands_for: see :func:`simulate`.
-        at_once: run the second simulation in a separate process, which imports the main module.
+    With ``at_once``, the second simulation runs in a separate process, which imports the main module.
     """
     depths = {role.family.layers(role.config) for role in plan.roles}
     low, high = shallow_depths(plan)

@@ -54,11 +54,7 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Read ``configs/hardware/NAME.yaml``.
-
-    Raises:
-        UserError: no such file.
-    """
+    """Read ``configs/hardware/NAME.yaml``. Raises ``UserError`` if there is no such file."""
     if name not in hardware_names():
         raise UserError(f"planning.hardware={name} is unknown; use {', '.join(hardware_names())}, or null")
     return Hardware(name=name, **OmegaConf.to_object(OmegaConf.load(CONFIGS / "hardware" / f"{name}.yaml")))
@@ -212,12 +208,8 @@ def predict(
 ) -> Prediction:
     """Predict memory, time and cost of a run from the simulation of its steps.
 
-    Args:
-        config: the checked configuration.
-        plan: plan of the same run.
-        simulation: simulated steps of the same run.
-        hardware: GPU of each rank; ``None`` leaves out time and cost.
-        encoders: result of :func:`distill.planning.encoders.encoder_peaks`; ``None`` leaves the encoders out.
+    Without ``hardware``, the GPU of each rank, time and cost are left out; without ``encoders``, the result of
+    :func:`distill.planning.encoders.encoder_peaks`, the encoders.
     """
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):

@@ -114,15 +114,9 @@ class _Draws(StepRandom):
 
 
 def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simulation:
-    """Run some steps of ``config`` on fake tensors, without GPU, weights or clips.
+    """Run some steps of ``config`` on fake tensors, without GPU, weights or clips. No process group may exist.
 
-    Args:
-        config: the checked configuration.
-        plan: plan of the configuration for the simulated world.
-        stands_for: device type whose tile sizes attention's forward-mode derivative uses.
-
-    Raises:
-        RuntimeError: a process group exists.
+    ``stands_for`` is the device type whose tile sizes attention's forward-mode derivative uses.
     """
     with fake_world(plan.mesh.world, stands_for) as fakes:
         return run_steps(config, plan, fakes)

@@ -79,11 +79,7 @@ class Outcome:
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
 
-    ``suggestions.json`` has the same at the end.
-
-    Args:
-        config: the checked configuration of ``overrides``.
-        overrides: the user's words.
+    ``suggestions.json`` has the same at the end. ``overrides`` are the user's words, which compose ``config``.
 
     Raises:
         UserError: see :func:`distill.planning.command.plan_command`; or ``planning.hardware`` is not set.
@@ -189,10 +185,7 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     For every ``mesh.cp``, find the least checkpointing that fits, since more only costs time. Then vary the fastest
     two: larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. If no candidate
     fits, try one sample per forward, and then the smallest candidate with the trained roles' states in host memory.
-
-    Args:
-        axes: settings that can vary.
-        evaluate: function that returns the outcomes of candidates, in their order.
+    ``evaluate`` returns the outcomes of candidates, in their order.
     """
     tried: list[Outcome] = []
     left = list(axes.cp)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import logging
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from distill.run.json_lines import finite_number, read_objects, step_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-log = logging.getLogger(__name__)
 
 ROLE_COLORS = {"heldout": "#7b8591", "teacher": "#2f63b0", "student": "#0c7a56", "fake": "#a8560b"}
 _BAD, _MUTED, _LINE = "#c22f3d", "#59626d", "#dde1e6"
@@ -29,30 +26,15 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",  # makes the ids the same in every report
 }
-# Restrict characters and lengths: keys of a damaged file would otherwise appear in the page as titles.
-_CURVE = re.compile(r"[\w.]{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
+_CURVE = re.compile(r"[\w.]+/(loss(/[\w.]+)?|\w+_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
 _TIME_BIN = re.compile(r"/t\d\.\d+$", re.ASCII)
-_LARGEST = 1e100
-"""Limit to which drawn values are clipped, since matplotlib's margins around 1e308 overflow."""
 _LONGEST_WINDOW = 1000
 
 
-def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int, int]:
-    """Read a `metrics.jsonl`: return one record per step, ordered by step, and count and log what is left out.
-
-    A killed run may leave a torn line. The later of two records of one step counts. A missing file has no records.
-
-    Returns:
-        The records, the number of lines that are not a JSON object with a step, and the number of replaced records.
-    """
-    lines = read_objects(path)
-    with_step = [record for record in lines.records if step_of(record) is not None]
-    unreadable = lines.unreadable + len(lines.records) - len(with_step)
-    records = {record["step"]: record for record in with_step}
-    repeated = len(with_step) - len(records)
-    if unreadable or repeated:
-        log.warning("%s: left out %d unreadable line(s) and %d repeated step(s)", path, unreadable, repeated)
-    return [records[step] for step in sorted(records)], unreadable, repeated
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return one record per step of a `metrics.jsonl`, ordered by step. The later of two records of one step counts."""
+    records = {record["step"]: record for record in read_objects(path) if step_of(record) is not None}
+    return [records[step] for step in sorted(records)]
 
 
 def values(records: Sequence[Mapping], key: str) -> list[float]:
@@ -102,7 +84,6 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
     """
     role, quantity = key.split("/", 1)
     color = ROLE_COLORS.get(role, _MUTED)
-    values = np.clip(values, -_LARGEST, _LARGEST)
     finite = values[np.isfinite(values)]
     broken = steps[~np.isfinite(values)]
     window = min(max(5, len(values) // 20), _LONGEST_WINDOW)
@@ -136,11 +117,7 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
     """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error.
 
-    Args:
-        name: name of the measure.
-        rows: rows of `report.json`; held-out renders are a dashed line.
-        title: title of the picture.
-        hint: unit and direction, the label of the axis.
+    `rows` are those of `report.json`; held-out renders are a dashed line. `hint` is the label of the axis.
     """
     scale = 100.0 if name.endswith("accuracy") else 1.0
 

@@ -10,7 +10,7 @@ Shapes: clips are uint8 (n, T, H, W, 3). Coverage (n, T, H, W) is the share of e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, isfinite, nan
 
 import numpy as np
 from scipy.ndimage import label, maximum_filter
@@ -256,7 +256,12 @@ def measure(
 
 
 def worse_by(a: Measure, b: Measure, key: str) -> float:
-    """Return the combined standard errors by which ``a`` is worse than ``b`` (negative: better) on measure ``key``."""
+    """Return the combined standard errors by which ``a`` is worse than ``b`` (negative: better) on measure ``key``.
+
+    NaN if a value is infinite or missing, which would count as infinitely many standard errors.
+    """
+    if not (isfinite(a.value) and isfinite(b.value)):
+        return nan
     difference = b.value - a.value if HIGHER_IS_BETTER[key] else a.value - b.value
     error = hypot(a.standard_error, b.standard_error)
     if error == 0.0:

@@ -116,10 +116,8 @@ def contact_sheet(
     """Write a labeled PNG of clips, one row per model and one column per clip, and return the picture.
 
     Args:
-        path: path to the PNG file.
+        path, title: path to the PNG file, and text at the top.
         rows: (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay empty).
-        captions: texts above the columns.
-        title: text at the top.
         frames: maximal number of frames of each clip, evenly spaced, in time order.
         width: approximate width of the picture, in pixels.
     """

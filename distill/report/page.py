@@ -20,8 +20,6 @@ from distill.report.media import fitted_size, pick_frames, picture_bytes, resize
 from distill.report.verdict import ReportRow, label
 from distill.run.json_lines import finite_number, read_objects
 
-_CAPTIONS_IN_GRID = 8
-
 
 def page(
     data: Mapping[str, Any],
@@ -30,13 +28,9 @@ def page(
     records: Sequence[Mapping],
     fps: float,
 ) -> str:
-    """Return the page as text.
+    """Return the page as text, from the content of `report.json` and `metrics.jsonl`.
 
-    Args:
-        data: content of `report.json`.
-        rows: rows of `data` in the same order, with their clips.
-        records: records of `metrics.jsonl`.
-        fps: frame rate of the looping clips.
+    `rows` are those of `data` in the same order, with their clips.
     """
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
@@ -44,16 +38,14 @@ def page(
     result = ("lost" if not all(counting) else "" if data["troubles"] else "won") if counting else ""
     names = list(dict.fromkeys(name for row in data["rows"] for name in row["measures"] or ()))
     curves = charts.curves(records)
-    in_grid = captions[:_CAPTIONS_IN_GRID]
-    width = 104 if len(in_grid) > 4 else 192
+    width = 104 if len(captions) > 4 else 192
     return render(
         "report.html.j2",
         **dict(data)
         | {
             "result": result,
             "fps": fps,
-            "grid_captions": in_grid,
-            "films": [[_film(clip, fps, target=width) for clip in row.clips[: len(in_grid)]] for row in rows],
+            "films": [[_film(clip, fps, target=width) for clip in row.clips[: len(captions)]] for row in rows],
             "measures": [_measure(name, data["rows"]) for name in names],
             "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
             "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
@@ -156,18 +148,17 @@ def _text(value: Any) -> str:
 
 def _date(time: Any) -> str:
     """Return an ISO time with a space instead of the T."""
-    return str(time).replace("T", " ", 1)[:40]
+    return str(time).replace("T", " ", 1)
 
 
 _START = ("started", "command", "directory", "host", "device", "world_size", "commit", "clean", "versions", "from_step")
 """Keys of a start that the report has."""
-_PHASE = re.compile(r"perf/seconds/\w{1,40}/[\w/]{1,80}", re.ASCII)
+_PHASE = re.compile(r"perf/seconds/\w+/[\w/]+", re.ASCII)
 
 
-def read_starts(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the starts of a run, oldest first, and the number of unreadable lines. A missing value is None."""
-    lines = read_objects(path)
-    return [{key: record.get(key) for key in _START} for record in lines.records], lines.unreadable
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, oldest first. A missing value is None."""
+    return [{key: record.get(key) for key in _START} for record in read_objects(path)]
 
 
 def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
             row.measures or {} for row in (teachers[full_steps], teachers[steps], students[steps])
         )
         for name in full:
-            worse, margin = _worse_by(teacher[name], full[name], name), -_worse_by(student[name], teacher[name], name)
+            worse, margin = worse_by(teacher[name], full[name], name), -worse_by(student[name], teacher[name], name)
             comparison = Comparison(
                 steps=steps,
                 measure=name,
@@ -83,15 +83,10 @@ def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
                 counts=worse >= COUNTS_FROM,
                 student_better=margin > 0,
                 student_margin=margin,
-                student_reaches_full=_worse_by(student[name], full[name], name) < COUNTS_FROM,
+                student_reaches_full=worse_by(student[name], full[name], name) < COUNTS_FROM,
             )
             comparisons.append(comparison)
     return comparisons
-
-
-def _worse_by(a: Measure, b: Measure, name: str) -> float:
-    # Without this, an infinite or missing value would count as infinitely many standard errors.
-    return worse_by(a, b, name) if math.isfinite(a.value) and math.isfinite(b.value) else math.nan
 
 
 def label(measure: str) -> str:
@@ -153,11 +148,7 @@ def troubles(
 ) -> list[str]:
     """Return one sentence per problem that the numbers show; empty without problems.
 
-    Args:
-        records: records of `metrics.jsonl`, by step.
-        rows: rows of the report, with their clips.
-        updates: number of updates that each role attempted; by default, the number of logged ones.
-        clip: value of `optim.clip`.
+    `updates` are the numbers of updates that each role attempted; by default, of logged ones. `clip` is `optim.clip`.
     """
     roles = sorted({key.split("/")[0] for record in records for key in record if key.endswith("/loss")})
     sentences = [] if roles else ["No loss is logged in metrics.jsonl, so the training cannot be judged."]

@@ -44,21 +44,15 @@ def write_report(
     Problems of the run come first; each is also logged as a warning. The page is one file that loads nothing.
 
     Args:
-        run_dir: run directory.
-        title: title of the page.
         rows: teacher and student rows, in any order.
         reference: held-out clips (role "heldout") of the same captions; its measures are the noise floor.
-        captions: captions of the clips, in order.
         config_summary: facts of the run (mesh, steps, seconds, versions), in order. The page shows a value whose key
             ends in "command" as code.
-        fps: frame rate of the looping clips.
-        clip: value of `optim.clip`.
-        updates: number of updates that each role attempted.
+        clip, updates: see :func:`distill.report.verdict.troubles`.
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
-    records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
-    starts, unreadable_starts = read_starts(run_dir / STARTS)
+    records = read_metrics(run_dir / "metrics.jsonl")
     wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)
@@ -72,9 +66,7 @@ def write_report(
         "comparisons": [asdict(c) for c in comparisons],
         "captions": list(captions),
         "run": dict(config_summary),
-        "starts": starts,
-        "unreadable_starts": unreadable_starts,
-        "metrics": {"records": len(records), "unreadable_lines": unreadable, "repeated_steps": repeated},
+        "starts": read_starts(run_dir / STARTS),
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)

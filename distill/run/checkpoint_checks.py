@@ -74,15 +74,9 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
     The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
 
     Raises:
-        UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
-            cannot be read.
+        UserError: a table or a folder that cannot be read.
     """
     values = _flat(asdict(config))
-    for name in config.checkpoint.accept:
-        if name not in BY_CONTENT and not (name.startswith("data.") and name in values):
-            raise UserError(
-                f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
-            )
     fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
     for role in roles:
         base = role.name
@@ -106,13 +100,8 @@ def check_resume(
 ) -> dict[str, Any]:
     """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
 
-    Args:
-        config, checkpoint: configuration of the run, and a ``step_*`` folder.
-        roles: roles of the run. Trained roles must have the checkpoint's networks.
-        sources: result of :func:`find_sources`.
-
-    Returns:
-        ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
+    Trained ``roles`` must have the checkpoint's networks. Return ``sources``, the result of :func:`find_sources`, for
+    later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
         UserError: another seed, method, network, file or data; too few steps; other training without further steps.
@@ -239,15 +228,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
 
 
 def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
-    """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
-
-    Args:
-        config, plan, resume: see :func:`check_start`.
-        steps: number of remaining steps.
-
-    Returns:
-        The sizes, as a sentence.
-    """
+    """Check that the disk has room for the checkpoints of the remaining ``steps``. Return the sizes as a sentence."""
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
     existing = len(saved_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)

@@ -24,13 +24,13 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config
+from distill.data.shares import on_first_rank
 from distill.report.media import atomic_path
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
-from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.runtime.signals import STOPPED, Stopped
 
@@ -53,14 +53,7 @@ _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "om
 def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
-    Changes nothing, and needs no process group.
-
-    Args:
-        run_dir: the directory of a run or of a sweep.
-        setting: name of the user's setting, for messages.
-
-    Raises:
-        UserError: a refused directory.
+    Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -78,15 +71,7 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
 
 
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
-    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
-
-    Args:
-        run_dir: the directory of a run or of a sweep.
-        setting: name of the user's setting, for messages.
-
-    Raises:
-        UserError: see :func:`refuse_foreign` and :func:`fsdp_cp.checkpoint.lock.held_directory`.
-    """
+    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective."""
     return held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting))
 
 
@@ -94,22 +79,10 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
     """Write the record of this start, ``config.yaml`` and the log so far. All ranks call it; rank 0 writes.
 
     Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
-    moves an earlier run's files to ``previous``.
-
-    Args:
-        config: the checked configuration.
-        run_dir: the run directory.
-        resume_from: the checkpoint from which the run resumes.
-        step: step of that checkpoint, or 0.
-        command: words of the command line.
-
-    Raises:
-        UserError: a directory that cannot be written.
+    moves an earlier run's files to ``previous``. ``step`` is that of the checkpoint ``resume_from``, or 0.
     """
 
     def write() -> None:
-        if rank() != 0:
-            return
         try:
             if resume_from is None or resume_from.resolve().parent != (run_dir / "checkpoints").resolve():
                 _move_aside(run_dir)
@@ -130,7 +103,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
             kept.close()  # writes the lines so far to the target
         root.addHandler(handler)
 
-    on_all_ranks(write)
+    on_first_rank(write)
 
 
 def this_start(command: Sequence[str]) -> dict[str, Any]:
@@ -183,14 +156,14 @@ def resume_setting(config: Config, run_dir: Path) -> str:
     """
 
     def decide() -> str:
-        if rank() == 0 and config.checkpoint.resume == "never" and _torchrun() is not None:
+        if config.checkpoint.resume == "never" and _torchrun() is not None:
             with suppress(OSError, ValueError, LookupError, TypeError):
                 last = json.loads((run_dir / STARTS).read_text().splitlines()[-1])
                 if last["torchrun"] == _torchrun():
                     return "auto"
         return config.checkpoint.resume
 
-    return on_all_ranks(decide)[0]
+    return on_first_rank(decide)
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
@@ -259,9 +232,6 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
     ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
     ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
     of SLURM or torchrun.
-
-    Args:
-        run_dir: the run directory, which this process has locked.
     """
     started = _now()
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError
@@ -14,20 +14,13 @@ from fsdp_cp.errors import UserError
 log = logging.getLogger(__name__)
 
 
-class Lines(NamedTuple):
-    """Contents of a file of JSON lines."""
-
-    records: list[dict[str, Any]]
-    """Objects in the order of the file."""
-    unreadable: int
-    """Number of lines that are not JSON objects; empty lines do not count."""
-
-
-def read_objects(path: Path) -> Lines:
-    """Return the JSON objects of a file and skip all else. A missing file and a folder have no objects."""
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file in their order; other lines are logged. A missing file has no objects."""
     parsed = [parse(line) for line in path.open("rb") if line.strip()] if path.is_file() else []
     records = [record for record in parsed if record is not None]
-    return Lines(records, len(parsed) - len(records))
+    if len(records) < len(parsed):
+        log.warning("%s: left out %d unreadable line(s)", path, len(parsed) - len(records))
+    return records
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
@@ -48,20 +41,13 @@ def step_of(record: dict[str, Any] | None) -> int | None:
 def finite_number(value: Any) -> float:
     """Return a number as a float, or NaN for anything but a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    try:
-        return float(value) if is_number and math.isfinite(value) else math.nan
-    except OverflowError:  # an integer of 400 digits
-        return math.nan
+    return float(value) if is_number and math.isfinite(value) else math.nan
 
 
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again, and the lines that a kill tore.
 
-    All other lines stay byte for byte, in their order.
-
-    Args:
-        path: ``metrics.jsonl`` or another file of JSON lines; may be absent.
-        step: the checkpoint's step.
+    All other lines stay byte for byte, in their order. The file may be absent.
 
     Raises:
         UserError: a full disk or a folder that cannot be written. The file is then unchanged.

@@ -23,28 +23,14 @@ log = logging.getLogger(__name__)
 
 
 def check_services(settings: LogSettings) -> None:
-    """Refuse a service that is not installed.
-
-    Args:
-        settings: ``log.*``.
-
-    Raises:
-        UserError: a missing package.
-    """
+    """Refuse a service that is not installed."""
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
 
 
 def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Any]:
-    """Open the services that ``settings`` enable.
-
-    Args:
-        run_dir: the run directory.
-        settings: ``log.*``.
-        config: the whole configuration, for services that show it.
-        step: step of the checkpoint from which the run resumes.
-    """
+    """Open the services that ``settings`` enable. The run resumes from ``step``."""
     services: list[Any] = []
     if settings.wandb:
         services.append(WeightsAndBiases(run_dir, settings.project, config))
@@ -58,11 +44,6 @@ class WeightsAndBiases:
 
     Without a key, or if the server does not answer, the run is logged offline. After a later failure the run continues
     without the service.
-
-    Args:
-        run_dir: the run directory.
-        project: name of the project at Weights & Biases.
-        config: shown with the run.
     """
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]):
@@ -80,14 +61,7 @@ class WeightsAndBiases:
     def show(
         self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
     ) -> None:
-        """Show sample clips; the mp4 files are sent as they are.
-
-        Args:
-            step: the 1-based step.
-            sheet: picture of all clips.
-            videos: mp4 files, by the name of the network and its number of steps.
-            measures: measures of the clips by name; may be empty.
-        """
+        """Show sample clips: a picture of all, the mp4 files by network and number of steps, and perhaps measures."""
 
         def send(run: Any) -> None:
             import wandb
@@ -131,9 +105,7 @@ class WeightsAndBiases:
 class TensorBoard:
     """Logger to TensorBoard, which plays no mp4 files: clips are one picture of their frames.
 
-    Args:
-        run_dir: the run directory.
-        step: step of the checkpoint from which the run resumes; TensorBoard hides later values.
+    The run resumes from ``step``; TensorBoard hides later values.
     """
 
     def __init__(self, run_dir: Path, step: int):

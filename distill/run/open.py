@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distill.config import Config
+from distill.data.shares import on_first_rank
 from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
@@ -21,7 +22,6 @@ from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
 from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
-from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
 from models.roles.role import EXPERTS
@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def open_device(config: Config) -> torch.device:
-    """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA.
-
-    Raises:
-        UserError: several tasks of a launcher other than torchrun; see also :func:`distill.run.setup.device_of`.
-    """
+    """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA."""
     refuse_separate_worlds()
     device = device_of(config)
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and rank() == 0:
@@ -72,8 +68,7 @@ class Run:
     def started(self, step: Callable[[], int]) -> Iterator[None]:
         """Log a summary, and record the start, the log and the end of the run. Enter this context after all checks.
 
-        Args:
-            step: number of steps done so far.
+        ``step`` returns the number of steps done so far.
         """
         run_dir = self.plan.run_dir
         # Keep the user's own setting, also under its older name.
@@ -108,39 +103,19 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
 
     The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
     a refused run does not change the files of an earlier one.
-
-    Args:
-        config: the composed settings.
-        plan: their plan.
-        device: this rank's device.
-        arguments: words of the command line that ``config`` is composed of.
-
-    Raises:
-        UserError: a run that one of the steps refuses.
     """
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"
         resume, existing = resume_setting(config, plan.run_dir), saved_steps(checkpoints)
-        start = on_all_ranks(lambda: check_start(config, plan, resume) if rank() == 0 else None)[0]
-        assert start is not None
+        start = on_first_rank(lambda: check_start(config, plan, resume))
         with held_run_dir(plan.run_dir):
             refuse_overtaken(existing, checkpoints)
-            yield Run(
-                config=config,
-                plan=plan,
-                device=device,
-                mesh=mesh,
-                command=command_line(arguments),
-                start=start,
-            )
+            command = command_line(arguments)
+            yield Run(config=config, plan=plan, device=device, mesh=mesh, command=command, start=start)
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
-    """Make the checks that follow :func:`distill.run.setup.plan_run`, without a process group, and log the run.
-
-    Raises:
-        UserError: see :func:`distill.run.checkpoint_checks.check_start`.
-    """
+    """Make the checks that follow :func:`distill.run.setup.plan_run`, without a process group, and log the run."""
     if rank() != 0:
         return
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -158,13 +133,7 @@ def dry_run(config: Config, plan: RunPlan) -> None:
 
 
 def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
-    """Return the roles, the mesh, the batch and the data of a run as aligned lines.
-
-    Args:
-        config: configuration of the run.
-        plan: plan of the run.
-        data: number of items of the data set, and where they are.
-    """
+    """Return the roles, the mesh, the batch and the data of a run as aligned lines."""
     cells = [_role(plan, role) for role in plan.roles]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

@@ -48,8 +48,6 @@ class RunPlan:
     run_dir: Path
     method: type[Method]
     roles: list[RolePlan]
-    heads: int
-    """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
     mesh: MeshShape
     shapes: Shapes
     tokens: int
@@ -74,12 +72,7 @@ class RunPlan:
 def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shapes | None = None) -> RunPlan:
     """Check ``config`` against the world and the files it names.
 
-    Args:
-        config, method: the checked configuration, and a method to use instead of its own.
-        shapes: shapes of a sample's latents and condition. If given, the data and the method's files are not read.
-
-    Raises:
-        UserError: a setting that does not fit the world or the files.
+    ``method`` replaces the configured one. With ``shapes``, the data and the method's files are not read.
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
@@ -125,7 +118,6 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         run_dir=Path(config.run_dir),
         method=method,
         roles=roles,
-        heads=heads,
         mesh=shape,
         shapes=shapes,
         tokens=tokens,
@@ -172,11 +164,7 @@ def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained:
 
 
 def device_of(config: Config) -> torch.device:
-    """Return this rank's device. A dry run on a machine without a GPU uses the CPU, since the run may be elsewhere.
-
-    Raises:
-        UserError: see :func:`fsdp_cp.launch.choose_device`. Not in a dry run.
-    """
+    """Return this rank's device. A dry run on a machine without a GPU uses the CPU, since the run may be elsewhere."""
     if not config.dry_run or torch.cuda.is_available():
         return choose_device(config.device)
     return torch.device("cpu")

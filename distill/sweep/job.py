@@ -59,13 +59,7 @@ def plan_point(point: Point, run_dir: Path, *, world: int) -> dict[str, Any]:
 
 
 def train_point(point: Point, run_dir: Path, *, launcher: Sequence[str]) -> dict[str, Any]:
-    """Run one point's job to its end; return its part of the point's row.
-
-    Args:
-        point: a point that is not refused.
-        run_dir: existing run directory.
-        launcher: command that starts the job's processes: torchrun with its options and any prefix.
-    """
+    """Run one point's job by ``launcher``, torchrun with its options and any prefix; return its part of the row."""
     code, seconds = _run([*launcher, str(TRAIN), *point.words, f"run_dir={run_dir}"], run_dir / OUTPUT)
     status, reason = classify(code, _tail(run_dir / OUTPUT))
     row = {"status": status, "reason": reason, "seconds": round(seconds, 1)}
@@ -73,12 +67,7 @@ def train_point(point: Point, run_dir: Path, *, launcher: Sequence[str]) -> dict
 
 
 def classify(exit_code: int, output: str) -> tuple[str, str | None]:
-    """Return ``status`` and ``reason`` of a job from its exit code and the end of its output.
-
-    Args:
-        exit_code: exit code of torchrun or train.py; negative for a signal.
-        output: output of all processes of the job.
-    """
+    """Return ``status`` and ``reason`` of a job from its exit code (negative: a signal) and the end of its output."""
     if exit_code == 0:
         return DONE, None
     lines = [line for line in (_OF_RANK.sub("", line).strip() for line in output.splitlines()) if line]
@@ -105,7 +94,7 @@ def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
     ``allocated_gib`` is the largest peak of any rank in the whole run: torch's allocated memory on CUDA, and the growth
     of resident memory since the start on a CPU. Values that the files lack are ``None``.
     """
-    records = read_objects(run_dir / "metrics.jsonl").records
+    records = read_objects(run_dir / "metrics.jsonl")
     chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]
     seconds = [finite_number(record.get("perf/seconds_per_step")) for record in chosen]
     total = sum(seconds)
@@ -116,7 +105,7 @@ def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
 
     peaks = [finite_number(record.get("memory/peak_gib")) for record in records]
     peak = max(filter(math.isfinite, peaks), default=None)
-    starts = read_objects(run_dir / STARTS).records
+    starts = read_objects(run_dir / STARTS)
     resident = finite_number(starts[-1].get("resident_gib_before")) if starts else math.nan
     if peak is not None and math.isfinite(resident):  # on the CPU
         peak -= resident

@@ -104,11 +104,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
     """Compose and check the run of every combination of ``swept``; the last key varies fastest.
 
-    Args:
-        fixed: words of all points.
-        swept: values by key.
-        world: number of ranks of a point's job.
-        planned: check like the planner, so that checkpoints, data and GPUs may be missing.
+    With ``planned``, check like the planner, so that checkpoints, data and GPUs may be missing.
     """
     combinations = itertools.product(*swept.values())
     return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]

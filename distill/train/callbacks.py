@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distill.data.shares import on_first_rank
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
+from distill.train.metrics import write_norms
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.phases import phase
-from fsdp_cp.reduce import on_all_ranks, parameter_norms
+from fsdp_cp.reduce import parameter_norms
 from models.files.atomic_folder import withdraw
 from models.files.export_folder import export_adapters, export_scheduler, export_weights
 from models.roles.role import EXPERTS
@@ -64,9 +67,8 @@ class Norms(Callback):
             return
         with phase(f"{role}/norms"):
             norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
-        if self.trainer.norms is not None:
-            for name, values in norms.items():
-                self.trainer.norms.write(step, name, values)
+        for name, values in norms.items():
+            write_norms(self.trainer.run_dir, step, name, values)
 
 
 class Export(Callback):
@@ -112,9 +114,9 @@ class Export(Callback):
                     folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about, causal=role.causal_file
                 )
             else:  # an earlier run in this directory may have left such a folder
-                on_all_ranks(lambda folder=folder: withdraw(folder) if rank() == 0 else None)
+                on_first_rank(partial(withdraw, folder))
         scheduler = run_dir / "export" / "scheduler"
-        on_all_ranks(lambda: write_scheduler(self.trainer.method, scheduler) if rank() == 0 else None)
+        on_first_rank(lambda: write_scheduler(self.trainer.method, scheduler))
         if rank() == 0:
             if role.adapters is not None and whole:
                 log.info(

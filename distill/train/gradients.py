@@ -34,14 +34,10 @@ def accumulate_gradients(
     share: float,
     random: Callable[[int], StepRandom],
 ) -> Losses:
-    """Run the backward of every loss of every micro-batch, for the role that trains at ``step``.
+    """Run the backward of every loss of this rank's micro-batches, for the role that trains at the 0-based ``step``.
 
-    Args:
-        method: yields the losses.
-        step: 0-based step.
-        micro_batches: this rank's micro-batches.
-        share: weight of one micro-batch in the mean over the global batch.
-        random: returns the random streams of the micro-batch at a position.
+    ``share`` is the weight of one micro-batch in the mean over the global batch. ``random`` returns the random streams
+    of the micro-batch at a position.
     """
     name = method.trained_role(step)
     role = method.roles[name]

@@ -18,6 +18,7 @@ from PIL import Image
 from distill.config.schema import LogSettings
 from distill.run.loggers import open_services
 from fsdp_cp.errors import UserError, duration
+from fsdp_cp.launch import rank
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""
@@ -26,14 +27,7 @@ MEASURES = "samples/measures.jsonl"
 class MetricsLog:
     """Log with one JSON object per logged step, with its 1-based ``step``. Non-finite numbers become null.
 
-    Args:
-        run_dir: run directory.
-        settings: ``log.*``.
-        config: whole configuration, for the services that show it.
-        step: step of the checkpoint that the run resumes.
-
-    Raises:
-        UserError: a file that cannot be written.
+    Services show the whole ``config``. The run resumes from ``step``. A file that cannot be written is a ``UserError``.
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):
@@ -90,26 +84,15 @@ def _line(step: int, metrics: Mapping[str, float | None]) -> str:
     return json.dumps({"step": step, **finite}) + "\n"
 
 
-class NormsLog:
-    """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
+def write_norms(run_dir: Path, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
+    """Append ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` to ``norms.jsonl`` on rank 0.
 
     A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
-
-    Args:
-        run_dir: run directory.
     """
-
-    def __init__(self, run_dir: Path):
-        self._file = _append_to(run_dir / "norms.jsonl")
-
-    def write(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
-        """Log the ``norms`` of ``role`` at the 1-based ``step``, before its update."""
-        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
-        _write(self._file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
+    if rank() == 0:
+        with _append_to(run_dir / "norms.jsonl") as file:
+            _write(file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
 
 
 def speed(
@@ -128,7 +111,6 @@ def speed(
     line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
 
     Args:
-        name: role that trained.
         seconds: duration of the step, by the host's clock.
         phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
         samples: samples of the global batch.
@@ -151,10 +133,7 @@ def speed(
 class StepLine:
     """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
 
-    Args:
-        rates: for each trained role, the names under which its learning rates are logged (two for two experts).
-        step: step from which the run starts.
-        steps: last step of the run.
+    ``rates`` are, for each trained role, the names under which its learning rates are logged (two for two experts).
     """
 
     def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int):

@@ -95,9 +95,6 @@ class RoleOptimizer:
 
     Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
     has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.
-
-    Raises:
-        UserError: see :func:`parameter_groups`.
     """
 
     def __init__(self, role: Role, settings: OptimizerSettings):
@@ -173,8 +170,6 @@ class Trained:
     """Position among the role's networks."""
     single: Role
     """View of the role with only this network."""
-    settings: OptimizerSettings
-    """``optim.ROLE``."""
     optimizer: RoleOptimizer
     average: Ema | None
     """Exponential moving average of the weights, if the role keeps one."""
@@ -191,7 +186,7 @@ class Trained:
 
     def rate(self) -> float:
         """Return the learning rate of the next update."""
-        return learning_rate(self.settings, self.updates, self.all_updates)
+        return learning_rate(self.optimizer.settings, self.updates, self.all_updates)
 
     def update(self, scale: float | None = None) -> None:
         """Update the weights with the gradients times ``scale``, update the average, and clear the gradients."""
@@ -228,7 +223,6 @@ def build_trained(config: Config, method: Method) -> dict[str, Trained]:
                 role=role,
                 index=index,
                 single=single,
-                settings=settings,
                 optimizer=RoleOptimizer(single, settings),
                 average=Ema(single, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None,
                 all_updates=counts[role.name, index],

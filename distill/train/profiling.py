@@ -29,11 +29,7 @@ _ENTRIES = 1_000_000
 
 
 def check_profile(settings: ProfileSettings, *, world: int) -> None:
-    """Check ``profile.ranks`` against the number of ranks.
-
-    Raises:
-        UserError: a rank that does not exist.
-    """
+    """Check ``profile.ranks`` against the number of ranks."""
     ranks = settings.ranks
     if isinstance(ranks, list) and max(ranks) >= world:
         raise UserError(
@@ -45,13 +41,7 @@ def check_profile(settings: ProfileSettings, *, world: int) -> None:
 class StepProfiler:
     """Context around the training, on all ranks, that profiles the steps ``profile.steps``.
 
-    A profiled step computes the same numbers. The profiler never overwrites a file.
-
-    Args:
-        settings: ``profile.*``.
-        device: device of this rank.
-        run_dir: run directory.
-        step: number of steps done before this start.
+    A profiled step computes the same numbers. The profiler never overwrites a file. ``step`` steps are done already.
     """
 
     def __init__(self, settings: ProfileSettings, *, device: torch.device, run_dir: Path, step: int):

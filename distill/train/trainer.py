@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.order import Batching, MicroBatchSampler
+from distill.data.order import Batching, clips_of_micro_batches
+from distill.data.shares import on_first_rank
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
@@ -29,7 +30,7 @@ from distill.run.open import Run
 from distill.run.setup import RunPlan
 from distill.train.callbacks import Export, Norms
 from distill.train.gradients import Losses, accumulate_gradients
-from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
@@ -39,7 +40,7 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_all_ranks
+from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
@@ -51,16 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """State of a run between two steps, and its training loop. Each step updates the role that the method names.
-
-    Args:
-        config: the checked configuration.
-        mesh: the mesh.
-        device: this rank's device.
-        data: the clips.
-        method: yields the losses.
-        micro_batch_size: samples per data-parallel rank and forward.
-    """
+    """State of a run between two steps, and its training loop. Each step updates the role that the method names."""
 
     def __init__(
         self,
@@ -109,7 +101,6 @@ class Trainer:
         self.facts: dict[str, Any] = {}
         """Facts that the report shows, in addition to those of every run."""
         self.log: MetricsLog | None = None
-        self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
         self.callbacks = (Norms(self), Export(self), Evaluator(self))
@@ -117,15 +108,13 @@ class Trainer:
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
 
-        Args:
-            run: the opened run.
-            stop: holds a received stop signal, which is checked between two steps.
+        A received signal, which ``stop`` holds, ends the run between two steps.
         """
         self.sources, self.facts = run.start.sources, run.facts
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            on_all_ranks(self._open_log)
+            on_first_rank(self._open_log)
             reset_peak(self.device)
             profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
             # As a context, the bar closes before an error is printed.
@@ -133,9 +122,8 @@ class Trainer:
             with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
                 self._train(shown.update, stop, profiler)
             self.finish()
-            for opened in (self.log, self.norms):
-                if opened is not None:
-                    opened.close()
+            if self.log is not None:
+                self.log.close()
 
     @long_timeout()
     def finish(self) -> None:
@@ -214,15 +202,14 @@ class Trainer:
             "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
         }
 
-    def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step. Return loss and gradient norm by name, e.g. ``step 1 (student)``.
+    def first_steps(self) -> dict[str, tuple[float, float]]:
+        """Train until each role has had a step, at most 10 steps.
 
-        Args:
-            most: maximum number of steps. A role without a step by then is left out.
+        Return loss and gradient norm by name, e.g. ``step 1 (student)``.
         """
         numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
-        while waiting and self.step < min(most, self.config.steps):
+        while waiting and self.step < min(10, self.config.steps):
             name = self.method.trained_role(self.step)
             metrics = self._train_step(data)
             if name in waiting:
@@ -257,17 +244,15 @@ class Trainer:
                 callback.after_step()
 
     def _open_log(self) -> None:
-        if rank() == 0:
-            for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
-                cut_back(self.run_dir / name, self.step)
-            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
-            if self.config.log.norms_every:
-                self.norms = NormsLog(self.run_dir)
+        """Cut the logs back to this step and open them, on rank 0."""
+        for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
+            cut_back(self.run_dir / name, self.step)
+        self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
         steps, accumulation = self.config.steps - self.step, self.batching.accumulation
-        sampler = MicroBatchSampler(
+        sampler = clips_of_micro_batches(
             seed=self.config.seed,
             clips=len(self.training_data),
             batching=self.batching,
@@ -366,10 +351,7 @@ class Trainer:
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         """Clip the gradients and update, or skip the update if the norm is not finite.
 
-        Args:
-            name: the role.
-            norm: gradient norm of all networks that train at this step, the same on all ranks.
-            trained: these networks.
+        ``norm`` is that of all networks that train at this step, the same on all ranks.
         """
         if not math.isfinite(norm):
             self._skip(name, norm)

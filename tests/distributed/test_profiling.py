@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
+from distill.data.shares import on_first_rank
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.runtime.signals import Stopped, StopSignal
@@ -44,7 +45,7 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
             update(*args)
 
         trainer._update = broken
-    trainer._open_log()
+    on_first_rank(trainer._open_log)
     stop = StopSignal()
     stop.received = signal.SIGTERM if stopped else None
     error = None

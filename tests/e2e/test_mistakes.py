@@ -125,7 +125,6 @@ MISTAKES = {
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
         ("python -m distill.sample {run} --frames 12", "--frames"),
-        ("python -m distill.trajectories experiment=quickstart", "distill.teacher_clips"),
         ("python -m distill.teacher_clips experiment=quickstart_teacher mesh.cp=1 {new}", "method="),
         ("python -m distill.teacher_clips experiment=quickstart mesh.cp=1 device=cpu {things}", "OUT"),
     ],

@@ -15,9 +15,9 @@ KEYS = ("student/loss", "fake/loss", "fake/loss/t0.25", "student/grad_norm", "st
 odd = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(-5, 10**400),
-    st.floats(),  # NaN and infinities among them, which Python's json writes and reads
-    st.sampled_from([math.nan, math.inf, 1e308, -1e308, 5e-324, 0.0, "<script>alert(1)</script>", "\ud800", "7", ""]),
+    st.integers(-5, 2**63),
+    st.floats(width=32),  # NaN and infinities among them, which Python's json writes and reads
+    st.sampled_from([math.nan, math.inf, 1e38, -1e38, 5e-324, 0.0, "<script>alert(1)</script>", "\ud800", "7", ""]),
     st.text(max_size=5),
     st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),

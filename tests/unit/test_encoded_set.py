@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.data.order import Batching, MicroBatchSampler
+from distill.data.order import Batching, clips_of_micro_batches
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.encode import EncodeSettings
 from distill.data.sets.write_set import SetWriter, verify
@@ -61,8 +61,8 @@ def numbers(data, *, world, steps, first=0):
     found = [[] for _ in range(steps)]
     for rank in range(world):
         batching = Batching(global_size=8, micro_batch_size=2, dp_rank=rank, dp_size=world)
-        sampler = MicroBatchSampler(seed=1, clips=len(data), batching=batching, first_sample=first, steps=steps)
-        for i, batch in enumerate(sampler):
+        how = {"seed": 1, "clips": len(data), "first_sample": first, "steps": steps}
+        for i, batch in enumerate(clips_of_micro_batches(**how, batching=batching)):
             found[i // batching.accumulation] += [known[data[k]["latents"].sum().item()] for k in batch]
     return [sorted(step) for step in found]
 

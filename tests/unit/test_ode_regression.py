@@ -8,7 +8,6 @@ import torch
 from scipy import stats
 
 from distill.data.sets.dataset import open_set
-from distill.data.sets.write_set import refuse_foreign
 from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
@@ -162,16 +161,6 @@ def test_a_set_says_whose_states_it_has(tmp_path, caplog):
     for name, value in {"chunk": 3, "first_chunk": 2, "context_time": 0.1}.items():
         with refused(f"student.causal.{name}"):
             check(tmp_path / "by chunks", replace(causal, **{name: value}))
-
-
-def test_trajectories_of_earlier_versions_are_refused_and_stay(tmp_path):
-    for name in ("settings.json", "00000000.safetensors"):
-        (tmp_path / name).write_text("{}")
-    with refused("distill.teacher_clips"):
-        EncodedSettings(path=str(tmp_path)).open()
-    with refused("distill.teacher_clips"):
-        refuse_foreign(tmp_path, "OUT=old")
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 # ---------------------------------------------------------------- settings

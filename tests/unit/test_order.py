@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from distill.data.order import Batching, MicroBatchSampler, clip_at
+from distill.data.order import Batching, clip_at, clips_of_micro_batches
 
 SPLITS = [(1, 8), (1, 2), (2, 1), (4, 2), (8, 1)]  # (dp_size, micro)
 
@@ -18,9 +18,9 @@ def stream(dp_size, micro, *, clips=11, first=0, steps=7, seed=5, global_size=8)
     """Return the clip per (step, position in the global batch), put together from all ranks' samplers."""
     seen = {}
     for batching in batchings(dp_size, micro, global_size):
-        sampler = MicroBatchSampler(seed=seed, clips=clips, batching=batching, first_sample=first, steps=steps)
-        micro_batches = list(sampler)
-        assert len(micro_batches) == len(sampler) == steps * batching.accumulation
+        how = {"seed": seed, "clips": clips, "first_sample": first, "steps": steps}
+        micro_batches = list(clips_of_micro_batches(**how, batching=batching))
+        assert len(micro_batches) == steps * batching.accumulation
         for i, indices in enumerate(micro_batches):
             step, micro_batch = divmod(i, batching.accumulation)
             for position, clip in zip(batching.positions(micro_batch), indices, strict=True):

@@ -136,9 +136,8 @@ def test_numbers_of_page_and_json_agree(run):
     assert data["verdict"] in text
 
 
-def test_torn_lines_are_counted_and_facts_are_escaped(run):
-    _, text, _, data = run
-    assert data["metrics"] == {"records": 60, "unreadable_lines": 1, "repeated_steps": 0}
+def test_torn_lines_are_left_out_and_facts_are_escaped(run):
+    _, text, _, _ = run
     assert "torchrun train.py &#39;a=&lt;b&gt;&#39;" in text
     for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
         assert f'alt="{key} by step"' in text
@@ -197,10 +196,9 @@ def test_read_metrics_leaves_out_what_is_no_record(tmp_path):
     good = [b'{"step": 2, "fake/loss": NaN}', b'{"step": 1, "student/loss": 0.5}', b'{"step": 2, "fake/loss": 0.25}']
     bad = [b"[1, 2]", b'{"loss": 1}', b"\xff\xfe", b"7", b'{"step": null}', b'{"step": 3, "fake']
     path.write_bytes(b"\n".join([*good[:2], b"", *bad[:-1], good[2], bad[-1]]))
-    records, unreadable, repeated = charts.read_metrics(path)
-    assert [r["step"] for r in records] == [1, 2] and records[1]["fake/loss"] == 0.25
-    assert (unreadable, repeated) == (len(bad), 1), "of step 2 the later line stands"
-    assert charts.read_metrics(tmp_path / "none.jsonl") == ([], 0, 0)
+    records = charts.read_metrics(path)
+    assert [r["step"] for r in records] == [1, 2] and records[1]["fake/loss"] == 0.25, "of step 2 the later line stands"
+    assert charts.read_metrics(tmp_path / "none.jsonl") == []
 
 
 def test_curves_have_gaps_where_values_are_not_finite():
@@ -235,6 +233,6 @@ def test_an_empty_time_bin_is_no_point():
     assert len(healthy["fake/loss/t0.25"][0]) == 2
 
 
-@pytest.mark.parametrize("values", [[1e308, -1e308, 1e308], [5e-324, 1e308], [-1e-320, 1.0]])
-def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values):
+@pytest.mark.parametrize("values", [[3e38, -3e38, 3e38], [1e-45, 3e38], [-1e-45, 1.0]])
+def test_values_at_the_ends_of_what_fp32_holds_are_drawn(values):
     assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, np.array(values))

@@ -5,7 +5,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from distill.methods.common.sampling import rollout
-from distill.methods.common.schedules import shift_times
+from distill.methods.common.schedules import shift_time
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from models.files.export_folder import export_scheduler
@@ -25,7 +25,7 @@ def times_of(scheduler, steps):
 
 @pytest.mark.parametrize(
     ("times", "within"),
-    [(shift_times([1 - i / n for i in range(n)], s), 1e-6) for n, s in ((1, 5.0), (2, 0.3), (4, 12.0), (16, 5.0))]
+    [([shift_time(1 - i / n, s) for i in range(n)], 1e-6) for n, s in ((1, 5.0), (2, 0.3), (4, 12.0), (16, 5.0))]
     + [(PUBLISHED, 2e-5), ([1.0, 0.4], 1e-6), ([1.0, 0.9, 0.2], 1e-6)],
 )
 def test_shifted_grids_and_step_lists_are_met(times, within):
@@ -35,7 +35,7 @@ def test_shifted_grids_and_step_lists_are_met(times, within):
 @pytest.mark.parametrize("moved", [0.4, 3.0])
 def test_a_list_is_met_within_the_tolerance_or_refused(moved):
     """The nearest scheduler splits the difference if one time of a grid is off."""
-    times = shift_times([1.0, 0.75, 0.5, 0.25], 5.0)
+    times = [shift_time(t, 5.0) for t in (1.0, 0.75, 0.5, 0.25)]
     times[1] += moved * TOLERANCE
     if moved < 1:
         assert times_of(few_step_scheduler(times, stochastic=True), 4) == pytest.approx(times, abs=TOLERANCE)

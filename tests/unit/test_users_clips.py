@@ -401,7 +401,6 @@ def test_tables_that_users_have(tmp_path, name, content, columns):
         ("metadata.jsonl", '{"file_name": "a.mp4", "caption": 3}\n', None, "line 1"),
         ("metadata.jsonl", '{"file_name": "a.mp4"}\n', None, "data.columns"),
         ("metadata.csv", "file_name,caption\na.mp4,one\n", {"name": "file_name"}, "data.columns"),
-        ("metadata.csv", "file_name,caption\na.mp4,one\n", "video", "data.columns"),
         ("captions.txt", '{"caption": "one"}\n', None, ".jsonl"),
     ],
 )

@@ -8,7 +8,7 @@ from distill.data.encoders.folder import check_weight_files, part_settings, requ
 from distill.data.encoders.hunyuan import HunyuanEncoderFolder
 from distill.data.encoders.ltx import LtxEncoderFolder
 from distill.data.encoders.wan import EncoderFolder
-from distill.data.encoders.words import inspect_words, table_file
+from distill.data.encoders.words import WordFolder, WordTable, table_file
 from fsdp_cp.errors import UserError
 from models.families.diffusers_family import checked_arguments
 from models.files.shipped import find_shipped
@@ -24,7 +24,8 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
             encoder of another class; settings that ask for code of their own.
     """
     if table_file(path).is_file():
-        return inspect_words(path)
+        width = WordTable(path).vectors.shape[1]
+        return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)
     import diffusers
 
     folder, where = find_shipped(path), f"data.encoders={path}"

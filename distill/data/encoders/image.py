@@ -21,11 +21,9 @@ from distill.data.encoders.folder import (
     part_settings,
     readable,
     require_class,
-    shown,
     whole_number,
 )
 from fsdp_cp.errors import UserError
-from models.roles.condition import FIRST_FRAME
 
 CLIP = ("CLIPVisionModel", "CLIPVisionModelWithProjection")
 SIGLIP = ("SiglipVisionModel",)
@@ -54,12 +52,7 @@ class ImageEncoderFolder:
 
 
 def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:
-    """Read the settings without loading weights.
-
-    Args:
-        folder: a pipeline folder.
-        where: setting and folder, for messages.
-        classes: classes that the encoder may have.
+    """Read the settings in a pipeline folder without loading weights. The encoder may have one of ``classes``.
 
     Raises:
         UserError: a part that is missing or damaged, or is another model.
@@ -91,31 +84,6 @@ class ImageInput:
     begins with the image, and a mask tells which frames are given."""
     encoder: ImageEncoderFolder | None = None
     """The image encoder, for networks that also get its features."""
-
-
-def inspect_image(folder: Path, where: str) -> ImageInput:
-    """Return the image input of a Wan pipeline, without loading weights.
-
-    Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
-    image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
-
-    Args:
-        folder: a pipeline folder.
-        where: setting and folder, for messages.
-
-    Raises:
-        UserError: none of these pipelines; a part that is damaged.
-    """
-    index = part_settings(folder, ".", where, "model_index.json", optional=True)
-    in_place = index.get("expand_timesteps")
-    if in_place is not None and type(in_place) is not bool:
-        raise UserError(f"{where}: model_index.json has expand_timesteps={shown(in_place)}; use true or false")
-    if in_place:
-        return ImageInput(latents=FIRST_FRAME)
-    # diffusers writes [null, null] for a part that a pipeline does without.
-    if index.get("_class_name") == "WanImageToVideoPipeline" and index.get("image_encoder") in (None, [None, None]):
-        return ImageInput(latents="image_latents")
-    return ImageInput(latents="image_latents", encoder=inspect_image_encoder(folder, where))
 
 
 class ImageEncoder:

@@ -24,7 +24,7 @@ from distill.data.encoders.folder import (
     shown,
     whole_number,
 )
-from distill.data.encoders.image import ImageInput, inspect_image
+from distill.data.encoders.image import ImageInput, inspect_image_encoder
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.roles.condition import FIRST_FRAME
@@ -187,13 +187,9 @@ class EncoderFolder:
 
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> Self:
-        """Return the settings of a folder whose parts are there.
+        """Return the settings of a folder from the checked arguments of its VAE and its text encoder's ``config.json``.
 
-        Args:
-            folder: the pipeline folder.
-            where: setting and folder, for messages.
-            vae: checked arguments of the VAE.
-            text: ``config.json`` of the text encoder.
+        ``where`` is setting and folder, for messages.
 
         Raises:
             UserError: settings that no folder of the family has.
@@ -244,12 +240,24 @@ class EncoderFolder:
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        """Return the tensors that the pipeline makes of an image; ``where`` is setting and folder, for messages.
+        """Return the tensors that the pipeline makes of an image, without loading weights.
+
+        Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
+        image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
 
         Raises:
-            UserError: a pipeline that takes none; a part that is damaged.
+            UserError: a pipeline that takes none; a part that is damaged. ``where`` is setting and folder.
         """
-        return inspect_image(self.path, where)
+        index = part_settings(self.path, ".", where, "model_index.json", optional=True)
+        in_place = index.get("expand_timesteps")
+        if in_place is not None and type(in_place) is not bool:
+            raise UserError(f"{where}: model_index.json has expand_timesteps={shown(in_place)}; use true or false")
+        if in_place:
+            return ImageInput(latents=FIRST_FRAME)
+        # diffusers writes [null, null] for a part that a pipeline does without.
+        if index.get("_class_name") == "WanImageToVideoPipeline" and index.get("image_encoder") in (None, [None, None]):
+            return ImageInput(latents="image_latents")
+        return ImageInput(latents="image_latents", encoder=inspect_image_encoder(self.path, where))
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         """Return warnings: guesses about the folder, and settings that fit clips, captions or images badly."""

@@ -36,10 +36,7 @@ def table_file(folder: str | Path) -> Path:
 
 
 class WordTable:
-    """Embeds captions word by word.
-
-    Args:
-        folder: holds ``words.safetensors``, or is that file.
+    """Embeds captions word by word. ``folder`` holds ``words.safetensors``, or is that file.
 
     Raises:
         UserError: a file that is missing or is not a word table.
@@ -93,11 +90,7 @@ class WordEncoder(TextEncoder):
         self._table, self.max_tokens, self.cuts = WordTable(folder.path), max_tokens, []
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
-        """Return ``text`` fp32 (``max_tokens``, D), filled up with the pad word.
-
-        Raises:
-            UserError: an unknown word, or too many words.
-        """
+        """Return ``text`` fp32 (``max_tokens``, D), filled up with the pad word; see :meth:`WordTable.embed`."""
         return {"text": self._table.embed([caption], self.max_tokens)[0]}
 
 
@@ -131,13 +124,3 @@ class WordFolder(EncoderFolder):
 
     def files(self, *parts: str) -> list[Path]:
         return [table_file(self.path)]
-
-
-def inspect_words(path: str | Path) -> WordFolder:
-    """Return the encoders of a word table.
-
-    Raises:
-        UserError: a file that is missing or is not a word table.
-    """
-    width = WordTable(path).vectors.shape[1]
-    return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,12 +35,8 @@ STATES = "states"
 class EncodedData:
     """Items of an encoded set. Making one is collective: every rank makes it with the same arguments.
 
-    Args:
-        encoded: the set.
-        settings: encoders and sizes of the set.
-        further: a set of further captions for :meth:`condition`, with images where images condition.
-        device: device of the VAE.
-        damaged: ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
+    ``further`` is a set of further captions for :meth:`condition`, with images where images condition. ``damaged`` is
+    ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
 
     Raises:
         UserError: on every rank, a set that is damaged.
@@ -102,21 +98,13 @@ class EncodedData:
         return item
 
     def with_states(self, times: Sequence[float]) -> EncodedData:
-        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times.
-
-        Raises:
-            UserError: a time without states.
-        """
+        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times."""
         data = copy.copy(self)
         data._states = states_at(self.set, times)
         return data
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up.
-
-        Raises:
-            UserError: a caption that was not known when the data set was made.
-        """
+        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up."""
         where, text = self._find(caption)
         return where.text(text)
 
@@ -158,11 +146,7 @@ class EncodedData:
         )
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
-        """Return the set and the clip with the image of a caption.
-
-        Raises:
-            UserError: a caption without an image.
-        """
+        """Return the set and the clip with the image of a caption. Raises ``UserError`` if there is none."""
         for where in (self._further, self.set):
             text = None if where is None else where.find(caption)
             row = None if text is None else where.first_row(text)
@@ -201,7 +185,7 @@ def encode_source(
     path: str | Path,
     cache: str | Path,
     has_clips: bool = True,
-    columns: object = None,
+    columns: Mapping[str, str] | None = None,
     captions: Sequence[str] = (),
     images: Sequence[str] = (),
     device: str | torch.device = "cpu",
@@ -213,11 +197,9 @@ def encode_source(
     Args:
         path: folder of the videos and their table, or file of the captions.
         cache: folder of sets, shared by all ranks; created.
-        has_clips: whether ``path`` is a folder of videos.
         columns: names that the table has for its columns (``data.columns``), or ``None``.
         captions: further captions for :meth:`EncodedData.condition`; they are not part of ``fingerprint``.
         images: files of the images of ``captions``, in their order, or empty.
-        device: device of the encoders.
         settings: fields of :class:`distill.data.sets.encode.EncodeSettings`.
 
     Raises:
@@ -257,7 +239,6 @@ def open_set(
     """Open the set ``path``. A collective.
 
     Args:
-        path: the folder.
         cache: folder for the embeddings of ``captions``.
         encoders: the pipeline folder; by default the one that the set names.
         damaged: see :class:`EncodedData`.
@@ -291,12 +272,9 @@ def open_set(
 
 
 def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> EncodeSettings:
-    """Return the settings that a set was made with.
+    """Return the settings that a set was made with, except ``changes`` of the VAE that are not ``None``.
 
-    Args:
-        encoded: the set.
-        encoders: another place of the pipeline folder, or ``None`` for the one that the set names.
-        changes: settings of the VAE that differ when it decodes; ``None`` for those of the set.
+    ``encoders`` is another place of the pipeline folder, or ``None`` for the one that the set names.
 
     Raises:
         UserError: a pipeline folder that is missing, or that is not the set's.
@@ -314,11 +292,7 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
 
 
 def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
-    """Return the positions of ``times`` among the states of a set.
-
-    Raises:
-        UserError: a set without states at one of the times.
-    """
+    """Return the positions of ``times`` among the states of a set. Raises ``UserError`` for a time without states."""
     stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
     missing = [time for time in times if time not in stored]
     if missing:
@@ -331,11 +305,7 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
 
 
 def check_further(settings: EncodeSettings, captions: Sequence[str], images: Sequence[str]) -> None:
-    """Refuse captions that are not text, and files that are not images.
-
-    Raises:
-        UserError: by name.
-    """
+    """Refuse captions that are not text, and files that are not images."""
     for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
         try:
             text.encode()

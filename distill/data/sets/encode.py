@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,7 +22,6 @@ from distill.data.base import VAE_PRECISIONS, EncodingFields
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
-from distill.data.sets.encoded_set import refuse_earlier
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
@@ -110,7 +109,7 @@ class Source:
     """Whether the files are clips. Otherwise only their first frames are encoded, as conditions."""
 
     @classmethod
-    def read(cls, path: str | Path, columns: object = None, *, has_clips: bool) -> Source:
+    def read(cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool) -> Source:
         """Read the table of a folder of videos, or the captions of a file, without opening a video.
 
         Raises:
@@ -164,12 +163,7 @@ def encode(
 ) -> Path:
     """Encode ``source`` into a set, or the part of it that is missing, free the encoders, and return the set's folder.
 
-    Args:
-        source: the rows.
-        settings: encoders and sizes.
-        device: device of the encoders.
-        out: the set's folder.
-        cache: folder of sets, in place of ``out``: one folder in it for all that a set depends on.
+    The folder is ``out``, or a folder in ``cache`` whose name is a hash of all that a set depends on.
 
     Raises:
         UserError: on every rank, for settings or files that do not fit or that differ between ranks, a folder that
@@ -182,7 +176,6 @@ def encode(
     decides = described[0][0] | made
     if out is None:
         out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-        on_all_ranks(lambda: refuse_earlier(cache, f"data.cache={cache}"))
     writer = SetWriter(out, f"OUT={out}" if cache is None else f"data.cache={out}", decides)
     with writer.begun() as is_whole:
         if not is_whole:

@@ -55,17 +55,12 @@ class Captions(Sequence[str]):
 class EncodedSet:
     """Reader of a set. A row is a clip with a caption; rows can share clips and captions.
 
-    Args:
-        path: the folder.
-        where: setting and folder, for messages.
-
     Raises:
         UserError: a folder that is not a complete set of this format.
     """
 
     def __init__(self, path: str | Path, where: str) -> None:
         self.path, self.where = Path(path), where
-        refuse_earlier(self.path, where)
         try:
             self.about = read_json(self.path / SET)
             if self.about.get("format") != FORMAT:
@@ -124,11 +119,7 @@ class EncodedSet:
         return int(rows[0]) if len(rows) else None
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of a clip by part, fp32, except the parts to ``leave``.
-
-        Raises:
-            UserError: a damaged shard.
-        """
+        """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
         return {
             part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
             for part, (dtype, shape) in self.parts.items()
@@ -136,11 +127,7 @@ class EncodedSet:
         }
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
-        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up.
-
-        Raises:
-            UserError: a damaged shard.
-        """
+        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up."""
         get = self._columns.get
         shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
         return {part: self._tensor("text", text, part, "F32", shape) for part, shape in shapes.items()}
@@ -206,16 +193,3 @@ class EncodedSet:
     def write_damaged(self, damaged: Mapping[str, Sequence[int]]) -> None:
         """Record what a verification found, for all later readers."""
         write_json(self.path / DAMAGED, {"index": self.about["index"], **damaged})
-
-
-def refuse_earlier(path: Path, where: str) -> None:
-    """Refuse a folder of an earlier version by name. Nothing is deleted.
-
-    Raises:
-        UserError: a cache with one file for each clip, or a folder of trajectories.
-    """
-    cache = any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text"))
-    trajectories = (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors"))
-    if cache or trajectories:
-        command = f"{COMMAND} SOURCE OUT" if cache else "python -m distill.teacher_clips OUT --states"
-        raise UserError(f"{where} is of an earlier version; use another folder, or make a set with {command}")

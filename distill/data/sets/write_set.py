@@ -31,7 +31,6 @@ from distill.data.sets.encoded_set import (
     LEFT_OUT,
     SET,
     EncodedSet,
-    refuse_earlier,
     shard_name,
     tensor_name,
 )
@@ -70,10 +69,7 @@ Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
 class SetWriter:
     """A set that is being written. All methods are collective.
 
-    Args:
-        path: the folder.
-        where: setting and folder, for messages.
-        settings: everything that the content depends on, JSON-serializable; a later start must have the same.
+    ``settings`` are everything that the content depends on, JSON-serializable; a later start must have the same.
     """
 
     def __init__(self, path: Path, where: str, settings: Mapping[str, Any]) -> None:
@@ -117,14 +113,9 @@ class SetWriter:
                 (self.path / name).unlink(missing_ok=True)
 
     def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
-        """Write all shards of a kind that are not there yet.
+        """Write all shards of ``count`` clips or texts of about ``size`` bytes that are not there yet.
 
-        Args:
-            kind: ``clips`` or ``texts``.
-            count: number of clips or texts.
-            size: bytes of one of them, about.
-            unit: singular noun for the progress bar.
-            make: makes some of them on all ranks.
+        ``unit`` is a singular noun for the progress bar.
         """
         per_shard = max(1, SHARD_BYTES // max(1, size))
         shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
@@ -195,8 +186,7 @@ class SetWriter:
 
         Args:
             rows: clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`.
-            negative: the negative caption.
-            encoders: folder of the encoders.
+            negative, encoders: the negative caption, and the folder of the encoders.
             left_out: name and reason of each clip or caption.
         """
         texts = texts_of(rows, negative)
@@ -259,12 +249,7 @@ class SetWriter:
 
 
 def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
-    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``).
-
-    Raises:
-        UserError: by name.
-    """
-    refuse_earlier(path, where)
+    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``)."""
     try:
         names = sorted(file.name for file in path.iterdir())
     except FileNotFoundError:
@@ -295,11 +280,7 @@ def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
 
 @contextmanager
 def written(where: str) -> Iterator[None]:
-    """Turn a failure to write into one line.
-
-    Raises:
-        UserError: a full disk, or a folder that cannot be written.
-    """
+    """Turn a failure to write, such as a full disk, into one line."""
     try:
         yield
     except OSError as error:

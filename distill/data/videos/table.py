@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distill.run.json_lines import parse
@@ -50,16 +50,10 @@ def read_text(file: Path, where: str) -> str:
     return text
 
 
-def column_names(columns: Sequence[str], renamed: object) -> tuple[str, ...]:
-    """Return the names that a user's table has for ``columns``, by ``data.columns``.
-
-    Raises:
-        UserError: ``renamed`` is not a mapping of some of ``columns`` to texts.
-    """
-    renamed = {} if renamed is None else renamed
-    if not isinstance(renamed, dict) or not all(
-        key in columns and isinstance(name, str) and name for key, name in renamed.items()
-    ):
+def column_names(columns: Sequence[str], renamed: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return the names that a user's table has for ``columns``, by ``data.columns``."""
+    renamed = renamed or {}
+    if not all(key in columns and name for key, name in renamed.items()):
         example = ", ".join(f"{column}: NAME" for column in columns)
         raise UserError(f"data.columns={renamed} must name columns of the table, as {{{example}}}")
     return tuple(renamed.get(column, column) for column in columns)
@@ -107,14 +101,11 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
     return rows
 
 
-def read_captions(path: Path, columns: object = None) -> list[str]:
+def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[str]:
     """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file, the lines of others.
 
-    White space around a caption is dropped; empty ones are left out, and that is logged.
-
-    Args:
-        path: the file.
-        columns: the table's name of ``caption`` (``data.columns``).
+    White space around a caption is dropped; empty ones are left out, and that is logged. ``columns`` has the table's
+    name of ``caption`` (``data.columns``).
 
     Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
         table would damage a caption (:func:`read_table`).
@@ -196,9 +187,7 @@ def _check_swallowed(
 ) -> None:
     """Refuse a quoted field whose later lines look like rows of the table: its quote was closed by another's.
 
-    Args:
-        inner: the record's lines after the first.
-        line: where the record begins.
+    The record begins at ``line``; ``inner`` are its lines after the first.
     """
     names = columns[0] if len(columns) > 1 else "file_name"
     for number, text in enumerate(inner, start=line + 1):

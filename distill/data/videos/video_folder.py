@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,12 +62,10 @@ def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
     return [file.name for file in _videos(path) if os.path.realpath(file) not in listed]
 
 
-def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
+def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[ListedClip]:
     """Return every row of the folder's table, or every video and the text next to it.
 
-    Args:
-        path: the folder.
-        columns: the table's names of ``COLUMNS`` (``data.columns``).
+    ``columns`` has the table's names of ``COLUMNS`` (``data.columns``).
 
     Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
         table would damage a caption (:func:`distill.data.videos.table.read_table`), and for a file outside the folder.
@@ -80,8 +78,6 @@ def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
     for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
         if not name or not name.strip():
             raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
-        if "\n" in name or "\r" in name:
-            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise UserError(

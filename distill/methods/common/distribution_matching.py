@@ -81,11 +81,7 @@ def fake_score_error(
 class Shared:
     """Samples that several losses of a micro-batch share.
 
-    The first use makes them, without gradient; the last use frees them.
-
-    Args:
-        make: function that makes the samples.
-        uses: number of calls of :meth:`take`.
+    The first of ``uses`` calls of :meth:`take` makes them, without gradient; the last frees them.
     """
 
     def __init__(self, make: Callable[[], Tensor], uses: int):

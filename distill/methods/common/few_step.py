@@ -81,25 +81,21 @@ class StepListSettings(FewStepSettings):
         return list(self.step_list)
 
 
-def spread(times: list[float], steps: int) -> list[float]:
-    """Pick ``steps`` of ``times``, evenly spaced over the list and starting with the first.
-
-    Raises:
-        UserError: more steps than times.
-    """
-    if not 1 <= steps <= len(times):
-        raise UserError(f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}")
-    return [times[i * len(times) // steps] for i in range(steps)]
-
-
 class FewStepMethod(Method):
     """Method whose student is sampled by denoising at :meth:`FewStepSettings.student_times`."""
 
     settings: FewStepSettings
 
     def sampling_times(self, steps: int) -> list[float]:
-        """Return the student's times for ``steps`` steps, at most as many as it was trained for."""
-        return spread(self.settings.student_times(), steps)
+        """Return ``steps`` of the student's times, evenly spaced over the list and starting with the first.
+
+        Raises:
+            UserError: more steps than times.
+        """
+        times = self.settings.student_times()
+        if not 1 <= steps <= len(times):
+            raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
+        return [times[i * len(times) // steps] for i in range(steps)]
 
     def scheduler(self, pipeline_times: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
         """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.

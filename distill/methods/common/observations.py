@@ -70,13 +70,13 @@ def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
     observations.add(f"{prefix}_motion", per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0]))
 
 
-def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor, buckets: int = 4) -> None:
-    """Add the means of ``values`` over ``buckets`` equal intervals of the time ``t`` in [0, 1].
+def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor) -> None:
+    """Add the means of ``values`` over four equal intervals of the time ``t`` in [0, 1].
 
     Both are ``(B,)``, or ``(B, T)`` if each latent frame has its own time.
 
     The lower end of the interval is in the name: ``NAME/t0.00``. An interval without samples is null in the metrics.
     """
-    index = (t.detach() * buckets).long().clamp(0, buckets - 1)
-    for bucket in range(buckets):
-        observations.add(f"{name}/t{bucket / buckets:.2f}", values, index == bucket)
+    index = (t.detach() * 4).long().clamp(0, 3)
+    for bucket in range(4):
+        observations.add(f"{name}/t{bucket / 4:.2f}", values, index == bucket)

@@ -5,7 +5,11 @@ Shapes: x, x0, e, v are ``(B, C, T, H, W)``; t is ``(B,)``, or ``(B, T)`` for a 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
+
+Time = TypeVar("Time", Tensor, float)
 
 
 def per_sample(t: Tensor, x: Tensor) -> Tensor:
@@ -26,16 +30,11 @@ def denoise(x_t: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return x_t - per_sample(t, x_t) * v
 
 
-def shift_time(t: Tensor, shift: float) -> Tensor:
+def shift_time(t: Time, shift: float) -> Time:
     """Return ``s t / (1 + (s - 1) t)`` (Esser et al. 2024, eq. 23): more time at high noise for ``s > 1``."""
     return shift * t / (1 + (shift - 1) * t)
 
 
-def shift_times(times: list[float], shift: float) -> list[float]:
-    """Apply :func:`shift_time` to plain numbers."""
-    return [shift * t / (1 + (shift - 1) * t) for t in times]
-
-
 def euler_times(steps: int, shift: float) -> list[float]:
     """Return ``steps + 1`` times from 1 down to 0, evenly spaced before the shift."""
-    return shift_times([1 - i / steps for i in range(steps + 1)], shift)
+    return [shift_time(1 - i / steps, shift) for i in range(steps + 1)]
