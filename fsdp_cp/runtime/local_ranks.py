@@ -114,18 +114,6 @@ class RankPool:
             self._folder = None
 
 
-def run_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 180.0,
-    preload: Sequence[str] | None = None,
-) -> list[Any]:
-    """Run ``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
-    with RankPool(world_size, timeout=timeout, preload=preload) as pool:
-        return pool.run(function, *args)
-
-
 def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     open_pipes = dict(enumerate(pipes))

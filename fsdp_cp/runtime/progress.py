@@ -60,18 +60,13 @@ def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], objec
         yield advance
 
 
-def write_line(text: str) -> None:
-    """Print a line to stdout immediately, above a visible bar."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
-
-
 class Console(logging.StreamHandler):
-    """Log handler that writes to stdout, above a visible bar."""
+    """Log handler that writes to stdout immediately, above a visible bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            write_line(self.format(record))
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
         except Exception:
             self.handleError(record)
 

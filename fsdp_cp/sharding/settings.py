@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Precision = Literal["fp32", "bf16", "fp64"]
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 @dataclass(kw_only=True)

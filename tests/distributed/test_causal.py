@@ -14,11 +14,12 @@ from fsdp_cp.reduce import grad_norm
 from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
-from models.roles.condition import Condition, text_condition
+from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.tiny_wan import text_condition
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
