@@ -347,14 +347,9 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
 def high_priority(backend: str) -> Any:
     """Return options that give an NCCL communicator a high-priority CUDA stream; ``None`` for another backend.
 
-    ``ProcessGroupNCCL`` is public, but torch 2.13 without CUDA does not have it.
-
-    Args:
-        backend: backend string such as ``"cuda:nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+    The ``backend`` is a string such as ``"cpu:gloo,cuda:nccl"``. torch without CUDA lacks ``ProcessGroupNCCL``.
     """
-    if "nccl" not in backend:
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if "nccl" in backend else None
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -374,9 +369,7 @@ def connect(*meshes: DeviceMesh) -> None:
         first_collectives(groups_of(*meshes), torch.device("cuda", torch.cuda.current_device()))
 
 
-@lru_cache(maxsize=64)
-def connect_once(mesh: DeviceMesh) -> None:
-    connect(mesh)
+connect_once = lru_cache(maxsize=64)(connect)
 
 
 def first_collectives(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:

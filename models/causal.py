@@ -246,12 +246,6 @@ class Cache:
     text: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of the text, by layer; empty before the first chunk."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the keys and values on this rank."""
-        pairs = [(layer.k, layer.v) for layers in self.chunks.values() for layer in layers]
-        return sum(x.nbytes for pair in (*pairs, *self.text.values()) for x in pair)
-
     def forward(self, record: Record | None = None) -> CausalForward:
         """Return the arguments of a forward of the next chunk."""
         role, settings = self.role, self.role.causal

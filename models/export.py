@@ -32,8 +32,6 @@ from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
-_KINDS = {"raw": "weights", "ema": "ema"}
-
 
 def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
     """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint.
@@ -58,7 +56,7 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
 
     networks = {}
     for name in names:
-        prefix = f"{name}.{_KINDS[weights]}."
+        prefix = f"{name}.{'ema' if weights == 'ema' else 'weights'}."
         tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
         shapes = {key: tuple(cast(TensorStorageMetadata, tensor).size) for key, tensor in tensors.items()}
         if shapes:

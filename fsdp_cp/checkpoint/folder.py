@@ -210,33 +210,24 @@ def leave(folder: Path) -> None:
     log.warning("renamed %s to %s: the run resumes from an earlier step", folder.name, left)
 
 
+# Names that start with _ are private to torch. _get_layout looks up a layout by name.
 _ALLOWED = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",  # private
-        )
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),  # private
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),  # private; looks up a layout by name
-    *(("torch", name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # the name in Python 3.13
-}
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # the module in Python 3.13
+}  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed in a checkpoint of tensors")
         return super().find_class(module, name)
 

@@ -66,34 +66,17 @@ def shard_module(
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is already sharded; call shard_module once")
-    settings = checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
+    settings = _checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
     units = _modules_of(model, units, "units")
     full_precision_units = _modules_of(model, full_precision_units, "full_precision_units")
     # Convert layers first: the wrappers below capture a unit's forward with its current layers.
     fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         wrap_unit(unit, settings)
-    shard(model, mesh, units, settings, full_precision_units=full_precision_units, fp8_layers=fp8_layers)
-
-
-def shard(
-    model: nn.Module,
-    mesh: Mesh,
-    units: Sequence[nn.Module],
-    settings: ShardSettings,
-    *,
-    full_precision_units: Sequence[nn.Module] = (),
-    fp8_layers: Sequence[nn.Module] = (),
-) -> None:
-    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` come from ``apply_fp8``.
-
-    Raises:
-        ValueError: two units share a parameter.
-    """
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
-    _refuse_double_backward(model, settings)
+    _refuse_double_backward(model, settings)  # before FSDP2 registers its hooks, to raise before any gather
     shard_mesh = _shard_mesh(mesh, settings)
     _fully_shard(model, units, full_precision_units, settings, shard_mesh)
     root = cast(ShardedModule, model)  # fully_shard changed its class in place
@@ -111,7 +94,7 @@ def shard(
     refuse_tangents_with_gradients(root)
 
 
-def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
+def _checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
     """Return the effective settings after ``changes``. Warn once about settings without effect."""
     known = [field.name for field in fields(ShardSettings)]
     unknown = [name for name in changes if name not in known]
@@ -246,10 +229,7 @@ def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: Sha
 
 
 def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
-    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs.
-
-    Call it before FSDP2 registers its hooks, so that the check raises before any gather.
-    """
+    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs."""
     kind, keeps = type(model).__name__, settings.keeps_gathered
 
     def check(_grad: Tensor) -> None:
@@ -279,13 +259,10 @@ def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
 
 
 def _allow_inference_mode(model: ShardedModule) -> None:
-    """Allow a first forward under ``torch.inference_mode()`` without breaking later training.
+    """Allow a first forward under ``torch.inference_mode()`` without breaking later training."""
 
-    FSDP2 creates the tensors of full parameters in the first forward and keeps them. Inference tensors would make later
-    gathers and backwards fail. This hook runs before FSDP2's hooks and creates the tensors outside inference mode: it
-    gathers and frees each unit once.
-    """
-
+    # FSDP2 keeps the full parameters that the first forward creates, and inference tensors would break later gathers.
+    # This hook runs before FSDP2's and creates them outside inference mode: it gathers and frees each unit once.
     def make(_module: nn.Module, _args: tuple) -> None:
         if not torch.is_inference_mode_enabled():
             return
@@ -301,10 +278,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Allocate uninitialized memory for parameters and buffers of a model on the meta device, sharded or not.
 
     Unlike ``to_empty`` it keeps the attributes of parameters (torch creates new parameters). It frees gathered ones.
-
-    Args:
-        model: model on the meta device.
-        device: device of the memory; the CPU under ``offload="cpu"``.
+    Under ``offload="cpu"`` the ``device`` is the CPU.
     """
     attributes = _attributes(model)
     model.to_empty(device=device)

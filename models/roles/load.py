@@ -184,9 +184,8 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         base = {} if network.adapters else network.base_parameters()
         _load(network.base_parameters(), plans[0])
         for plan in plans:
-            if plan.additions:
+            if plan.additions:  # drawn, then replaced by those that the folder holds
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
-            if plan.additions:  # saved additions
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:

@@ -82,9 +82,7 @@ def _rollout(mesh, chunks, heads, kv_heads, kinds=("none",), bound=1e-12, dtype=
         held = slice(*_held_tokens(tokens, mesh.context))
         share = slice(place * heads_per_rank, (place + 1) * heads_per_rank)
         for x, whole in ((new.k, k), (new.v, v)):
-            assert torch.equal(x, whole[:, held, share].to(dtype)), (
-                "the cache differs"
-            )
+            assert torch.equal(x, whole[:, held, share].to(dtype)), "the cache differs"
         past = [*past, new]
         plain_keys.append(k.detach())
         plain_values.append(v.detach())

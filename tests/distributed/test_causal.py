@@ -363,7 +363,7 @@ def _misused(folder):
             role.chunk_velocity(x, time, cache)
     # A cache that is overwritten between a forward and the recomputation in its backward.
     cache = cache.with_chunk(clean[:, :, :1])
-    assert cache.bytes > 0 and role.flops > 0
+    assert role.flops > 0
     with microbatch(role.network, is_first=True, is_last=True):
         loss = role.chunk_velocity(noisy[:, :, 1:3], t[:, 1], cache).square().mean()
         cache.chunks[0][0].k.mul_(2)
