@@ -34,11 +34,7 @@ from models.roles.role import EXPERTS
 
 
 def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
-    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint.
-
-    Raises:
-        UserError: a role or average that the checkpoint does not hold.
-    """
+    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint."""
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
     names = [role]
@@ -149,11 +145,8 @@ def export_checkpoint(
 
 
 def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
-    """Return the base of the adapters of each network of the role.
-
-    Raises:
-        UserError: the base is missing, has other weights, or would be replaced by ``out``.
-    """
+    """Return the base of the adapters of each network of the role. Refuse one with other weights, or that ``out``
+    replaces."""
     base = state["adapters"][role]["base"]
     if base["path"] is None:
         raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")

@@ -250,10 +250,8 @@ def verify(
 ) -> Iterator[tuple[Case, dict[str, float], str]]:
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
-    Args:
-        folder, family, expert, optional: as for :class:`Case`.
-        ranks: maximum number of processes.
-        causal: compare a causal role in all :data:`HISTORIES`, with itself on one rank.
+    Arguments are those of :class:`Case`; ``causal`` compares a causal role in all :data:`HISTORIES`, with itself on one
+    rank.
 
     Raises:
         UserError: the folder's network is not of the family, or does not fit this host's memory.

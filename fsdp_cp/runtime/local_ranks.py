@@ -60,9 +60,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(*args)`` on each rank and return the results in rank order.
 
-        Args:
-            function: importable function (not a lambda or a closure) whose result can be pickled.
-            args: arguments that can be pickled.
+        The function is importable (not a lambda or a closure). Arguments and results can be pickled.
 
         Raises:
             RuntimeError: a rank failed (the message has the traceback of the first one), or the timeout expired.

@@ -43,13 +43,9 @@ _TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
 def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> None:
-    """Refuse fp8 where it cannot run, before anything is built.
+    """Refuse fp8 where it cannot run, before anything is built; ``where`` is the prefix of the setting's name.
 
-    Args:
-        settings: settings of a network.
-        device_type: ``cuda``, or ``cpu``, where torchao emulates fp8: it rounds to fp8 and multiplies in the compute
-            dtype.
-        where: prefix of the setting's name in the message, e.g. ``"student."``.
+    On a CPU torchao emulates fp8: it rounds to fp8 and multiplies in the compute dtype.
 
     Raises:
         UserError: the package is missing or too old, the device does not support fp8 products, or the package does not
@@ -78,13 +74,8 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
     """Return the linear layers of ``units`` that compute in fp8: those whose sizes allow it.
 
-    Layers of the first and last unit are left out, since they are the most sensitive. A unit that is a linear layer
-    itself cannot be replaced.
-
-    Args:
-        units: units of a network, in order of execution, sharded or not.
-        excluded: modules whose layers do not change.
-        where: prefix of the setting's name in the message.
+    Layers of the first and last unit are left out, since they are the most sensitive, and those of ``excluded``
+    modules. A unit that is a linear layer itself cannot be replaced.
 
     Raises:
         UserError: no layer can compute in fp8.
@@ -186,12 +177,8 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: 
     gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
 
     torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
-    Here only the shard's tensor has FSDP2's two functions as attributes.
-
-    Args:
-        root: sharded network.
-        layers: layers from :func:`fsdp_cp.sharding.fp8.apply_fp8`.
-        shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
+    Here only the shard's tensor has FSDP2's two functions as attributes. The last axis of ``shard_mesh`` holds the
+    shards.
     """
     from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
 

@@ -117,10 +117,6 @@ class ShardSettings:
     def copies(self, shape: MeshShape, where: str = "") -> int:
         """Return the number of copies of the network on a mesh; gradients are summed over copies.
 
-        Args:
-            shape: shape of the mesh.
-            where: as in :meth:`check`.
-
         Raises:
             UserError: ``shard_ranks`` does not divide the world.
         """
@@ -139,9 +135,7 @@ class ShardSettings:
     def check(self, device_type: str, where: str = "") -> None:
         """Refuse values and combinations that do not work, before anything is built.
 
-        Args:
-            device_type: ``cpu`` or ``cuda``.
-            where: prefix of the setting's name in the message, e.g. ``"student."``.
+        ``where`` is the prefix of the setting's name in messages, e.g. ``"student."``.
 
         Raises:
             UserError: a value or combination is refused.
@@ -221,13 +215,9 @@ GATHERED_ONLY = (
 
 
 def require_compiler(device_type: str, setting: str) -> None:
-    """Check for a compiler, so that torch does not fail at the first forward of compiled units, after loading all
-    weights.
+    """Check for the C or C++ compiler of Triton (``cuda``) or inductor (``cpu``), before all weights are loaded.
 
-    Args:
-        device_type: ``cuda``, where Triton builds its launchers in C, or ``cpu``, where inductor builds its kernels in
-            C++.
-        setting: setting that enables compilation, e.g. ``student.compile``.
+    ``setting`` enables compilation, e.g. ``student.compile``.
 
     Raises:
         UserError: the compiler that ``CC`` or ``CXX`` names, or any default one, is not on the ``PATH``.

@@ -118,11 +118,10 @@ def _modules_of(model: nn.Module, modules: Iterable[nn.Module], argument: str) -
     listed, inside = list(modules), {*model.modules()} - {model}
     for i, module in enumerate(listed):
         kind = type(module).__name__
-        if not isinstance(module, nn.Module) or module not in inside:
-            raise UserError(f"{argument}[{i}] must be a module inside the model, e.g. one of model.blocks, got {kind}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, FSDPModule)) or module in listed[:i]:
+        has_no_forward = isinstance(module, (nn.ModuleList, nn.ModuleDict, FSDPModule))  # or is sharded
+        if not isinstance(module, nn.Module) or module not in inside or has_no_forward or module in listed[:i]:
             raise UserError(
-                f"{argument}[{i}] must be a module with a forward that is not sharded yet, named once, got {kind}"
+                f"{argument}[{i}] must be a module inside the model, with a forward, named once, got {kind}"
             )
     return listed
 
@@ -335,8 +334,7 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
     root = _root(model)
     if is_first and state.has_gradients(root):
         raise RuntimeError(
-            "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch,"
-            " or discard_step(model) after one that was broken off"
+            "gradients are left from an earlier step; call zero_grad(set_to_none=True) or discard_step(model)"
         )
     outer = root.__dict__.setdefault("_open_microbatches", [])
     outer.append(is_last)
@@ -408,26 +406,17 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
     # output.
     if is_last and not state.is_finished(root):
         raise RuntimeError(
-            "the last micro-batch had no backward through the network, so earlier gradients were not fully reduced;"
-            " give is_last=True to the last one that has a backward"
+            "the last micro-batch had no backward; give is_last=True to the last one that has a backward"
         )
     if is_last and (units := state.unreduced_units(root)):
-        raise RuntimeError(
-            f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
-            " the replicas; set reduce_unused=true"
-        )
+        raise RuntimeError(f"the last micro-batch's backward did not reach {', '.join(units)}; set reduce_unused=true")
     # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
     if not is_last and (units := state.partly_reduced_units(root)):
-        raise RuntimeError(
-            f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"
-            " needs reduce_unused=true then"
-        )
+        raise RuntimeError(f"a parameter of {', '.join(units)} got no gradient; accumulation needs reduce_unused=true")
 
 
 def _root(model: nn.Module) -> ShardedModule:
     roots = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
     if len(roots) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(roots)} modules sharded by fsdp_cp.shard_module; give the one to train"
-        )
+        raise ValueError(f"{type(model).__name__} has {len(roots)} roots of shard_module; give the one to train")
     return roots[0]

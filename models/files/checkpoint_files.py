@@ -72,11 +72,8 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
 def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
     """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
 
-    Args:
-        checkpoint: as for :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
-            read too.
-        setting: as for :func:`inspect_transformer`.
-        alone: accept the folder of the noisier expert as a network.
+    Arguments are those of :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
+    read too. ``alone`` accepts the folder of the noisier expert as a network.
 
     Raises:
         UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
@@ -139,14 +136,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that hold the network's weights: one file, or the parts of one.
-
-    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
-
-    Raises:
-        UserError: the folder has no weights, an index names a missing file, or the folder has several sets of weights.
-            The reader takes every file of the folder, so it would mix two networks.
-    """
+    """Return the files that hold the network's weights: one file, or the parts that an index or their names give."""
     indexed: dict[str, tuple[str, ...]] = {}
     for index in path.glob("*.safetensors.index*.json"):
         names = tuple(indexed_files(index, where))
@@ -216,11 +206,7 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 def _boundary(pipeline: Path, where: str) -> float | None:
-    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network.
-
-    Raises:
-        UserError: the second expert or the boundary is missing, or the boundary is not a number between 0 and 1.
-    """
+    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network."""
     try:
         index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # a pipeline with one network needs no boundary
@@ -240,11 +226,7 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
-    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted.
-
-    Args:
-        index: the file.
-        where: setting and folder, for messages.
+    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages.
 
     Raises:
         UserError: ``index`` is not an index, or a file is missing or outside the folder of ``index``.
@@ -307,12 +289,7 @@ def one_line(error: object) -> str:
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Compare the tensors in the files with those that the network needs.
-
-    Args:
-        folder: contents of the files.
-        expected: name and shape of every tensor of the network.
-        setting: the setting it came from, for messages.
+    """Compare the tensors in the files with the ``expected`` names and shapes; ``setting`` is for messages.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape.

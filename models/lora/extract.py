@@ -36,12 +36,7 @@ def extract(
 ) -> Extracted:
     """Return the best least-squares approximation of the given rank for each layer (Eckart & Young 1936).
 
-    Args:
-        full: folder of the trained network.
-        base: folder of its initial network, with the same shapes.
-        network: network of their configuration, on the meta device.
-        family: family of the network.
-        settings: rank and targets.
+    ``network`` has the folders' configuration and is on the meta device.
 
     Raises:
         UserError: shapes differ, weights are equal, or :func:`models.lora.plan.target_layers` raises.
@@ -89,8 +84,8 @@ def extract(
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors ``(out, r)``, the ``rank`` largest singular values ``(r,)`` and right vectors ``(in, r)`` of
-    ``x`` ``(out, in)``."""
+    """Return left vectors ``(out, r)``, largest singular values ``(r,)`` and right vectors ``(in, r)`` of ``(out,
+    in)``."""
     if min(x.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T

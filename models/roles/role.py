@@ -297,14 +297,7 @@ class Role:
         depth: float = 1.0,
         causal: CausalForward | None = None,
     ) -> tuple[Tensor, ...]:
-        """Call ``network`` and return its outputs.
-
-        Args:
-            network: one of the role's networks.
-            x, t, condition: as for :meth:`velocity`.
-            depth: share of the network that a backward passes.
-            causal: history of a causal forward.
-        """
+        """Call ``network`` and return its outputs; a backward passes the share ``depth`` of it."""
         dtype = COMPUTE_DTYPE[network.precision]
         by_frame = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
         if t.shape != x.shape[:1] and not by_frame:

@@ -227,11 +227,7 @@ def plan_role(
 def _inspected(
     name: str, checkpoint: str | None, architecture: dict[str, Any] | None, boundary: float | None
 ) -> Checkpoint:
-    """Return the files of a role and the boundary of its experts; no files for random weights.
-
-    Raises:
-        UserError: checkpoint and architecture are both missing or both set, or the boundary does not fit.
-    """
+    """Return the files of a role and the boundary of its experts; no files for random weights."""
     if (checkpoint is None) == (architecture is None):
         raise UserError(
             f"{name}.checkpoint must name a diffusers folder, or {name}.architecture be set for random weights; set"
@@ -258,14 +254,8 @@ def _causal(
     network: nn.Module,
     sharding: ShardSettings | None,
 ) -> tuple[CausalSettings | None, int | None]:
-    """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
-
-    A ``causal.json`` next to the adapters in ``saved`` comes before that of the networks.
-
-    Raises:
-        UserError: the settings contradict the checkpoint's, or are incomplete; or the family, the network, its two
-            experts or ``compile`` forbid a causal role.
-    """
+    """Return a role's causal settings and the latent frames in its checkpoint's training; the adapters' file comes
+    first."""
     settings, trained_frames, where = settings or CausalSettings(), None, f"{name}.causal."
     folders = [*([saved.parent] if saved is not None else []), *(folder.path for folder in checkpoint.folders)]
     for folder in folders:
@@ -286,11 +276,7 @@ def _causal(
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
-    """Return the positions of the experts that train.
-
-    Raises:
-        UserError: one of two experts is chosen, but the role has one network.
-    """
+    """Return the positions of the experts that train."""
     if chosen == "both":
         return tuple(range(len(boundaries) + 1))
     if not boundaries:
@@ -301,13 +287,7 @@ def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> t
 def _check_files(
     setting: str, folders: Sequence[TransformerFolder], networks: Sequence[nn.Module], added: nn.ModuleDict
 ) -> None:
-    """Check that all experts have one configuration, and that the folders hold the tensors of their networks.
-
-    A seed initializes additions that a folder does not hold.
-
-    Raises:
-        UserError: a key or a tensor differs.
-    """
+    """Check that experts have one configuration, and that the folders hold their tensors; additions may be missing."""
     first, *others = (defining(config_of(network)) for network in networks)
     for other in others:
         if other != first:
@@ -333,11 +313,7 @@ def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[Ro
     """Group ``plans`` by the network that they use, in the order of each group's first plan.
 
     Roles with adapters on one base share it. So does a frozen role whose network is this base: a teacher is the base
-    without adapters. A role that trains its whole network does not share it.
-
-    Args:
-        plans: plans of the roles.
-        trained: names of the roles that train.
+    without adapters. A role in ``trained`` that trains its whole network does not share it.
     """
     adapted = {plan.base for plan in plans if plan.lora is not None}
     groups: dict[object, list[RolePlan]] = {}
