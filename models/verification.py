@@ -262,9 +262,8 @@ def verify(
     needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
     if free is not None and needed > free:
         raise UserError(
-            f"{folder} has {size / 1e9:.2f} billion parameters: float64 on {ranks} ranks takes about"
-            f" {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free; use fewer --ranks, or --family NAME alone,"
-            " which tries small networks of the same class"
+            f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free;"
+            " use fewer --ranks, or the name of the family, which tries small networks of the same class"
         )
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them

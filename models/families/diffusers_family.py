@@ -67,13 +67,11 @@ class DiffusersFamily(Family):
         """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
-            import diffusers
-
-            layout = "" if hasattr(diffusers, str(name)) else (
-                "; that is not a class of diffusers: give the repository in diffusers' layout (Wan's end in -Diffusers)"
-            )  # fmt: skip
             shown = " ".join(str(name).split())[:80]
-            raise UserError(f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}{layout}")
+            raise UserError(
+                f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}, in diffusers' layout (Wan's"
+                " repositories end in -Diffusers)"
+            )
         self.check_values(config, setting)
         try:
             return self.transformer.from_config(dict(config))
@@ -104,12 +102,7 @@ class DiffusersFamily(Family):
         self.check_patches(config, latent_shape, setting)
 
     def check_data(
-        self,
-        config: NetworkConfig,
-        latent_shape: LatentShape,
-        needed: Shapes,
-        condition: Shapes,
-        setting: str,
+        self, config: NetworkConfig, latent_shape: LatentShape, needed: Shapes, condition: Shapes, setting: str
     ) -> None:
         """Compare the shapes of the data, latents ``(C, T, H, W)`` and condition, with the ``needed`` tensors.
 
@@ -119,9 +112,9 @@ class DiffusersFamily(Family):
         """
         use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
+            channels = self.latent_channels(config)
             raise UserError(
-                f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have"
-                f" {latent_shape[0]}; {use}"
+                f"{setting} takes latents of {channels} channels, but the data's have {latent_shape[0]}; {use}"
             )
         for name, shape in needed.items():
             data_shape, start = condition.get(name), 1 if name in self.open_counts else 0
@@ -135,10 +128,7 @@ class DiffusersFamily(Family):
             if name in condition and name not in needed:
                 raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
         if FIRST_FRAME in condition and latent_shape[1] < 2:
-            raise UserError(
-                f"data.num_frames gives {latent_shape[1]} latent frame, and data.image=first_frame gives it already;"
-                " use more frames, or leave data.image out"
-            )
+            raise UserError("data.num_frames gives only the latent frame of data.image=first_frame; use more frames")
 
     def check_patches(
         self, config: NetworkConfig, latent_shape: LatentShape, setting: str, most: int | None = None

@@ -62,10 +62,7 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     """
     inspected = inspect_checkpoint(checkpoint, setting, alone=True)
     if inspected.boundaries:
-        raise UserError(
-            f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
-            f" {inspected.boundaries[0]:g}), where one network is wanted; give the folder of one"
-        )
+        raise UserError(f"{setting}={checkpoint} is a model of two experts; give the folder of one of them")
     return inspected.folders[0]
 
 
@@ -89,14 +86,12 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
         boundary = _boundary(root, where)
     elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
         raise UserError(
-            f"{where} is only the high-noise expert of a model with two; give the folder"
-            f" above it, {root.absolute().parent}, for both"
+            f"{where} is only the high-noise expert of a model with two; give {root.absolute().parent} for both"
         )
     if not (path / "config.json").is_file():
         inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
         raise UserError(
-            f"{where} has neither transformer/config.json nor config.json"
-            + (f"; there is one in {inside}" if inside else "")
+            f"{where} has neither transformer/config.json nor config.json; one is in: {inside or 'no folder'}"
         )
     first = _inspect(path, where)
     if boundary is None:
@@ -114,10 +109,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         reason = one_line(error.strerror if isinstance(error, OSError) else error)
         raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
     if "quantization_config" in config:
-        raise UserError(
-            f"{where} is quantized ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
-            " weights in bf16 or fp32"
-        )
+        raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
     stored: dict[str, str] = {}
@@ -125,10 +117,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         for in_file, shape in _read_shapes(file, where).items():
             name = _WRAPPERS.sub("", in_file)
             if name in shapes:  # the reader would take either tensor
-                raise UserError(
-                    f"{where} holds {name} twice, in {files[name]} and in {file.name}; link one set of weights and"
-                    " config.json into a new folder, and give that one"
-                )
+                raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; keep one of them")
             shapes[name], files[name], stored[name] = shape, file.name, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
@@ -149,10 +138,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
     if len(sets) > 1:
-        raise UserError(
-            f"{where} holds several sets of weights ({', '.join(sets.values())}); link one of them and config.json into"
-            " a new folder, and give that one"
-        )
+        raise UserError(f"{where} holds several sets of weights ({', '.join(sets.values())}); keep one of them")
     return files
 
 
@@ -219,8 +205,7 @@ def _boundary(pipeline: Path, where: str) -> float | None:
     if not between or not (second / "config.json").is_file():
         raise UserError(
             f"{where} is a model of two experts, which needs transformer_2/config.json, and in model_index.json a"
-            f" boundary_ratio between 0 and 1, got {one_line(ratio)} (Wan 2.2: .875 for T2V, .9 for I2V); copy the"
-            " whole pipeline, or move transformer_2 away"
+            f" boundary_ratio between 0 and 1 (Wan 2.2: .875 for T2V, .9 for I2V), got {one_line(ratio)}; copy it whole"
         )
     return float(cast(float, ratio))
 
@@ -277,10 +262,7 @@ def refuse_pointer(file: Path, where: str) -> None:
     with file.open("rb") as opened:
         if not opened.read(100).startswith(b"version https://git-lfs"):
             return
-    raise UserError(
-        f"{where}: {file.name} is a git-lfs pointer of {file.stat().st_size} bytes, not the file itself; run git lfs"
-        " pull in the clone, or download the file"
-    )
+    raise UserError(f"{where}: {file.name} is a git-lfs pointer; run git lfs pull in the clone, or download the file")
 
 
 def one_line(error: object) -> str:

@@ -43,16 +43,13 @@ def extract(
     """
     for folder in (full, base):
         if folder.additions:
-            raise UserError(
-                f"{folder.path} has additions ({', '.join(sorted(named_additions(folder.additions)))}), which an"
-                " adapter file cannot hold; give a folder without additions"
-            )
+            names = ", ".join(sorted(named_additions(folder.additions)))
+            raise UserError(f"{folder.path} has additions ({names}), which an adapter file cannot hold; leave them out")
     if full.shapes != base.shapes:
         other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
                        if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip
         raise UserError(
-            f"{full.path} and {base.path} differ in {other[0]} ({len(other)} tensors); give two networks"
-            " of one architecture"
+            f"{full.path} and {base.path} differ in the shape of {other[0]}; give networks of one architecture"
         )
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
     read_full, read_base = tensor_reader(full), tensor_reader(base)
@@ -75,10 +72,9 @@ def extract(
         whole += difference.double().square().sum().item()
         lost += (difference - b @ a).double().square().sum().item()
     if not whole:
-        others = f", though in {len(left_out)} other tensors" if left_out else ""
         raise UserError(
-            f"{full.path} and {base.path} do not differ in the {len(targets)} layers that have adapters{others}; give"
-            " the trained network as FULL and the network it started from as BASE"
+            f"{full.path} and {base.path} do not differ in the {len(targets)} layers with adapters; give the trained"
+            " network as FULL and the network it started from as BASE"
         )
     return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
 

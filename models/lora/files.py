@@ -33,10 +33,7 @@ def refuse_whole(names: Iterable[str], source: str) -> None:
     """
     whole = sorted(name for name in names if ".lora_" not in name)
     if whole:
-        raise UserError(
-            f"{source} has {whole[0]} in addition to adapters ({len(whole)} such tensors), which an adapter file"
-            " cannot hold; use --format merged"
-        )
+        raise UserError(f"{source} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
 
 
 def file_tensors(

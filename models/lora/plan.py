@@ -113,18 +113,14 @@ def plan_lora(
         inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
         if settings.rank not in (0, inspected.rank):
             raise UserError(
-                f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
-                f" {inspected.rank}; leave it out"
+                f"{where}rank={settings.rank} must be {inspected.rank}, as in {role}.checkpoint={saved.parent}"
             )
         kept = _without_unread(inspected.scales, network, family, str(saved))
         inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
     if saved is not None and inspected is not None and set(targets) != inspected.scales.keys():
-        raise UserError(
-            f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(inspected.scales)} others whose output is read; leave it out, or give other adapters"
-        )
+        raise UserError(f"{where}targets names other layers than {role}.checkpoint={saved.parent} has; leave it out")
     biased = inspected is not None and inspected.biased
     return LoraPlan(settings=settings, targets=tuple(targets), saved=inspected, biased=biased)
 
@@ -152,9 +148,7 @@ def target_layers(
         size = min(linear[name].in_features, linear[name].out_features)
         if fresh and settings.rank > size:
             raise UserError(
-                f"{where}rank={settings.rank} is above the size of {name}, {linear[name].in_features} x"
-                f" {linear[name].out_features}: the product would cost more and reach no further; use {size} or less,"
-                f" or leave the layer out of {where}targets"
+                f"{where}rank={settings.rank} is above the size of {name}; use {size} or less, or other targets"
             )
     return chosen
 

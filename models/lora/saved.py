@@ -104,17 +104,14 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
         reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(
-            f"diffusers cannot read the format of {file.name}, with names as {next(iter(tensors))} ({reason}); convert"
-            " it to diffusers' own names"
+            f"diffusers cannot read the names of {file.name}, as {next(iter(tensors))} ({reason}); convert them"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
         pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
-            raise UserError(
-                f"{file.name} holds {name}, which diffusers leaves out and which is not zero; merge it first"
-            )
+            raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
     return {_peft_name(name): tensor for name, tensor in converted.items()}
 
 
@@ -160,10 +157,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         size = (module.out_features, rank)
         wanted = {"A.weight": (rank, module.in_features), "B.weight": size, "B.bias": size[:1]}
         if rank < 1 or shapes != {matrix: wanted[matrix] for matrix in shapes}:
-            raise UserError(
-                f"{where}: the adapter of {layer} has the shapes {shapes}, but the layer needs {wanted}; it is for"
-                " another base"
-            )
+            raise UserError(f"{where}: the adapter of {layer} has {shapes}, but the layer needs {wanted}; use its base")
         largest = max(largest, rank)
         scales[layer] = float(read[f"{layer}.alpha"]) / rank if has_alpha else scale_of(layer, rank)
     biases = frozenset(layer for layer, shapes in layers.items() if "B.bias" in shapes)

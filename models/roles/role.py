@@ -129,9 +129,7 @@ class Role:
         if not self.has_experts:
             return self.networks[0]
         if at is None:
-            raise ValueError(
-                f"{self.name}: at= must be a time that one of its {len(self.networks)} networks serves, got None"
-            )
+            raise ValueError(f"{self.name}: at= must be a time, which selects one of its networks")
         expert = self.expert_at(at)
         if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
             wrong = [
@@ -140,10 +138,7 @@ class Role:
                 if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond)
             ]
             if wrong:
-                raise ValueError(
-                    f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
-                    f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
-                )
+                raise ValueError(f"{self.name}: time {wrong[0]:g} is not in the range of at={at:g} ({self.boundaries})")
         return self.networks[expert]
 
     def single(self, index: int) -> Role:

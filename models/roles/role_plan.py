@@ -109,8 +109,7 @@ class RolePlan:
             self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
                 raise UserError(
-                    f"{self.name}.causal.first_chunk={self.causal.size(0)}: the given first frame (data.image) is a"
-                    f" chunk; use {self.name}.causal.first_chunk=1"
+                    f"{self.name}.causal.first_chunk must be 1 with a given first frame (data.image), its chunk"
                 )
         return self.family.tokens(self.config, latent_shape)
 
@@ -194,10 +193,7 @@ def plan_role(
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_files(f"{name}.checkpoint", folders, [network, *others], added)
     if saved is not None and boundaries and experts == "both":
-        raise UserError(
-            f"{name}.checkpoint={saved.parent} holds adapters of one network, and its base is two experts; give"
-            f" {name}.experts=high or low, whose they are"
-        )
+        raise UserError(f"{name}.experts must be high or low: {saved.parent} holds adapters of one of two experts")
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
@@ -229,14 +225,10 @@ def _inspected(
 ) -> Checkpoint:
     """Return the files of a role and the boundary of its experts; no files for random weights."""
     if (checkpoint is None) == (architecture is None):
-        raise UserError(
-            f"{name}.checkpoint must name a diffusers folder, or {name}.architecture be set for random weights; set"
-            " one of them"
-        )
+        raise UserError(f"set {name}.checkpoint to a diffusers folder, or {name}.architecture for random weights")
     if boundary is not None and checkpoint is not None:
         raise UserError(
-            f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
-            " in model_index.json (boundary_ratio)"
+            f"{name}.boundary is for {name}.architecture; a checkpoint has its boundary in model_index.json"
         )
     if boundary is not None and not 0 < boundary < 1:
         raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
@@ -292,10 +284,7 @@ def _check_files(
     for other in others:
         if other != first:
             keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
-            raise UserError(
-                f"{setting}={folders[0].path.parent}: its two experts differ in {', '.join(keys)}; experts must"
-                " be alike but in weights"
-            )
+            raise UserError(f"{setting}={folders[0].path.parent}: its two experts must not differ in {', '.join(keys)}")
     expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
     chosen = named_additions(expected)
     for folder in folders:
