@@ -102,10 +102,7 @@ def find_checkpoint(folder: str | Path, setting: str) -> Path:
     newest = _newest_whole(path / "checkpoints") if str(folder) else None
     if newest is None:
         words = "auto, never, " if setting == "checkpoint.resume" else ""
-        raise UserError(
-            f"{setting}={folder} has no complete checkpoint; use {words}a run folder (with checkpoints/step_*/ in it)"
-            " or one step_* folder"
-        )
+        raise UserError(f"{setting}={folder} has no complete checkpoint; use {words}a run folder or one step_* folder")
     return newest
 
 

@@ -71,9 +71,7 @@ def _lock(stream: IO[str], directory: Path, setting: str) -> str:
     stream.seek(0)
     holder = stream.read()
     if not _HOLDER.fullmatch(holder):
-        raise UserError(
-            f"{setting}={directory} contains a {LOCK} that this program did not write; choose another directory"
-        )
+        raise UserError(f"{setting}={directory} contains a {LOCK} that this program did not write; use another")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

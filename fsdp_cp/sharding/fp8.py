@@ -55,18 +55,13 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
         return
     of_te = settings.fp8 == "transformer_engine"
     if of_te and device_type != "cuda":
-        raise UserError(
-            f"{where}fp8=transformer_engine needs device=cuda, not {device_type}; use {where}fp8=torchao, which"
-            " emulates fp8 on a CPU"
-        )
+        raise UserError(f"{where}fp8=transformer_engine needs device=cuda; use {where}fp8=torchao, which emulates fp8")
     package = transformer_engine() if of_te else optional_package("torchao.float8", *_TORCHAO)
     if isinstance(package, str):
         raise UserError(f"{where}fp8={settings.fp8} {package}; or use {where}fp8=none")
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
-        raise UserError(
-            f"{where}fp8={settings.fp8} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or more"
-            f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
-        )
+        name = torch.cuda.get_device_name()
+        raise UserError(f"{where}fp8={settings.fp8} needs an Ada, Hopper or later GPU, not {name}; use {where}fp8=none")
     if of_te and settings.compile and (reason := compile_refusal()):
         raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
 
@@ -91,8 +86,8 @@ def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()
     chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
     if not chosen:
         raise UserError(
-            f"{where}fp8 needs linear layers with sizes that are multiples of {MULTIPLE} between the first and the last"
-            f" of the {len(units)} blocks; none of the {len(layers)} there qualifies; use {where}fp8=none"
+            f"{where}fp8 needs linear layers with sizes in multiples of {MULTIPLE} between the first and the last of"
+            f" the {len(units)} blocks; use {where}fp8=none"
         )
     return chosen
 

@@ -125,10 +125,8 @@ class ShardSettings:
         if self.shard_ranks is None:
             return shape.dp_replicate if self.replicate else 1
         if shape.world % self.shard_ranks:
-            divisors = [str(n) for n in range(2, shape.world + 1) if shape.world % n == 0]
             raise UserError(
-                f"{where}shard_ranks={self.shard_ranks} does not divide the world of {shape.world} ranks; use"
-                f" {', '.join([*divisors, 'null'])}"
+                f"{where}shard_ranks={self.shard_ranks} must divide the world, {shape.world} ranks, or be null"
             )
         return shape.world // self.shard_ranks
 
@@ -243,10 +241,7 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
     overload = getattr(packet, variant or "default", None)
     if not isinstance(overload, torch._ops.OpOverload) or any(rest):
-        raise UserError(
-            f"{setting}: torch has no operator {name!r};"
-            " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
-        )
+        raise UserError(f"{setting}: torch has no operator {name!r}; use names as aten.addmm or aten.add.Tensor")
     # Checkpoint policies never see decomposed operators, so nothing would be kept: linear layers run as aten.addmm or
     # aten.mm.
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
