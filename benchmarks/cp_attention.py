@@ -41,8 +41,9 @@ from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
-from fsdp_cp.runtime.local_ranks import RankPool, run_ranks
+from fsdp_cp.runtime.local_ranks import RankPool
 from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inputs
+from tests.pools import run_ranks
 
 HEAD_DIM = 64
 CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}

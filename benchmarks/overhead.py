@@ -38,12 +38,12 @@ from fsdp_cp import microbatch
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, multiply_, scale_grads, squared_norms
-from fsdp_cp.runtime.local_ranks import run_ranks
 from models.families import wan_attention
 from models.families.wan import Wan
-from models.roles.condition import text_condition
+from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.pools import run_ranks
 
 COMPUTES = {
     "num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "freq_dim": 64,
@@ -130,7 +130,7 @@ class Ours:
             for name, weight in self.role.weights().items():
                 weight.to_local().copy_(values[name])
         self.optimizer = RoleOptimizer(self.role, SETTINGS)
-        self.data, self.condition = data, text_condition(text)
+        self.data, self.condition = data, Condition({"text": text})
 
     def step(self, clock: Clock) -> tuple[float, float]:
         """Make one update, like :meth:`Plain.step`."""
@@ -159,7 +159,7 @@ class NotSharded(Plain):
     def step(self, clock: Clock) -> tuple[float, float]:
         """Make one update, like :meth:`Plain.step`."""
         x, t, text = self.data
-        loss = self.family.outputs(self.network, x, t, text_condition(text))[0].square().mean()
+        loss = self.family.outputs(self.network, x, t, Condition({"text": text}))[0].square().mean()
         clock("forward")
         loss.backward()
         clock("backward")

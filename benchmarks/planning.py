@@ -35,7 +35,7 @@ from distill.planning.prediction import GIB
 from distill.planning.prediction import predict as predict_from
 from distill.planning.simulation import Simulation, run_steps
 from fsdp_cp.errors import UserError
-from fsdp_cp.runtime.local_ranks import run_ranks
+from tests.pools import run_ranks
 
 BASE = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
 METHODS = {"dmd2": (), "rcm": ("experiment=quickstart_rcm",)}

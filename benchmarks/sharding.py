@@ -41,7 +41,7 @@ from fsdp_cp import Mesh, build_mesh, microbatch
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
-from models.roles.condition import text_condition
+from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config
@@ -73,7 +73,7 @@ class Training:
         self.optimizer = RoleOptimizer(self.role, self.settings)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x = torch.randn(1, *LATENT_SHAPE, generator=generator)
-        self.condition = text_condition(torch.randn(1, *TEXT_SHAPE, generator=generator))
+        self.condition = Condition({"text": torch.randn(1, *TEXT_SHAPE, generator=generator)})
         self.share = 1 / (MICRO_BATCHES * world)
 
     def step(self, memory: ShardingMemory | None = None, figures: Figures | None = None) -> None:

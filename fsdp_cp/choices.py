@@ -37,13 +37,10 @@ def _choices(settings: type) -> dict[str, Any]:
 
 
 def check_choices(settings: Any, where: str = "") -> None:
-    """Refuse field values that the field's ``Literal`` does not list.
+    """Refuse values of a dataclass that the field's ``Literal`` does not list; ``where`` is the prefix of names in
+    messages.
 
     Fields that also take numbers or lists (``auto`` or a number) are not checked here.
-
-    Args:
-        settings: a dataclass.
-        where: prefix of a field's name in the message, for example ``"student."``.
 
     Raises:
         UserError: a value is not allowed.
@@ -69,14 +66,10 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse numbers outside of a range. ``None`` and a missing value (``"???"``) pass.
+    """Refuse numbers, or lists of numbers, outside of a range. ``None`` and a missing value (``"???"``) pass.
 
-    Args:
-        settings: a dataclass.
-        names: fields to check; each holds a number or a list of numbers.
-        where: prefix of a field's name in the message, for example ``"method."``.
-        least, above: inclusive or exclusive lower bound.
-        most, below: inclusive or exclusive upper bound.
+    ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones. ``where`` is the prefix of
+    names.
 
     Raises:
         UserError: a number is outside of the range.
@@ -117,12 +110,9 @@ def installed_names(group: str) -> list[str]:
 
 
 def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:
-    """Import the object that a package registers as ``name`` in an entry-point group, and make a part of it.
+    """Import the object that a package registers as ``name`` in an entry-point group, and ``make`` a part of it.
 
-    Args:
-        group, name: entry-point group, and one of its :func:`installed_names`.
-        word: the setting and its value, for messages.
-        make: function that turns the object into a part, and raises if it cannot.
+    ``word`` is the setting and its value, for messages.
 
     Raises:
         UserError: the package's import or ``make`` fails.

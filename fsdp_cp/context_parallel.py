@@ -150,14 +150,12 @@ class _Forwards:
         if running.gathered is not None and not in_backward():
             raise ValueError(
                 f"the context-parallel plan splits {name!r} at {where!r} after its gather at {running.gathered!r}:"
-                " gradients of what lies between would be wrong; split once, before the first block, and gather once,"
-                " after the last"
+                " gradients of what lies between would be wrong; split once and gather once"
             )
         if running.totals.get(name, total) != total:
             raise ValueError(
-                f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, when this forward has split"
-                f" {name!r} of {running.totals[name]} tokens already; split a sequence once, and give arguments of two"
-                " sequences two names"
+                f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, and before it one of"
+                f" {running.totals[name]} tokens; give two sequences two names"
             )
         running.note(name, total)
 
@@ -220,11 +218,10 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
         is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
         if not is_tuple or (isinstance(splits, tuple) and len(splits) != len(value)):
             wanted = (
-                f"a tuple of {len(splits)} tensors" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
+                f"{len(splits)} tensors in a tuple" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
             )
             raise ValueError(
-                f"the context-parallel plan splits the argument {key!r} of {name!r}, which must be {wanted} or None,"
-                f" got a {type(value).__name__}"
+                f"the context-parallel plan splits {key!r} of {name!r}: give {wanted} or None, got a {type(value)}"
             )
         splits = splits if isinstance(splits, tuple) else (splits,) * len(value)
         shares = [
@@ -296,8 +293,7 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
         if len(values) != len(gathers):
             raise ValueError(
                 f"{name!r} returns {len(values)} values ({type(output).__name__}), but its context-parallel plan has"
-                f" {len(gathers)} gathers; give a list with a gather or None for each, or name the sub-module whose"
-                " output is the tensor"
+                f" {len(gathers)} gathers; give a list with a gather or None for each"
             )
         return rebuilt(
             [
@@ -382,9 +378,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
     pairs = [planned.name for planned in modules.values() if planned.inputs and planned.gathers]
     if len(pairs) > 1:
         raise ValueError(
-            f"the context-parallel plan splits the input of {pairs[0]!r} and gathers its output, and {pairs[1]!r}"
-            " again: gradients of what lies between would count cp times; split once, before the first block, and"
-            " gather once, after the last"
+            f"the context-parallel plan splits the input of {pairs[0]!r} and gathers its output, then {pairs[1]!r}'s:"
+            " gradients of what lies between would count cp times; split once and gather once"
         )
     return list(modules.values())
 
@@ -422,10 +417,8 @@ def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
         if not splits or not all(_has_dim(split, "split_dim") for split in splits):
             raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
         of_output = any(split.split_output for split in splits)
-        if of_output and several:
-            raise _mistake(planned, f"has a list with split_output: {key!r}")
-        if of_output and (not isinstance(key, int) or isinstance(key, bool) or key < 0):
-            raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first")
+        if of_output and (several or type(key) is not int or key < 0):
+            raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first, and one split")
         if not of_output and key not in arguments(planned.module):
             raise _mistake(planned, f"names the argument {key!r}, which its forward does not have")
         table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
@@ -448,11 +441,7 @@ def _check_embedding(planned: Planned) -> None:
         raise _mistake(planned, f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
     kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
     if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
-        raise _mistake(
-            planned,
-            "has EmbedOwnTokens, which takes a convolution whose stride is its kernel, without padding; it has kernel"
-            f" {kernel}, stride {stride}, padding {padding}, dilation {module.dilation}; split its output",
-        )
+        raise _mistake(planned, f"has EmbedOwnTokens, which takes a convolution with stride {kernel} and no padding")
 
 
 def _add_gathers(planned: Planned, entry: Any) -> None:

@@ -94,9 +94,6 @@ def report_error(error: UserError) -> int:
 
     Under torchrun also write the line to the worker's error file: torchrun repeats it at the end of its summary ("Root
     Cause"), about forty lines further down.
-
-    Args:
-        error: exception that one rank or all ranks raised.
     """
     line = "error: " + " ".join(str(error).splitlines())
     logging.getLogger(__name__).debug(line)
@@ -184,13 +181,8 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Configure torch's CUDA allocator unless the environment does. Call it before CUDA starts, which reads it once.
-
-    Args:
-        device: this rank's device. The CPU needs no configuration.
-        settings: value of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``expandable_segments:True``; ``None`` for torch's
-            default.
-    """
+    """Set ``PYTORCH_CUDA_ALLOC_CONF`` to ``settings`` unless the environment does. Call it before CUDA starts, which
+    reads it once."""
     if device.type != "cuda" or settings is None:
         return
     assert not torch.cuda.is_initialized(), "too late: CUDA's allocator has read its settings"
@@ -202,15 +194,12 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 
 
 def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
-    """Give a GPU rank its share of the host's cores if its optimizer steps on the host.
+    """Give a GPU rank its share of the host's cores if its optimizer steps on the host (``offload=cpu`` of a trained
+    role).
 
     torchrun and the Dockerfile default to ``OMP_NUM_THREADS=1``: AdamW over a network's shards then runs for seconds on
     one core while the others idle. A value of 1 that the user set looks the same and is replaced; any other value
     stays. On the CPU nothing changes, since there the number of threads changes the last digits of results.
-
-    Args:
-        device: this rank's device.
-        host_optimizer: whether a trained role has ``offload=cpu``.
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
@@ -230,11 +219,8 @@ def share_of_cores() -> int:
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
     """Open the default process group (gloo, and NCCL for CUDA) within this context.
 
-    After an exception, a process of several must exit without waiting for its collectives.
-
-    Args:
-        device: this rank's device.
-        timeout: timeout of a collective. It is long, since rank 0 writes samples and the report while the others wait.
+    After an exception, a process of several must exit without waiting for its collectives. The ``timeout`` of
+    collectives is long, since rank 0 writes samples and the report while the others wait.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -263,11 +249,8 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
 
 
 def _end_soon() -> None:
-    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
-
-    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
-    gloo's threads are joined. faulthandler's thread needs no interpreter.
-    """
+    """End this process after :data:`GRACE` with exit code 1, and its stack: a waiting interpreter would join gloo's
+    threads."""
     with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
         faulthandler.dump_traceback_later(GRACE, exit=True)
 
@@ -284,12 +267,8 @@ def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def write_error(message: str, callstack: str | None = None) -> None:
-    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``).
-
-    Args:
-        message: one line.
-        callstack: traceback, which torchrun shows instead of the message.
-    """
+    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``); it shows a ``callstack`` instead of
+    the message."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -315,9 +294,6 @@ def own_part(timeout: timedelta) -> dist.Store | None:
     With ``--max-restarts`` torchrun restarts the ranks after one has died, and torch 2.13 gives them the store of the
     previous ranks. There they would find the addresses of dead processes (gloo: ``Connection refused``). The restart
     count cannot name the parts, since the torchruns of several nodes count differently.
-
-    Args:
-        timeout: timeout of store operations and of the agreement between ranks.
 
     Returns:
         ``None`` if ranks cannot restart or do not use the agent's store: ``init_process_group`` then makes a store.

@@ -107,8 +107,7 @@ def resolve_mesh(
         )
     if sharded and dp_replicate > 1 and dp_shard * cp == 1:
         raise UserError(
-            f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard over (dp_shard x cp = 1); use a smaller"
-            " mesh.dp_replicate, or strategy=no_shard on every role"
+            f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard; use less, or strategy=no_shard on every role"
         )
     automatic = "; use mesh.ulysses=auto mesh.ring=auto"
     if ulysses == "auto":
@@ -215,10 +214,7 @@ def check_mesh(mesh: object) -> None:
     """
     # Accept any object with `context`: a single process without a process group has no Mesh.
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "context"):
-        raise UserError(
-            f"mesh is a {type(mesh).__name__}; use the mesh that fsdp_cp.build_mesh(dp_shard=..., cp=...) returns"
-            " (its parts, mesh.fsdp and mesh.cp among them, are DeviceMeshes)"
-        )
+        raise UserError(f"mesh is a {type(mesh).__name__}; use the whole mesh that fsdp_cp.build_mesh(...) returns")
 
 
 def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
@@ -237,11 +233,7 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
         check_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
-        axes = ", ".join(names) or "without names"
-        raise UserError(
-            f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order, or the mesh that"
-            " fsdp_cp.build_mesh returns"
-        )
+        raise UserError(f"the mesh has the axes {names}; use (ring, ulysses) or one of them, or a mesh of build_mesh")
     if mesh.device_type == "cuda":
         connect_once(mesh)  # a plain DeviceMesh is not connected yet
     fields: list[Any] = []
@@ -270,8 +262,7 @@ def build_mesh(
     """
     if not dist.is_initialized():
         raise UserError(
-            "build_mesh needs a process group; call torch.distributed.init_process_group(), or use"
-            " `with fsdp_cp.launch.process_group(device)`, and start with torchrun"
+            "build_mesh needs a process group; use `with fsdp_cp.launch.process_group(device)` and torchrun"
         )
     shape = resolve_mesh(
         world_size=dist.get_world_size(),
@@ -347,14 +338,9 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
 def high_priority(backend: str) -> Any:
     """Return options that give an NCCL communicator a high-priority CUDA stream; ``None`` for another backend.
 
-    ``ProcessGroupNCCL`` is public, but torch 2.13 without CUDA does not have it.
-
-    Args:
-        backend: backend string such as ``"cuda:nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+    The ``backend`` is a string such as ``"cpu:gloo,cuda:nccl"``. torch without CUDA lacks ``ProcessGroupNCCL``.
     """
-    if "nccl" not in backend:
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if "nccl" in backend else None
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -374,9 +360,7 @@ def connect(*meshes: DeviceMesh) -> None:
         first_collectives(groups_of(*meshes), torch.device("cuda", torch.cuda.current_device()))
 
 
-@lru_cache(maxsize=64)
-def connect_once(mesh: DeviceMesh) -> None:
-    connect(mesh)
+connect_once = lru_cache(maxsize=64)(connect)
 
 
 def first_collectives(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:

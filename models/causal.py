@@ -82,15 +82,11 @@ class CausalSettings:
         first, later = self.size(0), self.size(1)
         if frames < first:
             name = "chunk" if self.first_chunk is None else "first_chunk"
-            raise UserError(
-                f"{where}{name}={first} is longer than the clip, {frames} latent frames; use {frames} or less"
-            )
+            raise UserError(f"{where}{name}={first} must be at most the clip's latent frames, {frames}")
         count, rest = divmod(frames - first, later)
         if rest:
-            raise UserError(
-                f"{where}chunk={later}: {frames} latent frames are not whole chunks; use a number of frames that gives"
-                f" {frames - rest} or {frames - rest + later}"
-            )
+            fitting = f"{frames - rest} or {frames - rest + later}"
+            raise UserError(f"{where}chunk={later}: {frames} latent frames are not whole chunks; use {fitting}")
         return (first, *[later] * count)
 
     def last_start(self, frames: int) -> int:
@@ -128,10 +124,7 @@ class CausalSettings:
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(saved, item.name)
             if mine not in (item.default, theirs):
-                raise UserError(
-                    f"{where}{item.name}={shown(mine)}, but {folder / FILE} says {shown(theirs)}; use that, or leave"
-                    f" {where}* out"
-                )
+                raise UserError(f"{where}{item.name}={shown(mine)} must be {shown(theirs)}, as in {folder / FILE}")
         return saved
 
 
@@ -245,12 +238,6 @@ class Cache:
     """Keys and values of each layer, by the number of the chunk."""
     text: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of the text, by layer; empty before the first chunk."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the keys and values on this rank."""
-        pairs = [(layer.k, layer.v) for layers in self.chunks.values() for layer in layers]
-        return sum(x.nbytes for pair in (*pairs, *self.text.values()) for x in pair)
 
     def forward(self, record: Record | None = None) -> CausalForward:
         """Return the arguments of a forward of the next chunk."""

@@ -32,15 +32,9 @@ from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
-_KINDS = {"raw": "weights", "ema": "ema"}
-
 
 def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
-    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint.
-
-    Raises:
-        UserError: a role or average that the checkpoint does not hold.
-    """
+    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint."""
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
     names = [role]
@@ -58,7 +52,7 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
 
     networks = {}
     for name in names:
-        prefix = f"{name}.{_KINDS[weights]}."
+        prefix = f"{name}.{'ema' if weights == 'ema' else 'weights'}."
         tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
         shapes = {key: tuple(cast(TensorStorageMetadata, tensor).size) for key, tensor in tensors.items()}
         if shapes:
@@ -66,8 +60,7 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
     if not networks:
         held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
         raise UserError(
-            f"{checkpoint} holds no {weights} weights of a role {role!r}; it has {' and '.join(held)}, and averages"
-            " (--weights ema) of roles that keep one"
+            f"{checkpoint} holds no {weights} weights of a role {role!r}; it has raw weights of {' and '.join(held)}"
         )
     return networks
 
@@ -119,13 +112,11 @@ def export_checkpoint(
     takes_both = len(experts) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
     if boundaries and expert not in experts and not (expert is None and takes_both):
         raise UserError(
-            f"{checkpoint} holds the {role}'s experts for {' and '.join(experts)} noise, of which this export takes"
-            f" one; add --expert {' or '.join(experts)}, or take both from the run's export/student"
+            f"{checkpoint} holds the {role}'s experts for {' and '.join(experts)} noise; add --expert"
+            f" {' or '.join(experts)}, or take both from the run's export/student"
         )
     if adapters is None and kind is not None:
-        raise UserError(
-            f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
-        )
+        raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
     about["dtype"], name, chosen = str(dtype), f"the {role}", list(networks.values())
     if boundaries and expert is not None:
@@ -151,11 +142,8 @@ def export_checkpoint(
 
 
 def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
-    """Return the base of the adapters of each network of the role.
-
-    Raises:
-        UserError: the base is missing, has other weights, or would be replaced by ``out``.
-    """
+    """Return the base of the adapters of each network of the role. Refuse one with other weights, or that ``out``
+    replaces."""
     base = state["adapters"][role]["base"]
     if base["path"] is None:
         raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
@@ -165,10 +153,7 @@ def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) ->
         refuse_input(out, "OUT", {"the adapters' base": Path(path) / place})
     inspected = inspect_checkpoint(path, "--base")
     if " ".join(map(fingerprint, inspected.folders)) != base["fingerprint"]:
-        raise UserError(
-            f"--base {path} has other weights than the base that the {role} was trained on ({base['path']}); give"
-            " that base"
-        )
+        raise UserError(f"--base {path} has other weights than the {role}'s base {base['path']}; give that base")
     return [Weights(folder.shapes, tensor_reader(folder)) for folder in inspected.folders]
 
 
@@ -203,16 +188,8 @@ def main(argv: list[str] | None = None) -> int:
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
         base = str(user_path(args.base, "--base")) if args.base is not None else None
-        written = export_checkpoint(
-            checkpoint,
-            out,
-            role=args.role,
-            weights=args.weights,
-            dtype=dtype,
-            kind=args.format,
-            base=base,
-            expert=args.expert,
-        )
+        chosen = {"role": args.role, "weights": args.weights, "kind": args.format, "expert": args.expert}
+        written = export_checkpoint(checkpoint, out, dtype=dtype, base=base, **chosen)
         print(f"{out}: {written} in {checkpoint}")
 
     return exit_code(work)

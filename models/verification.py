@@ -250,10 +250,8 @@ def verify(
 ) -> Iterator[tuple[Case, dict[str, float], str]]:
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
-    Args:
-        folder, family, expert, optional: as for :class:`Case`.
-        ranks: maximum number of processes.
-        causal: compare a causal role in all :data:`HISTORIES`, with itself on one rank.
+    Arguments are those of :class:`Case`; ``causal`` compares a causal role in all :data:`HISTORIES`, with itself on one
+    rank.
 
     Raises:
         UserError: the folder's network is not of the family, or does not fit this host's memory.
@@ -264,9 +262,8 @@ def verify(
     needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
     if free is not None and needed > free:
         raise UserError(
-            f"{folder} has {size / 1e9:.2f} billion parameters: float64 on {ranks} ranks takes about"
-            f" {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free; use fewer --ranks, or --family NAME alone,"
-            " which tries small networks of the same class"
+            f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free;"
+            " use fewer --ranks, or the name of the family, which tries small networks of the same class"
         )
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them

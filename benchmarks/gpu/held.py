@@ -16,7 +16,7 @@ from benchmarks.steps import open_trainer
 from fsdp_cp.checkpoint.save_load import staging
 from fsdp_cp.launch import process_group
 from fsdp_cp.measure.memory import resident_gib
-from fsdp_cp.measure.phases import at_borders, phase_now
+from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.mesh import MeshShape, mesh_of_shape
 from tests.oracles.clips import RandomClips
 
@@ -88,7 +88,7 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
         trainer = open_trainer(words, device, shapes, clips)
         data = trainer._steps_of_data()
         peak.reset()
-        with at_borders(border):
+        with mock.patch("fsdp_cp.measure.phases._at_borders", [border]):
             for _ in range(STEPS):
                 trainer._train_step(data)
         border()

@@ -98,10 +98,9 @@ def context_parallel_attention(
     if joint is not None:
         text = check_joint(joint, (q, k, v), segments, mesh)
         segments = (text[0].shape[1], *segments)
-    check_options(q, scale, backend, sum(segments), key_mask, mask)
-    if joint is not None:
         assert isinstance(mesh, Mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
+    check_options(q, scale, backend, sum(segments), key_mask, mask)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if joint is None:
@@ -155,10 +154,7 @@ def cross_attention(
         check_mesh(mesh)
         (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
         if (local := local_token_count(keys, mesh.cp_size)) != k.shape[1]:
-            raise UserError(
-                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes {local}; use"
-                " fsdp_cp.sequence.split_tokens"
-            )
+            raise UserError(f"k has {k.shape[1]} local tokens, but total_keys={keys} makes {local}; use split_tokens")
     elif total_keys is None:
         refuse_split_keys(q.shape[1], keys)
     elif total_keys != keys:
@@ -205,9 +201,7 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     """
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
-            raise UserError(
-                f"{where}{name} must be a tensor (batch, tokens, heads, head_dim) with no size 0, got {_shown(x)}"
-            )
+            raise UserError(f"{where}{name} must be (batch, tokens, heads, head_dim) with no size 0, got {_shown(x)}")
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -230,9 +224,7 @@ def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any 
         not isinstance(key_mask, Tensor)
         or (key_mask.dtype, key_mask.device, key_mask.shape) != (torch.bool, q.device, wanted)
     ):
-        raise UserError(
-            f"key_mask must be a bool tensor (batch, keys) = {wanted} on {q.device}, got {_shown(key_mask)}"
-        )
+        raise UserError(f"key_mask must be bool, (batch, keys) = {wanted} on {q.device}, got {_shown(key_mask)}")
     if mask is not None and (not isinstance(mask, BlockMask) or mask.tokens != keys):
         described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else _shown(mask)
         raise UserError(f"mask must be a BlockMask of all {keys} tokens, got {described}")
@@ -250,20 +242,16 @@ def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: An
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != local:
             raise UserError(
-                f"{name} has {x.shape[1]} local tokens, but total_tokens={segments} over cp={cp} makes {local}; use"
-                " fsdp_cp.sequence.split_tokens"
+                f"{name} has {x.shape[1]} local tokens, {segments} over cp={cp} makes {local}; use split_tokens"
             )
-        if x.shape[2] % ranks:
-            common = math.gcd(q.shape[2], k.shape[2], cp)
-            fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        heads = x.shape[2]
+        if heads % ranks:
+            fitting = math.gcd(q.shape[2], k.shape[2], cp)
             raise UserError(
-                f"mesh.ulysses={ranks} does not divide the {x.shape[2]} heads of {name}; use mesh.ulysses={fitting}"
+                f"mesh.ulysses={ranks} does not divide the {heads} heads of {name}; use {fitting} or a divisor"
             )
-        if not is_count(head_groups) or x.shape[2] // ranks % head_groups:
-            raise UserError(
-                f"head_groups must divide the {x.shape[2] // ranks} heads of {name} that a rank gets, got"
-                f" {head_groups!r}"
-            )
+        if not is_count(head_groups) or heads // ranks % head_groups:
+            raise UserError(f"head_groups={head_groups!r} must divide the {heads // ranks} heads of {name} on a rank")
 
 
 def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh | DeviceMesh) -> QKV:

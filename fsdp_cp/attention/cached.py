@@ -54,14 +54,6 @@ class KeyValues:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_versions", self._read_versions())
 
-    def token_indices(self, mesh: Mesh | DeviceMesh) -> Tensor:
-        """Return the indices within the chunk of the held tokens, ``(tokens of this ring rank,)`` int64.
-
-        Use them to rotate cached keys. Rotary embeddings compose: a key of frame f, rotated by d frames more, is the
-        key of frame f + d.
-        """
-        return torch.arange(*_held_tokens(self.tokens, context_groups(mesh)), device=self.k.device)
-
     def _read_versions(self) -> tuple[int, ...]:
         if torch.compiler.is_compiling():
             return ()

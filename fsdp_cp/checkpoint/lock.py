@@ -28,10 +28,8 @@ _HOLDER = re.compile(r"(process \d+ on .*\n)?")
 def held_directory(directory: Path, setting: str, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make a directory, lock it for the duration of the context, and check that every rank sees it. A collective.
 
-    Args:
-        directory: the directory.
-        setting: name of the user's setting, for messages.
-        check: function that raises a ``UserError`` if the directory must not be used. Rank 0 calls it first.
+    Rank 0 first calls ``check``, which raises a ``UserError`` if the directory must not be used. ``setting`` is for
+    messages.
 
     Raises:
         UserError: a directory that cannot be made or written, that another process holds, or that the nodes do not
@@ -69,16 +67,11 @@ def _open_lock(directory: Path) -> IO[str]:
 
 
 def _lock(stream: IO[str], directory: Path, setting: str) -> str:
-    """Lock the file and write this process into it. The kernel unlocks the file when the process dies.
-
-    Without a lock, two programs would overwrite each other's files.
-    """
+    """Lock the file, which the kernel unlocks when this process dies, and write this process into it."""
     stream.seek(0)
     holder = stream.read()
     if not _HOLDER.fullmatch(holder):
-        raise UserError(
-            f"{setting}={directory} contains a {LOCK} that this program did not write; choose another directory"
-        )
+        raise UserError(f"{setting}={directory} contains a {LOCK} that this program did not write; use another")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

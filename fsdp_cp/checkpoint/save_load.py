@@ -53,10 +53,8 @@ _SPARE = 2**30
 
 
 class _Writer(FileSystemWriter):
-    """File writer that calls ``publish`` on rank 0 once every rank's files and ``.metadata`` are written.
-
-    If ``publish`` fails, the save raises on every rank.
-    """
+    """File writer that calls ``publish`` on rank 0 once all files are written; if it fails, the save raises on every
+    rank."""
 
     def __init__(self, folder: Path, publish: Callable[[], None], *, staged: bool):
         # With copy-ahead, torch waits for a CUDA stream even for host tensors, in a thread whose device is 0.
@@ -98,10 +96,7 @@ class Checkpoints:
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Wait for the pending checkpoint, then write the state after ``step``. Called by all ranks.
 
-        Args:
-            step: number of the last step that the state includes.
-            tensors: nested dict of tensors and DTensors.
-            state: other values, JSON-serializable, the same on every rank.
+        ``tensors`` is a nested dict of tensors and DTensors; ``state`` is JSON-serializable and the same on every rank.
 
         Raises:
             UserError: on all ranks, if this checkpoint or the previous one cannot be written.

@@ -94,17 +94,14 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
         raise ValueError(
-            f"the attention {name!r} ({type(module.processor).__name__}) does not use diffusers' dispatch_attention_fn;"
-            " give it a processor that calls context_parallel_attention, or name it in whole"
+            f"the attention {name!r} does not use diffusers' dispatch_attention_fn; give it a processor that calls"
+            " context_parallel_attention, or name it in whole"
         )
     if getattr(original, "of_fsdp_cp", False):
         return
     names = tuple(inspect.signature(original).parameters)
     if names != KNOWN:
-        raise UserError(
-            f"diffusers' dispatch_attention_fn takes ({', '.join(names)}), which is not what version 0.42 has; use"
-            " diffusers 0.42"
-        )
+        raise UserError(f"diffusers' dispatch_attention_fn takes ({', '.join(names)}); use diffusers 0.42")
 
     @functools.wraps(original)
     def dispatch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *args, **kwargs):
@@ -135,9 +132,8 @@ def _end(module: nn.Module, _args: tuple, output: Any) -> None:
         if call.module is module:
             if output is not None and not call.reached:  # output is None if the module raised
                 raise ValueError(
-                    f"the attention {call.name!r} ({type(module.processor).__name__}) did not use diffusers'"
-                    " dispatch_attention_fn: each rank would attend to its own tokens alone; give it a processor that"
-                    " calls context_parallel_attention"
+                    f"the attention {call.name!r} did not use diffusers' dispatch_attention_fn: each rank would attend"
+                    " to its own tokens alone; give it a processor that calls context_parallel_attention"
                 )
             return
 
@@ -148,8 +144,8 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     text_is_split = any(TEXT in record.totals for record in records)
     if groups.cp_size > 1 and not any(record.totals for record in records):
         raise ValueError(
-            f"the attention {call.name!r} is called before the plan has split any tokens; name it in whole of"
-            " parallelize_attention if every rank holds them, and call the network given to parallelize_context"
+            f"the attention {call.name!r} is called before the plan has split any tokens; name it in whole if all ranks"
+            " hold them, and call the network given to parallelize_context"
         )
     # Text with as many tokens as the video is cross-attention too. In joint attention the queries hold both, so they
     # are longer than hidden_states.
@@ -185,10 +181,7 @@ def _key_mask(
     mask = mask[(None,) * (4 - mask.ndim)]
     sizes = zip(mask.shape, (q.shape[0], q.shape[2], 1, k.shape[1]), strict=True)
     if not all(size in (1, wanted) for size, wanted in sizes) or mask.shape[3] != k.shape[1]:
-        raise ValueError(
-            f"the attention {call.name!r} has a mask {tuple(mask.shape)}, which is not one of keys (batch, 1, 1,"
-            f" {k.shape[1]})"
-        )
+        raise ValueError(f"the attention {call.name!r} has a mask {tuple(mask.shape)}, not (batch, 1, 1, {k.shape[1]})")
     if mask.dtype != torch.bool:
         if torch.compiler.is_compiling():
             raise ValueError(f"the attention {call.name!r} has a mask of {mask.dtype}; in a compiled graph use bool")

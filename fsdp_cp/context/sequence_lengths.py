@@ -107,11 +107,8 @@ def segments_of(
 ) -> tuple[int, ...]:
     """Return the true token counts of the joined sequences of which each rank holds ``local`` positions.
 
-    Args:
-        total_tokens: counts, or names from the plan; ``None`` for the only sequence of the plan that fits.
-        local: number of positions on each rank.
-        groups: the ``cp`` axis.
-        tensor, argument: names of the tensor and of the argument that gives the count, for messages.
+    ``total_tokens`` are counts, or names from the plan; ``None`` stands for the only sequence of the plan that fits.
+    ``tensor`` and ``argument`` are for messages.
 
     Raises:
         UserError: ``total_tokens`` is neither counts nor names, or does not determine the counts.
@@ -120,10 +117,7 @@ def segments_of(
     if total_tokens is None:
         names = ()
     elif not names or not all(isinstance(x, str) or is_count(x) for x in names):
-        raise UserError(
-            f"{argument} must be an integer of at least 1, a name of the plan, or one of these for each joined"
-            f" sequence, got {total_tokens!r}"
-        )
+        raise UserError(f"{argument} must be an int >= 1, a name of the plan, or a list of these, got {total_tokens!r}")
     if names and not any(isinstance(name, str) for name in names):
         return tuple(names)
     cp = groups.cp_size
@@ -143,22 +137,15 @@ def segments_of(
     fitting = [answer for answer in answers if sum(-(-total // cp) for total in answer) == local]
     if len(fitting) == 1 and (names or len(fitting[0]) == 1):
         return fitting[0]
-    known_as = "no forward of a network of parallelize_context is running to tell how many split_tokens has split"
-    if records:
-        known_as = f"the plan has split {'; or '.join(map(str, records))}"
+    known_as = f"the plan has split {'; or '.join(map(str, records)) or 'nothing, as no parallel network is running'}"
     raise UserError(
         f"{argument}={total_tokens!r} does not determine the tokens of {tensor}, which has {local} on each of cp={cp}"
-        f" ranks: {known_as}; set {argument} to the number of tokens, or to names of the plan in the order in which"
-        " sequences are joined"
+        f" ranks: {known_as}; set {argument} to the number of tokens, or to names of the plan in order"
     )
 
 
 def refuse_split_keys(queries: int, keys: int) -> None:
-    """Refuse keys whose count equals a rank's slice of a sequence other than the queries' sequence.
-
-    Raises:
-        UserError: the running forward has split such a sequence into slices of ``keys`` tokens.
-    """
+    """Refuse keys whose count equals a rank's slice of a sequence other than the queries' in the running forward."""
     if torch.compiler.is_compiling():
         return
     for record in _entered[-1:]:
@@ -167,7 +154,6 @@ def refuse_split_keys(queries: int, keys: int) -> None:
         for name, total in record.totals.items():
             if shares[total] == keys and same != [total]:
                 raise UserError(
-                    f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which the plan"
-                    f" splits; give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds these"
-                    " keys in full"
+                    f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which is split;"
+                    f" give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds all keys"
                 )

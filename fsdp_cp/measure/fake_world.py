@@ -38,7 +38,11 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     if dist.is_initialized():
         raise RuntimeError("fake_world() needs a process without a process group; destroy the existing one first")
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    with mock.patch.dict(os.environ, env), mock.patch.object(_ADAM, "_get_value", return_value=1.0), dual_layer_norms():
+    with (
+        mock.patch.dict(os.environ, env),
+        mock.patch.object(_ADAM, "_get_value", return_value=1.0),
+        mock.patch.object(nn.functional, "layer_norm", layer_norm),
+    ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
             mode = fake_tensors()
@@ -63,25 +67,18 @@ def device_type(x: Tensor) -> str:
     return getattr(x.fake_mode, "stands_for", x.device.type) if isinstance(x, FakeTensor) else x.device.type
 
 
-@contextmanager
-def dual_layer_norms() -> Iterator[None]:
-    """Within this context, keep tangents of ``torch.nn.functional.layer_norm`` of fake tensors on their device.
-
-    torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
-    is on the meta device, and the next operation raises. Real tensors, and fake tensors without a tangent, use torch's
-    function.
-    """
-    with mock.patch.object(nn.functional, "layer_norm", _layer_norm):
-        yield
-
-
-def _layer_norm(
+def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    """Replace ``torch.nn.functional.layer_norm``, to keep tangents of fake tensors on their device.
+
+    torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
+    is on the meta device, and the next operation raises.
+    """
     # fsdp_cp.context.duals explains ``_current_level``.
     primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
     if tangent is None or weight is None or not is_fake(primal):

@@ -191,10 +191,7 @@ def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 
 def _tensors(tree: Any, fakes: bool = False) -> list[Tensor]:
-    """Return the tensors that have memory. Wrappers and tensors on meta have storages with a size but no memory.
-
-    A fake tensor's storage is on the meta device too; ``fakes`` includes it.
-    """
+    """Return the tensors that have memory, not wrappers nor tensors on meta; ``fakes`` includes fake tensors."""
     leaves: list[Tensor] = []
     _collect(tree, leaves)
 
@@ -276,10 +273,7 @@ def host_buffer(size: int, pinned: bool) -> Tensor:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Yield the folders of this process's control groups and their parents, with the names of limit and usage files.
-
-    In a container, its group is mounted as the root, whatever path the kernel reports.
-    """
+    """Yield the folders of this process's control groups and their parents, with the names of limit and usage files."""
     try:
         lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
     except OSError:

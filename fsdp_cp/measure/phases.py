@@ -110,17 +110,7 @@ class PhaseTimes:
 
 
 _at_borders: list[Callable[[], None]] = []
-"""Functions to call whenever a phase begins or ends."""
-
-
-@contextmanager
-def at_borders(call: Callable[[], None]) -> Iterator[None]:
-    """Within this context, run ``call`` after a phase begins or ends. :func:`phase_now` then returns the new phase."""
-    _at_borders.append(call)
-    try:
-        yield
-    finally:
-        _at_borders.remove(call)
+"""Functions to call after a phase begins or ends. :func:`phase_now` then returns the new phase."""
 
 
 def where() -> str:

@@ -30,14 +30,10 @@ def has_run(network: nn.Module) -> bool:
 
 @contextmanager
 def watch_allocations(network: nn.Module, report: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within this context, call ``report(kind, tensor)`` for each tensor that FSDP2 allocates for ``network``.
+    """Within this context, call ``report(kind, tensor)`` for each tensor that FSDP2 allocates for a root ``network``.
 
     Tensors that exist on entry are reported too. ``gathered`` tensors are reported only then: FSDP2 keeps them, resized
     to 0 between uses. A tensor may be reported twice.
-
-    Args:
-        network: root of :func:`fsdp_cp.shard_module` that has run forward once.
-        report: function of one of :data:`KINDS` and the tensor.
 
     Raises:
         RuntimeError: the network has not run: FSDP2 makes its buffers in the first forward.

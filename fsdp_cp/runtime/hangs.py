@@ -24,10 +24,7 @@ def watch_for_hangs(progress: Callable[[], str] = str) -> Iterator[None]:
     """Log one line when no phase was entered or left for nine tenths of the timeout; once for each such place.
 
     The timeout then ends the process: NCCL's watchdog from outside of Python, gloo by an exception that does not name
-    the phase. A thread logs, since the main one waits.
-
-    Args:
-        progress: function that returns what is done so far, in words, for the line.
+    the phase. A thread logs, since the main one waits. ``progress`` returns what is done so far, in words.
     """
     ended = threading.Event()
 

@@ -60,9 +60,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(*args)`` on each rank and return the results in rank order.
 
-        Args:
-            function: importable function (not a lambda or a closure) whose result can be pickled.
-            args: arguments that can be pickled.
+        The function is importable (not a lambda or a closure). Arguments and results can be pickled.
 
         Raises:
             RuntimeError: a rank failed (the message has the traceback of the first one), or the timeout expired.
@@ -112,18 +110,6 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-
-def run_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 180.0,
-    preload: Sequence[str] | None = None,
-) -> list[Any]:
-    """Run ``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
-    with RankPool(world_size, timeout=timeout, preload=preload) as pool:
-        return pool.run(function, *args)
 
 
 def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:

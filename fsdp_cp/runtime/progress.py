@@ -22,26 +22,14 @@ _LONG = 5.0
 
 
 def bar(total: int, what: str, unit: str, **settings: Any) -> tqdm:
-    """Return a progress bar. It is visible only on rank 0 and if stderr is a terminal.
-
-    Args:
-        total: number of all units.
-        what: name of the work.
-        unit: noun, singular.
-        settings: further arguments of ``tqdm``.
-    """
+    """Return a progress bar of ``tqdm``. It is visible only on rank 0 and if stderr is a terminal. ``unit`` is a noun,
+    singular."""
     return tqdm(total=total, desc=what, unit=unit, leave=False, disable=True if rank() else None, **settings)
 
 
 @contextmanager
 def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Show the progress of a loop. Yields a function that counts ``n`` more units as done.
-
-    Args:
-        total: number of all units.
-        what: name of the work.
-        unit: noun, singular.
-    """
+    """Show the progress of a loop of ``total`` units. Yields a function that counts ``n`` more units as done."""
     done, started = 0, time.monotonic()
     due = started + _BETWEEN_LINES
 
@@ -60,18 +48,13 @@ def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], objec
         yield advance
 
 
-def write_line(text: str) -> None:
-    """Print a line to stdout immediately, above a visible bar."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
-
-
 class Console(logging.StreamHandler):
-    """Log handler that writes to stdout, above a visible bar."""
+    """Log handler that writes to stdout immediately, above a visible bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            write_line(self.format(record))
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
         except Exception:
             self.handleError(record)
 
@@ -84,11 +67,7 @@ def log_to_console() -> None:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """If the block takes more than 5 seconds, log on rank 0 that training waits, and at the end how long it waited.
-
-    Args:
-        what: what training waits for.
-    """
+    """If the block takes more than 5 seconds, log on rank 0 that training waits for ``what``, then how long."""
     if rank() != 0:
         yield
         return

@@ -22,11 +22,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of ``group``; all four names are private (torch 2.11 to 2.13).
-
-    ``torch.distributed.distributed_c10d._set_pg_timeout`` does the same, but leaves out the backends that
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps.
-    """
+    """Return the backends of ``group``; all names are private (torch 2.11 to 2.13). torch's own setter leaves out
+    wrapped ones."""
     backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
     return [getattr(backend, "wrapped_pg", backend) for backend in backends]
 

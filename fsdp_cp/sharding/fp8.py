@@ -43,13 +43,9 @@ _TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
 def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> None:
-    """Refuse fp8 where it cannot run, before anything is built.
+    """Refuse fp8 where it cannot run, before anything is built; ``where`` is the prefix of the setting's name.
 
-    Args:
-        settings: settings of a network.
-        device_type: ``cuda``, or ``cpu``, where torchao emulates fp8: it rounds to fp8 and multiplies in the compute
-            dtype.
-        where: prefix of the setting's name in the message, e.g. ``"student."``.
+    On a CPU torchao emulates fp8: it rounds to fp8 and multiplies in the compute dtype.
 
     Raises:
         UserError: the package is missing or too old, the device does not support fp8 products, or the package does not
@@ -59,18 +55,13 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
         return
     of_te = settings.fp8 == "transformer_engine"
     if of_te and device_type != "cuda":
-        raise UserError(
-            f"{where}fp8=transformer_engine needs device=cuda, not {device_type}; use {where}fp8=torchao, which"
-            " emulates fp8 on a CPU"
-        )
+        raise UserError(f"{where}fp8=transformer_engine needs device=cuda; use {where}fp8=torchao, which emulates fp8")
     package = transformer_engine() if of_te else optional_package("torchao.float8", *_TORCHAO)
     if isinstance(package, str):
         raise UserError(f"{where}fp8={settings.fp8} {package}; or use {where}fp8=none")
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
-        raise UserError(
-            f"{where}fp8={settings.fp8} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or more"
-            f" (Ada, Hopper), not {torch.cuda.get_device_name()}; use {where}fp8=none"
-        )
+        name = torch.cuda.get_device_name()
+        raise UserError(f"{where}fp8={settings.fp8} needs an Ada, Hopper or later GPU, not {name}; use {where}fp8=none")
     if of_te and settings.compile and (reason := compile_refusal()):
         raise UserError(f"{where}compile=true with {where}fp8=transformer_engine {reason}; use {where}compile=false")
 
@@ -78,13 +69,8 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
     """Return the linear layers of ``units`` that compute in fp8: those whose sizes allow it.
 
-    Layers of the first and last unit are left out, since they are the most sensitive. A unit that is a linear layer
-    itself cannot be replaced.
-
-    Args:
-        units: units of a network, in order of execution, sharded or not.
-        excluded: modules whose layers do not change.
-        where: prefix of the setting's name in the message.
+    Layers of the first and last unit are left out, since they are the most sensitive, and those of ``excluded``
+    modules. A unit that is a linear layer itself cannot be replaced.
 
     Raises:
         UserError: no layer can compute in fp8.
@@ -100,8 +86,8 @@ def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()
     chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
     if not chosen:
         raise UserError(
-            f"{where}fp8 needs linear layers with sizes that are multiples of {MULTIPLE} between the first and the last"
-            f" of the {len(units)} blocks; none of the {len(layers)} there qualifies; use {where}fp8=none"
+            f"{where}fp8 needs linear layers with sizes in multiples of {MULTIPLE} between the first and the last of"
+            f" the {len(units)} blocks; use {where}fp8=none"
         )
     return chosen
 
@@ -186,12 +172,8 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: 
     gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
 
     torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
-    Here only the shard's tensor has FSDP2's two functions as attributes.
-
-    Args:
-        root: sharded network.
-        layers: layers from :func:`fsdp_cp.sharding.fp8.apply_fp8`.
-        shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
+    Here only the shard's tensor has FSDP2's two functions as attributes. The last axis of ``shard_mesh`` holds the
+    shards.
     """
     from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
 

@@ -80,19 +80,13 @@ def _full_values(
         try:
             copied.reset_parameters()
         except AttributeError as error:
-            kind = type(module).__name__
-            raise ValueError(
-                f"{prefix}reset_parameters ({kind}) needs more than its own parameters: {error}"
-            ) from error
+            raise ValueError(f"{prefix}reset_parameters needs more than its own parameters: {error}") from error
     values = {key: p.detach() for key, p in copied._parameters.items() if p is not None}
     for key, full in values.items():
         if special is not None:
             special(module, key, full)
         if full.sum().isnan():  # of the sum: an elementwise mask would need a quarter more memory
-            raise ValueError(
-                f"no function initializes {prefix}{key}: {type(module).__name__} has no reset_parameters that fills it;"
-                " fill it in `special`"
-            )
+            raise ValueError(f"no reset_parameters initializes {prefix}{key}; fill it in `special`")
     return values
 
 

@@ -120,12 +120,9 @@ class BufferPool:
     def allocate(
         self, kind: list[Buffer], name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory for one buffer, as ``torch.empty`` does.
+        """Return memory for one buffer, as ``torch.empty`` does; ``name`` is for the log.
 
-        Args:
-            kind: all buffers of this unit, purpose and size; it grows if more are alive at once than before.
-            name: name of the purpose and the unit, for the log.
-            shape, dtype, device: as for ``torch.empty``.
+        ``kind`` holds all buffers of this unit, purpose and size. It grows if more are alive at once than before.
         """
         size = math.prod(shape) * dtype.itemsize
         if not size:
@@ -256,20 +253,15 @@ def pool_of(mesh: Mesh) -> BufferPool:
 
 
 def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
-    """Let every unit of ``root`` take the buffers of its collectives from ``pool``.
+    """Let every unit of ``root`` take the buffers of its collectives from ``pool``, which other networks can share.
 
-    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of
-    reduce-scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next
-    step's reduction would overwrite a gradient in use.
+    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of reduce-
+    scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next step's
+    reduction would overwrite a gradient in use. ``ranks`` hold one copy of the parameters.
 
     ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public. torch's default collectives,
     which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects, which identify the
     unit of a request.
-
-    Args:
-        root: sharded network.
-        pool: pool, which other networks can share.
-        ranks: number of ranks that hold one copy of the parameters; at least 2, since one rank has no collectives.
     """
     assert ranks > 1, "no collective to serve"
     for name, unit in root.named_modules():
@@ -321,18 +313,14 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def place(sizes: Sequence[int], conflicts: Sequence[Set[int]]) -> tuple[list[int], int]:
-    """Return offsets of buffers in one block of memory, and its size in bytes.
+    """Return offsets of buffers in one block of memory, multiples of :data:`ALIGNMENT`, and the end of the last buffer.
 
     The result is the best of several greedy orders. In each, a buffer gets the tightest or the lowest gap between the
     placed buffers that conflict with it. The optimum is NP-hard (Chlebikova and Chlebik 2010). If lifetimes form a
     chain, as for units gathered in sequence, largest first is close to it.
 
-    Args:
-        sizes: bytes of each buffer, in the order of first use.
-        conflicts: for each buffer the positions of those that it must not overlap; symmetric.
-
-    Returns:
-        Offsets, multiples of :data:`ALIGNMENT`, and the end of the last buffer.
+    ``sizes`` are bytes, in the order of first use; ``conflicts`` are for each buffer the positions of those that it
+    must not overlap, symmetric.
     """
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     with_conflicts = [size + sum(padded[other] for other in conflicts[i]) for i, size in enumerate(padded)]

@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Precision = Literal["fp32", "bf16", "fp64"]
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 @dataclass(kw_only=True)
@@ -118,10 +117,6 @@ class ShardSettings:
     def copies(self, shape: MeshShape, where: str = "") -> int:
         """Return the number of copies of the network on a mesh; gradients are summed over copies.
 
-        Args:
-            shape: shape of the mesh.
-            where: as in :meth:`check`.
-
         Raises:
             UserError: ``shard_ranks`` does not divide the world.
         """
@@ -130,19 +125,15 @@ class ShardSettings:
         if self.shard_ranks is None:
             return shape.dp_replicate if self.replicate else 1
         if shape.world % self.shard_ranks:
-            divisors = [str(n) for n in range(2, shape.world + 1) if shape.world % n == 0]
             raise UserError(
-                f"{where}shard_ranks={self.shard_ranks} does not divide the world of {shape.world} ranks; use"
-                f" {', '.join([*divisors, 'null'])}"
+                f"{where}shard_ranks={self.shard_ranks} must divide the world, {shape.world} ranks, or be null"
             )
         return shape.world // self.shard_ranks
 
     def check(self, device_type: str, where: str = "") -> None:
         """Refuse values and combinations that do not work, before anything is built.
 
-        Args:
-            device_type: ``cpu`` or ``cuda``.
-            where: prefix of the setting's name in the message, e.g. ``"student."``.
+        ``where`` is the prefix of the setting's name in messages, e.g. ``"student."``.
 
         Raises:
             UserError: a value or combination is refused.
@@ -222,13 +213,9 @@ GATHERED_ONLY = (
 
 
 def require_compiler(device_type: str, setting: str) -> None:
-    """Check for a compiler, so that torch does not fail at the first forward of compiled units, after loading all
-    weights.
+    """Check for the C or C++ compiler of Triton (``cuda``) or inductor (``cpu``), before all weights are loaded.
 
-    Args:
-        device_type: ``cuda``, where Triton builds its launchers in C, or ``cpu``, where inductor builds its kernels in
-            C++.
-        setting: setting that enables compilation, e.g. ``student.compile``.
+    ``setting`` enables compilation, e.g. ``student.compile``.
 
     Raises:
         UserError: the compiler that ``CC`` or ``CXX`` names, or any default one, is not on the ``PATH``.
@@ -254,10 +241,7 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
     overload = getattr(packet, variant or "default", None)
     if not isinstance(overload, torch._ops.OpOverload) or any(rest):
-        raise UserError(
-            f"{setting}: torch has no operator {name!r};"
-            " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
-        )
+        raise UserError(f"{setting}: torch has no operator {name!r}; use names as aten.addmm or aten.add.Tensor")
     # Checkpoint policies never see decomposed operators, so nothing would be kept: linear layers run as aten.addmm or
     # aten.mm.
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):

@@ -66,34 +66,17 @@ def shard_module(
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is already sharded; call shard_module once")
-    settings = checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
+    settings = _checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
     units = _modules_of(model, units, "units")
     full_precision_units = _modules_of(model, full_precision_units, "full_precision_units")
     # Convert layers first: the wrappers below capture a unit's forward with its current layers.
     fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         wrap_unit(unit, settings)
-    shard(model, mesh, units, settings, full_precision_units=full_precision_units, fp8_layers=fp8_layers)
-
-
-def shard(
-    model: nn.Module,
-    mesh: Mesh,
-    units: Sequence[nn.Module],
-    settings: ShardSettings,
-    *,
-    full_precision_units: Sequence[nn.Module] = (),
-    fp8_layers: Sequence[nn.Module] = (),
-) -> None:
-    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` come from ``apply_fp8``.
-
-    Raises:
-        ValueError: two units share a parameter.
-    """
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
-    _refuse_double_backward(model, settings)
+    _refuse_double_backward(model, settings)  # before FSDP2 registers its hooks, to raise before any gather
     shard_mesh = _shard_mesh(mesh, settings)
     _fully_shard(model, units, full_precision_units, settings, shard_mesh)
     root = cast(ShardedModule, model)  # fully_shard changed its class in place
@@ -111,7 +94,7 @@ def shard(
     refuse_tangents_with_gradients(root)
 
 
-def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
+def _checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
     """Return the effective settings after ``changes``. Warn once about settings without effect."""
     known = [field.name for field in fields(ShardSettings)]
     unknown = [name for name in changes if name not in known]
@@ -135,11 +118,10 @@ def _modules_of(model: nn.Module, modules: Iterable[nn.Module], argument: str) -
     listed, inside = list(modules), {*model.modules()} - {model}
     for i, module in enumerate(listed):
         kind = type(module).__name__
-        if not isinstance(module, nn.Module) or module not in inside:
-            raise UserError(f"{argument}[{i}] must be a module inside the model, e.g. one of model.blocks, got {kind}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, FSDPModule)) or module in listed[:i]:
+        has_no_forward = isinstance(module, (nn.ModuleList, nn.ModuleDict, FSDPModule))  # or is sharded
+        if not isinstance(module, nn.Module) or module not in inside or has_no_forward or module in listed[:i]:
             raise UserError(
-                f"{argument}[{i}] must be a module with a forward that is not sharded yet, named once, got {kind}"
+                f"{argument}[{i}] must be a module inside the model, with a forward, named once, got {kind}"
             )
     return listed
 
@@ -246,10 +228,7 @@ def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: Sha
 
 
 def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
-    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs.
-
-    Call it before FSDP2 registers its hooks, so that the check raises before any gather.
-    """
+    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs."""
     kind, keeps = type(model).__name__, settings.keeps_gathered
 
     def check(_grad: Tensor) -> None:
@@ -279,13 +258,10 @@ def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
 
 
 def _allow_inference_mode(model: ShardedModule) -> None:
-    """Allow a first forward under ``torch.inference_mode()`` without breaking later training.
+    """Allow a first forward under ``torch.inference_mode()`` without breaking later training."""
 
-    FSDP2 creates the tensors of full parameters in the first forward and keeps them. Inference tensors would make later
-    gathers and backwards fail. This hook runs before FSDP2's hooks and creates the tensors outside inference mode: it
-    gathers and frees each unit once.
-    """
-
+    # FSDP2 keeps the full parameters that the first forward creates, and inference tensors would break later gathers.
+    # This hook runs before FSDP2's and creates them outside inference mode: it gathers and frees each unit once.
     def make(_module: nn.Module, _args: tuple) -> None:
         if not torch.is_inference_mode_enabled():
             return
@@ -301,10 +277,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Allocate uninitialized memory for parameters and buffers of a model on the meta device, sharded or not.
 
     Unlike ``to_empty`` it keeps the attributes of parameters (torch creates new parameters). It frees gathered ones.
-
-    Args:
-        model: model on the meta device.
-        device: device of the memory; the CPU under ``offload="cpu"``.
+    Under ``offload="cpu"`` the ``device`` is the CPU.
     """
     attributes = _attributes(model)
     model.to_empty(device=device)
@@ -361,8 +334,7 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
     root = _root(model)
     if is_first and state.has_gradients(root):
         raise RuntimeError(
-            "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch,"
-            " or discard_step(model) after one that was broken off"
+            "gradients are left from an earlier step; call zero_grad(set_to_none=True) or discard_step(model)"
         )
     outer = root.__dict__.setdefault("_open_microbatches", [])
     outer.append(is_last)
@@ -434,26 +406,17 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
     # output.
     if is_last and not state.is_finished(root):
         raise RuntimeError(
-            "the last micro-batch had no backward through the network, so earlier gradients were not fully reduced;"
-            " give is_last=True to the last one that has a backward"
+            "the last micro-batch had no backward; give is_last=True to the last one that has a backward"
         )
     if is_last and (units := state.unreduced_units(root)):
-        raise RuntimeError(
-            f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
-            " the replicas; set reduce_unused=true"
-        )
+        raise RuntimeError(f"the last micro-batch's backward did not reach {', '.join(units)}; set reduce_unused=true")
     # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
     if not is_last and (units := state.partly_reduced_units(root)):
-        raise RuntimeError(
-            f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"
-            " needs reduce_unused=true then"
-        )
+        raise RuntimeError(f"a parameter of {', '.join(units)} got no gradient; accumulation needs reduce_unused=true")
 
 
 def _root(model: nn.Module) -> ShardedModule:
     roots = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
     if len(roots) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(roots)} modules sharded by fsdp_cp.shard_module; give the one to train"
-        )
+        raise ValueError(f"{type(model).__name__} has {len(roots)} roots of shard_module; give the one to train")
     return roots[0]

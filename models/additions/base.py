@@ -71,15 +71,8 @@ def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
 def attach_additions(
     network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
 ) -> None:
-    """Attach ``additions`` of ``role`` to the network in place, before it is sharded.
-
-    Args:
-        network: network of ``family`` on ``mesh``.
-        role: name of the role.
-        additions: modules by name (:func:`models.roles.role_plan.build_additions`).
-        family, mesh: family and mesh of the network.
-        shared: whether other roles call the network too.
-    """
+    """Attach ``additions`` of ``role`` to the network in place, before it is sharded; ``shared`` if other roles call it
+    too."""
     if not hasattr(network, ADDITIONS):
         setattr(network, ADDITIONS, nn.ModuleDict())
     cast(nn.ModuleDict, network.get_submodule(ADDITIONS))[role] = additions

@@ -62,8 +62,7 @@ class GanHead(Addition):
         self.blocks = default_blocks(layers) if blocks is None else list(blocks)
         if self.blocks[-1] >= layers:
             raise UserError(
-                f"method.gan_blocks={self.blocks}, but the network has {layers} blocks; use 0 to {layers - 1}, or null"
-                f" for {default_blocks(layers)}"
+                f"method.gan_blocks={self.blocks} must be 0 to {layers - 1}, or null for {default_blocks(layers)}"
             )
         self.depth = (self.blocks[-1] + 1) / layers
         """Share of the blocks that the logits' gradient passes."""

@@ -67,13 +67,11 @@ class DiffusersFamily(Family):
         """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
-            import diffusers
-
-            layout = "" if hasattr(diffusers, str(name)) else (
-                "; that is not a class of diffusers: give the repository in diffusers' layout (Wan's end in -Diffusers)"
-            )  # fmt: skip
             shown = " ".join(str(name).split())[:80]
-            raise UserError(f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}{layout}")
+            raise UserError(
+                f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}, in diffusers' layout (Wan's"
+                " repositories end in -Diffusers)"
+            )
         self.check_values(config, setting)
         try:
             return self.transformer.from_config(dict(config))
@@ -104,21 +102,9 @@ class DiffusersFamily(Family):
         self.check_patches(config, latent_shape, setting)
 
     def check_data(
-        self,
-        config: NetworkConfig,
-        latent_shape: LatentShape,
-        needed: Shapes,
-        condition: Shapes,
-        setting: str,
+        self, config: NetworkConfig, latent_shape: LatentShape, needed: Shapes, condition: Shapes, setting: str
     ) -> None:
-        """Compare the data's latents and condition with what the network takes.
-
-        Args:
-            config: the network's configuration.
-            latent_shape: ``(C, T, H, W)`` of a sample.
-            needed: shapes of the tensors that the network takes, by name.
-            condition: shapes of the data's tensors, by name.
-            setting: source of the network, for messages.
+        """Compare the shapes of the data, latents ``(C, T, H, W)`` and condition, with the ``needed`` tensors.
 
         Raises:
             UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
@@ -126,9 +112,9 @@ class DiffusersFamily(Family):
         """
         use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
+            channels = self.latent_channels(config)
             raise UserError(
-                f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have"
-                f" {latent_shape[0]}; {use}"
+                f"{setting} takes latents of {channels} channels, but the data's have {latent_shape[0]}; {use}"
             )
         for name, shape in needed.items():
             data_shape, start = condition.get(name), 1 if name in self.open_counts else 0
@@ -142,10 +128,7 @@ class DiffusersFamily(Family):
             if name in condition and name not in needed:
                 raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
         if FIRST_FRAME in condition and latent_shape[1] < 2:
-            raise UserError(
-                f"data.num_frames gives {latent_shape[1]} latent frame, and data.image=first_frame gives it already;"
-                " use more frames, or leave data.image out"
-            )
+            raise UserError("data.num_frames gives only the latent frame of data.image=first_frame; use more frames")
 
     def check_patches(
         self, config: NetworkConfig, latent_shape: LatentShape, setting: str, most: int | None = None
@@ -230,11 +213,7 @@ def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
 
 
 def refuse(config: NetworkConfig, key: str, wanted: str, setting: str) -> None:
-    """Refuse the value of ``key``.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse the value of ``key`` by a ``UserError``."""
     shown = " ".join(repr(config[key]).split())[:80]
     raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
 
@@ -244,13 +223,8 @@ def token_positions(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Return frame, row and column ``(S_local,)`` of the rank's own tokens, and S, the number of all tokens.
 
-    Padding tokens have the positions of the last token.
-
-    Args:
-        hidden_states: latents ``(B, C, T, H, W)``.
-        patch: latents of a token: frames, height, width.
-        mesh: the mesh.
-        device: of the result.
+    Padding tokens have the positions of the last token. ``hidden_states`` are latents ``(B, C, T, H, W)``; ``patch`` is
+    the size of a token: frames, height, width.
     """
     frames, height, width = (size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True))
     total = frames * height * width
@@ -278,13 +252,10 @@ def insert_first_frame(x: Tensor, frame: Tensor) -> Tensor:
 
 
 def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: Collection[int] = (0,)) -> Tensor:
-    """Return a time for each token, ``(B, S)``: 0 in ``clean`` frames, ``t`` in others.
+    """Return a time for each token, ``(B, S)``: 0 in ``clean`` frames, which the data give, ``t`` ``(B,)`` or ``(B,
+    T)`` in others.
 
-    Args:
-        t: ``(B,)``, or ``(B, T)``.
-        latents: ``(B, C, T, H, W)``.
-        patch: size of a token in latents, with one frame.
-        clean: numbers of the frames that the data give.
+    ``patch`` is the size of a token of ``latents`` ``(B, C, T, H, W)``, with one frame.
     """
     frames, height, width = latents.shape[2:]
     tokens = (height // patch[1]) * (width // patch[2])
@@ -296,11 +267,8 @@ def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: 
 def hold_first_frame(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
     """Replace frame 0 of ``v`` by the velocity from ``x`` to ``frame``, so that ``x - t v`` is the frame there.
 
-    Args:
-        v: ``(B, C, T, H, W)``.
-        x: ``x_t``, of the same shape.
-        t: ``(B,)`` or ``(B, T)``, fp32 or better.
-        frame: ``(B, C, 1, H, W)``.
+    ``v`` and ``x`` are ``(B, C, T, H, W)``, ``frame`` is ``(B, C, 1, H, W)``, and ``t`` ``(B,)`` or ``(B, T)`` is fp32
+    or better.
     """
     first = t if t.ndim == 1 else t[:, 0]
     held = (x[:, :, :1] - frame) / first.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)

@@ -160,7 +160,7 @@ class Hunyuan(DiffusersFamily):
         caption, text_dim = condition["text"]
         glyphs, glyph_dim = condition["glyphs"]
         images, image_dim = condition.get("image_embeds", (0, config["image_embed_dim"]))
-        both = tokens + _text_tokens(condition)
+        both = tokens + caption + glyphs + images
         inside = int(dim * config["mlp_ratio"])
         # A block has four products of attention, two of the feed-forward, and two modulations of six parts.
         block = both * dim * (4 * dim + 2 * inside) + 12 * dim * dim
@@ -209,11 +209,6 @@ class Hunyuan(DiffusersFamily):
             image_embeds=tensors.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
             return_dict=False,
         )
-
-
-def _text_tokens(condition: Shapes) -> int:
-    """Return L, the number of tokens of all texts."""
-    return sum(condition[name][0] for name in ("text", "glyphs", "image_embeds") if name in condition)
 
 
 class OwnForward:

@@ -76,12 +76,8 @@ class DiscretePrediction:
         return below + (within - lower) / (upper - lower)
 
     def state(self, x: Tensor, t: Tensor) -> Tensor:
-        """Return ``z``, the network's state for ``x_t``, in the dtype of ``x``.
-
-        Args:
-            x: ``x_t``, ``(B, C, T, H, W)``.
-            t: ``(B,)`` or ``(B, T)``, fp32 or better.
-        """
+        """Return ``z``, the network's state for ``x_t`` ``(B, C, T, H, W)``, in its dtype; ``t`` is ``(B,)`` or ``(B,
+        T)``, fp32 or better."""
         return (x / _root(_per_sample(t, x))).to(x.dtype)
 
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
@@ -105,8 +101,7 @@ class DiscretePrediction:
 
 
 def _per_sample(t: Tensor, x: Tensor) -> Tensor:
-    """Return ``t`` ``(B,)`` or ``(B, T)`` with dimensions of size 1 added, to broadcast with ``x`` ``(B, C, T, H,
-    W)``."""
+    """Return ``t`` ``(B,)`` or ``(B, T)`` in the shape that broadcasts with ``x`` ``(B, C, T, H, W)``."""
     return t[:, None, None, None, None] if t.ndim == 1 else t[:, None, :, None, None]
 
 

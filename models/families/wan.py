@@ -146,14 +146,9 @@ class Wan(DiffusersFamily):
             "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
         }  # fmt: skip
         image = {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}
-        latents_of_image = {"in_channels": 12}
         latents = {"in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS}
-        return {
-            "t2v": sizes,
-            "i2v": sizes | image,
-            "i2v of latents alone": sizes | latents_of_image,
-            "ti2v": sizes | latents,
-        }
+        others = {"i2v": image, "i2v of latents alone": {"in_channels": 12}, "ti2v": latents}
+        return {"t2v": sizes} | {name: sizes | other for name, other in others.items()}
 
     def blocks(self, network: WanTransformer3DModel) -> list[nn.Module]:
         return list(network.blocks)
@@ -238,15 +233,13 @@ class Wan(DiffusersFamily):
         needed = self.condition_shapes(config, latent_shape, text_tokens)
         if text_tokens != needed["text"][0]:
             raise UserError(
-                f"data.max_text_tokens={text_tokens}: {setting} is an image-to-video Wan, which takes {TEXT_TOKENS}"
-                f" text tokens; use {TEXT_TOKENS}"
+                f"data.max_text_tokens={text_tokens} must be {TEXT_TOKENS} for {setting}, an image-to-video Wan"
             )
         if FIRST_FRAME in condition and not takes_image(config):
             needed[FIRST_FRAME] = first_frame_shape(latent_shape)
             if config["patch_size"][0] != 1:
                 raise UserError(
-                    f"{setting} has tokens of {config['patch_size'][0]} latent frames, and a first frame needs tokens"
-                    " of one; leave data.image out"
+                    f"{setting} has tokens of several latent frames, but a first frame is one; leave data.image out"
                 )
         self.check_data(config, latent_shape, needed, condition, setting)
         self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])

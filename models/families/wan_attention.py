@@ -188,15 +188,11 @@ def own_rotary_tables(
 ) -> RotaryTables:
     """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
 
-    Args:
-        rope: rotary embedding of the network.
-        mesh: the mesh.
-        hidden_states: the latents.
-        causal: positions of the latent frames, and the history, of a causal forward.
+    ``causal`` gives the positions of the latent frames, and the history, of a causal forward.
 
     Returns:
         Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; ``S``; and the
-        history of a causal forward.
+            history of a causal forward.
 
     Raises:
         ValueError: an axis has more positions than ``rope_max_seq_len``.
@@ -222,10 +218,7 @@ def own_rotary_tables(
 
 
 def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> Table:
-    """Return the time axis' rows ``(T, t_dim)`` of the tables, also of positions beyond ``rope_max_seq_len``.
-
-    Attention depends on differences of positions alone, so that a network without a sink is exact at any position.
-    """
+    """Return the time axis' rows ``(T, t_dim)`` of the tables, also of positions beyond ``rope_max_seq_len``."""
     if max(positions) < rope.max_seq_len:
         at = torch.tensor(positions, device=rope.freqs_cos.device)
         return rope.freqs_cos[:, : rope.t_dim][at], rope.freqs_sin[:, : rope.t_dim][at]

@@ -22,11 +22,8 @@ MANIFEST = "fsdp_cp_export.json"
 def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
     """Refuse a folder that :func:`atomic_folder` could not write without losing other files. Changes nothing.
 
-    Args:
-        folder: the folder to be written.
-        setting: the user's name for it, for messages.
-        about: description of the new export, as in the manifest. Its ``made by`` distinguishes clips from weights, the
-            default.
+    ``setting`` is the user's name for it, for messages. ``about`` describes the new export, as in the manifest; its
+    ``made by`` distinguishes clips from weights, the default.
 
     Raises:
         UserError: ``folder`` is a file or the working directory, or contains anything but an unchanged earlier export
@@ -49,12 +46,7 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
 
 
 def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
-    """Refuse to write over an input: an earlier export, which would be replaced, can be an input.
-
-    Args:
-        folder: the folder to be written.
-        setting: the user's name for it, for messages.
-        inputs: the folders that are read, by the user's name for them.
+    """Refuse to write over one of ``inputs`` (by the user's name for it): an input can be an earlier export.
 
     Raises:
         UserError: ``folder`` is an input, or contains an input or the target of a link in an input.
@@ -69,10 +61,8 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
 
 
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
-    """Describe content of ``folder`` that an earlier export did not write, or that changed since; else ``None``.
-
-    With ``about``, the description of the new export, an export of another kind is foreign too.
-    """
+    """Describe content that is not of an unchanged earlier export, nor of the same kind as ``about`` if given; else
+    ``None``."""
     first = next(folder.iterdir(), None) if folder.is_dir() else None
     if first is None:
         return None
@@ -94,12 +84,9 @@ def _manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size in bytes and modification time in ns of each file in ``folder`` but the manifest, and of each empty
-    folder, by name. They distinguish our file from another in its place.
-
-    A link to a folder counts as a file: the files in its target are not ours.
-    """
+    """Return size in bytes and time in ns of each file but the manifest, each link and each empty folder, by name."""
     paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]
+    # A link to a folder counts as a file: the files in its target are not ours.
     inside = [path for path in paths if path.is_symlink() or not path.is_dir() or not any(path.iterdir())]
     return {str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in inside}
 
@@ -172,15 +159,12 @@ def _hidden(folder: Path, state: str) -> Path:
 
 
 def _remove(export: Path, folder: Path) -> None:
-    """Delete ``export``, which is or was ``folder``, unless it holds files that appeared since.
-
-    Rename it first, so that a kill leaves no part of it in ``folder``; a later export of a run removes the rest.
-    """
+    """Delete ``export``, which is or was ``folder``, unless it holds files that appeared since."""
     if (foreign := _foreign(export)) is not None:
         log.warning("kept %s, which is out of date: %s", export, foreign)
         return
     removed = _hidden(folder, "removed")
-    export.rename(removed)
+    export.rename(removed)  # a kill must leave no part of it in its place; a later export of the run removes the rest
     _delete(removed)
 
 
@@ -227,10 +211,7 @@ def _bring_back(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files of exports that were killed while writing, or while removing an earlier export.
-
-    No other process writes there: the folder is in a run directory, which the run has locked.
-    """
+    """Remove the files of killed exports. No other process writes there: the folder is in a locked run directory."""
     for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
         shutil.rmtree(unfinished)
     for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):

@@ -62,21 +62,15 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     """
     inspected = inspect_checkpoint(checkpoint, setting, alone=True)
     if inspected.boundaries:
-        raise UserError(
-            f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
-            f" {inspected.boundaries[0]:g}), where one network is wanted; give the folder of one"
-        )
+        raise UserError(f"{setting}={checkpoint} is a model of two experts; give the folder of one of them")
     return inspected.folders[0]
 
 
 def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
     """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
 
-    Args:
-        checkpoint: as for :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
-            read too.
-        setting: as for :func:`inspect_transformer`.
-        alone: accept the folder of the noisier expert as a network.
+    Arguments are those of :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
+    read too. ``alone`` accepts the folder of the noisier expert as a network.
 
     Raises:
         UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
@@ -92,14 +86,12 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
         boundary = _boundary(root, where)
     elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
         raise UserError(
-            f"{where} is only the high-noise expert of a model with two; give the folder"
-            f" above it, {root.absolute().parent}, for both"
+            f"{where} is only the high-noise expert of a model with two; give {root.absolute().parent} for both"
         )
     if not (path / "config.json").is_file():
         inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
         raise UserError(
-            f"{where} has neither transformer/config.json nor config.json"
-            + (f"; there is one in {inside}" if inside else "")
+            f"{where} has neither transformer/config.json nor config.json; one is in: {inside or 'no folder'}"
         )
     first = _inspect(path, where)
     if boundary is None:
@@ -117,10 +109,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         reason = one_line(error.strerror if isinstance(error, OSError) else error)
         raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
     if "quantization_config" in config:
-        raise UserError(
-            f"{where} is quantized ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
-            " weights in bf16 or fp32"
-        )
+        raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
     stored: dict[str, str] = {}
@@ -128,10 +117,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         for in_file, shape in _read_shapes(file, where).items():
             name = _WRAPPERS.sub("", in_file)
             if name in shapes:  # the reader would take either tensor
-                raise UserError(
-                    f"{where} holds {name} twice, in {files[name]} and in {file.name}; link one set of weights and"
-                    " config.json into a new folder, and give that one"
-                )
+                raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; keep one of them")
             shapes[name], files[name], stored[name] = shape, file.name, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
@@ -139,14 +125,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that hold the network's weights: one file, or the parts of one.
-
-    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
-
-    Raises:
-        UserError: the folder has no weights, an index names a missing file, or the folder has several sets of weights.
-            The reader takes every file of the folder, so it would mix two networks.
-    """
+    """Return the files that hold the network's weights: one file, or the parts that an index or their names give."""
     indexed: dict[str, tuple[str, ...]] = {}
     for index in path.glob("*.safetensors.index*.json"):
         names = tuple(indexed_files(index, where))
@@ -159,10 +138,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
     if len(sets) > 1:
-        raise UserError(
-            f"{where} holds several sets of weights ({', '.join(sets.values())}); link one of them and config.json into"
-            " a new folder, and give that one"
-        )
+        raise UserError(f"{where} holds several sets of weights ({', '.join(sets.values())}); keep one of them")
     return files
 
 
@@ -216,11 +192,7 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 def _boundary(pipeline: Path, where: str) -> float | None:
-    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network.
-
-    Raises:
-        UserError: the second expert or the boundary is missing, or the boundary is not a number between 0 and 1.
-    """
+    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network."""
     try:
         index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # a pipeline with one network needs no boundary
@@ -233,18 +205,13 @@ def _boundary(pipeline: Path, where: str) -> float | None:
     if not between or not (second / "config.json").is_file():
         raise UserError(
             f"{where} is a model of two experts, which needs transformer_2/config.json, and in model_index.json a"
-            f" boundary_ratio between 0 and 1, got {one_line(ratio)} (Wan 2.2: .875 for T2V, .9 for I2V); copy the"
-            " whole pipeline, or move transformer_2 away"
+            f" boundary_ratio between 0 and 1 (Wan 2.2: .875 for T2V, .9 for I2V), got {one_line(ratio)}; copy it whole"
         )
     return float(cast(float, ratio))
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
-    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted.
-
-    Args:
-        index: the file.
-        where: setting and folder, for messages.
+    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages.
 
     Raises:
         UserError: ``index`` is not an index, or a file is missing or outside the folder of ``index``.
@@ -295,10 +262,7 @@ def refuse_pointer(file: Path, where: str) -> None:
     with file.open("rb") as opened:
         if not opened.read(100).startswith(b"version https://git-lfs"):
             return
-    raise UserError(
-        f"{where}: {file.name} is a git-lfs pointer of {file.stat().st_size} bytes, not the file itself; run git lfs"
-        " pull in the clone, or download the file"
-    )
+    raise UserError(f"{where}: {file.name} is a git-lfs pointer; run git lfs pull in the clone, or download the file")
 
 
 def one_line(error: object) -> str:
@@ -307,12 +271,7 @@ def one_line(error: object) -> str:
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Compare the tensors in the files with those that the network needs.
-
-    Args:
-        folder: contents of the files.
-        expected: name and shape of every tensor of the network.
-        setting: the setting it came from, for messages.
+    """Compare the tensors in the files with the ``expected`` names and shapes; ``setting`` is for messages.
 
     Raises:
         UserError: tensors are missing, unexpected or of another shape.

@@ -95,11 +95,8 @@ def export_adapters(
 ) -> None:
     """Write a role's adapters in diffusers' format to a run directory. All ranks must call it; rank 0 writes.
 
-    Args:
-        folder, dtype, about, causal: as for :func:`export_weights`.
-        weights: adapters only, DTensors by public name.
-        family: model family of the base.
-        scale: ``alpha / rank``.
+    ``weights`` are adapters only, DTensors by public name, with the ``scale`` ``alpha / rank``. ``folder``, ``about``
+    and ``causal`` are as for :func:`export_weights`.
 
     Raises:
         UserError: a folder that cannot be written; on every rank.
@@ -112,8 +109,7 @@ def export_adapters(
 
 
 def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
-    """Write a scheduler folder for ``from_pretrained``; ``None`` removes that of an earlier export. One rank calls
-    it."""
+    """Write a scheduler folder for ``from_pretrained``; ``None`` removes an earlier export's. One rank calls it."""
     if scheduler is None:
         withdraw(folder)
         return

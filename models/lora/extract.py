@@ -36,28 +36,20 @@ def extract(
 ) -> Extracted:
     """Return the best least-squares approximation of the given rank for each layer (Eckart & Young 1936).
 
-    Args:
-        full: folder of the trained network.
-        base: folder of its initial network, with the same shapes.
-        network: network of their configuration, on the meta device.
-        family: family of the network.
-        settings: rank and targets.
+    ``network`` has the folders' configuration and is on the meta device.
 
     Raises:
         UserError: shapes differ, weights are equal, or :func:`models.lora.plan.target_layers` raises.
     """
     for folder in (full, base):
         if folder.additions:
-            raise UserError(
-                f"{folder.path} has additions ({', '.join(sorted(named_additions(folder.additions)))}), which an"
-                " adapter file cannot hold; give a folder without additions"
-            )
+            names = ", ".join(sorted(named_additions(folder.additions)))
+            raise UserError(f"{folder.path} has additions ({names}), which an adapter file cannot hold; leave them out")
     if full.shapes != base.shapes:
         other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
                        if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip
         raise UserError(
-            f"{full.path} and {base.path} differ in {other[0]} ({len(other)} tensors); give two networks"
-            " of one architecture"
+            f"{full.path} and {base.path} differ in the shape of {other[0]}; give networks of one architecture"
         )
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
     read_full, read_base = tensor_reader(full), tensor_reader(base)
@@ -80,17 +72,16 @@ def extract(
         whole += difference.double().square().sum().item()
         lost += (difference - b @ a).double().square().sum().item()
     if not whole:
-        others = f", though in {len(left_out)} other tensors" if left_out else ""
         raise UserError(
-            f"{full.path} and {base.path} do not differ in the {len(targets)} layers that have adapters{others}; give"
-            " the trained network as FULL and the network it started from as BASE"
+            f"{full.path} and {base.path} do not differ in the {len(targets)} layers with adapters; give the trained"
+            " network as FULL and the network it started from as BASE"
         )
     return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors ``(out, r)``, the ``rank`` largest singular values ``(r,)`` and right vectors ``(in, r)`` of
-    ``x`` ``(out, in)``."""
+    """Return left vectors ``(out, r)``, largest singular values ``(r,)`` and right vectors ``(in, r)`` of ``(out,
+    in)``."""
     if min(x.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T

@@ -26,35 +26,23 @@ NAME = "pytorch_lora_weights.safetensors"
 
 
 def refuse_whole(names: Iterable[str], source: str) -> None:
-    """Refuse parameters that an adapter file cannot hold.
-
-    Args:
-        names: names of a role's own parameters.
-        source: owner of the parameters, for the message.
+    """Refuse parameters of a role that an adapter file cannot hold; ``source`` is their owner, for the message.
 
     Raises:
         UserError: a module was added to the network.
     """
     whole = sorted(name for name in names if ".lora_" not in name)
     if whole:
-        raise UserError(
-            f"{source} has {whole[0]} in addition to adapters ({len(whole)} such tensors), which an adapter file"
-            " cannot hold; use --format merged"
-        )
+        raise UserError(f"{source} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
 
 
 def file_tensors(
     kind: str, names: Iterable[str], read: Callable[[str], Tensor], *, family: Family, scale: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter file by name.
+    """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, by name.
 
-    Args:
-        kind: one of :data:`FORMATS`.
-        names: names of the role's own parameters, all of them adapters.
-        read: function that returns a whole parameter by name.
-        family: family of the base, which knows the original code's names.
-        scale: ``alpha / rank``.
-        dtype: dtype of the file.
+    ``read`` returns a whole adapter by one of ``names``. The ``family`` knows the original code's names, ``scale`` is
+    ``alpha / rank``, and ``dtype`` is that of the file.
 
     Raises:
         UserError: the original code has no name for a layer.

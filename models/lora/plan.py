@@ -100,14 +100,9 @@ class LoraPlan:
 def plan_lora(
     network: nn.Module, family: Family, settings: LoraSettings, role: str, saved: Path | None = None
 ) -> LoraPlan:
-    """Check a role's adapters against its base.
+    """Check a role's adapters against its base, a plain ``network`` on any device.
 
-    Args:
-        network: plain base, on any device.
-        family: family of the base.
-        settings: settings of the adapters; ``rank`` is above 0 unless the file determines it.
-        role: name of the role, for messages.
-        saved: file that the adapters come from; ``None`` for new ones.
+    ``settings.rank`` is above 0 unless ``saved``, the file that the adapters come from, determines it.
 
     Raises:
         UserError: the file has another rank or other layers, or :func:`target_layers` or
@@ -118,18 +113,14 @@ def plan_lora(
         inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
         if settings.rank not in (0, inspected.rank):
             raise UserError(
-                f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
-                f" {inspected.rank}; leave it out"
+                f"{where}rank={settings.rank} must be {inspected.rank}, as in {role}.checkpoint={saved.parent}"
             )
         kept = _without_unread(inspected.scales, network, family, str(saved))
         inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
     if saved is not None and inspected is not None and set(targets) != inspected.scales.keys():
-        raise UserError(
-            f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(inspected.scales)} others whose output is read; leave it out, or give other adapters"
-        )
+        raise UserError(f"{where}targets names other layers than {role}.checkpoint={saved.parent} has; leave it out")
     biased = inspected is not None and inspected.biased
     return LoraPlan(settings=settings, targets=tuple(targets), saved=inspected, biased=biased)
 
@@ -137,15 +128,10 @@ def plan_lora(
 def target_layers(
     network: nn.Module, family: Family, settings: LoraSettings, where: str, *, fresh: bool = True
 ) -> list[str]:
-    """Return the names of the linear layers that get adapters.
+    """Return the names of the linear layers of a plain ``network`` that get adapters.
 
-    Args:
-        network: plain network on any device.
-        family: family of the network.
-        settings: settings of the role.
-        where: prefix of the settings in messages, e.g. ``"student.lora."``.
-        fresh: whether the adapters do not come from a file. The largest rank in a file can exceed the size of a small
-            layer.
+    ``where`` is the prefix of the settings in messages. Adapters from a file are not ``fresh``: the largest rank in it
+    can exceed the size of a small layer.
 
     Raises:
         UserError: a pattern matches no linear layer, or only layers that no gradient reaches; or the rank exceeds a
@@ -162,9 +148,7 @@ def target_layers(
         size = min(linear[name].in_features, linear[name].out_features)
         if fresh and settings.rank > size:
             raise UserError(
-                f"{where}rank={settings.rank} is above the size of {name}, {linear[name].in_features} x"
-                f" {linear[name].out_features}: the product would cost more and reach no further; use {size} or less,"
-                f" or leave the layer out of {where}targets"
+                f"{where}rank={settings.rank} is above the size of {name}; use {size} or less, or other targets"
             )
     return chosen
 
@@ -172,11 +156,7 @@ def target_layers(
 def _matching(
     names: Sequence[str], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
 ) -> list[str]:
-    """Return those of ``names`` that match one of ``patterns``, without layers that never train.
-
-    Raises:
-        UserError: a pattern matches none.
-    """
+    """Return those of ``names`` that match one of ``patterns``, without layers that never train."""
     matched: set[str] = set()
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]

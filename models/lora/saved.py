@@ -91,12 +91,8 @@ class SavedAdapters:
 
 
 def _read(file: Path, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``, ``.lora_B.bias``
-    and ``LAYER.alpha``. Names of a model's original code are converted.
-
-    Raises:
-        UserError: the file is unreadable, or diffusers cannot convert a name or would drop a nonzero tensor.
-    """
+    """Return the tensors of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``,
+    ``.lora_B.bias``, ``LAYER.alpha``."""
     try:
         tensors = load_file(file)
     except Exception as error:  # safetensors raises its own, which is not public everywhere
@@ -108,17 +104,14 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
         reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(
-            f"diffusers cannot read the format of {file.name}, with names as {next(iter(tensors))} ({reason}); convert"
-            " it to diffusers' own names"
+            f"diffusers cannot read the names of {file.name}, as {next(iter(tensors))} ({reason}); convert them"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
         pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
-            raise UserError(
-                f"{file.name} holds {name}, which diffusers leaves out and which is not zero; merge it first"
-            )
+            raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
     return {_peft_name(name): tensor for name, tensor in converted.items()}
 
 
@@ -129,13 +122,7 @@ def _peft_name(name: str) -> str:
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
-    """Compare the file's adapters with their base.
-
-    Args:
-        file: adapter file from :func:`find_adapters`.
-        network: plain base, on any device.
-        family: family of the base.
-        setting: setting that names the file, for messages (``student.checkpoint``).
+    """Compare the adapters of ``file`` (:func:`find_adapters`) with their base, a plain ``network`` on any device.
 
     Raises:
         UserError: the file is unreadable, holds other tensors than adapters, or has layers that the base lacks or has
@@ -170,10 +157,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         size = (module.out_features, rank)
         wanted = {"A.weight": (rank, module.in_features), "B.weight": size, "B.bias": size[:1]}
         if rank < 1 or shapes != {matrix: wanted[matrix] for matrix in shapes}:
-            raise UserError(
-                f"{where}: the adapter of {layer} has the shapes {shapes}, but the layer needs {wanted}; it is for"
-                " another base"
-            )
+            raise UserError(f"{where}: the adapter of {layer} has {shapes}, but the layer needs {wanted}; use its base")
         largest = max(largest, rank)
         scales[layer] = float(read[f"{layer}.alpha"]) / rank if has_alpha else scale_of(layer, rank)
     biases = frozenset(layer for layer, shapes in layers.items() if "B.bias" in shapes)
@@ -188,14 +172,10 @@ def _unscaled(_layer: str, _rank: int) -> float:
 
 
 def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], float]:
-    """Return the scale of a layer's adapter by the layer's name and the adapter's rank.
+    """Return a function from a layer's name and the adapter's rank to the adapter's scale.
 
-    It comes from peft's ``adapter_config.json`` next to ``file``, or from diffusers' metadata in it; 1 without either.
-    ``alpha_pattern`` sets other alphas by patterns of layer names. rsLoRA (Kalajdzievski 2023) divides by the square
-    root of the rank.
-
-    Raises:
-        UserError: the configuration lacks ``lora_alpha``.
+    It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it; 1 without either. rsLoRA
+    (Kalajdzievski 2023) divides by the square root of the rank.
     """
     config_file = file.parent / "adapter_config.json"
     if config_file.is_file():

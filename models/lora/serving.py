@@ -21,12 +21,8 @@ _Layer = tuple[nn.Module, frozenset[str]]
 
 
 class Serving:
-    """Selector for one network. Create it after the adapters are injected and before the network is sharded.
-
-    Args:
-        network: network with adapters.
-        units: its FSDP units, whose forwards can be recomputed in backward.
-    """
+    """Selector for one network with adapters, made before it is sharded; forwards of ``units`` can be recomputed in
+    backward."""
 
     def __init__(self, network: nn.Module, units: Sequence[nn.Module]):
         self.role: str | None = None

@@ -114,16 +114,3 @@ class Condition:
 
     def _with(self, tensors: Mapping[str, Tensor]) -> Condition:
         return Condition(tensors, self.null_values, self.empty_values)
-
-
-def text_condition(text: Tensor, null_text: Tensor | None = None, empty_text: Tensor | None = None) -> Condition:
-    """Return a condition with only caption embeddings.
-
-    Args:
-        text: ``(B, L, D)``.
-        null_text: embeddings of the negative prompt, ``(L, D)``.
-        empty_text: embeddings of the empty caption, ``(L, D)``.
-    """
-    null = {} if null_text is None else {"text": null_text}
-    empty = {} if empty_text is None else {"text": empty_text}
-    return Condition({"text": text}, null, empty)

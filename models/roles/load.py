@@ -119,11 +119,8 @@ def build_network(
 ) -> Network:
     """Build the network of one group of :func:`sharing`, with uninitialized memory for its weights.
 
-    Args:
-        plans: plans of the group; for experts, those of one expert.
-        trained: names of the roles that train.
-        mesh, device, precision, latent_shape, condition_shapes: as for :func:`build_roles`.
-        allocate: ``False`` leaves the network on the meta device.
+    Arguments are those of :func:`build_roles`; ``plans`` are the group's, for experts those of one expert.
+    ``allocate=False`` leaves the network on the meta device.
 
     Raises:
         UserError: the network cannot take data of these shapes.
@@ -161,12 +158,9 @@ def build_network(
 
 
 def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """Initialize a network from diffusers folders or from a seed. A collective.
+    """Initialize an allocated network from the folders of ``plans`` or from a seed. A collective.
 
-    Args:
-        network: network with allocated weights.
-        plans: plans of its roles; for experts, those of this expert.
-        seed: seed of random weights, and of additions and adapters that the folders do not hold.
+    ``seed`` is also that of additions and adapters that the folders do not hold.
 
     Raises:
         UserError: on every rank, if a file is unreadable or a weight is not finite.
@@ -184,9 +178,8 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         base = {} if network.adapters else network.base_parameters()
         _load(network.base_parameters(), plans[0])
         for plan in plans:
-            if plan.additions:
+            if plan.additions:  # drawn, then replaced by those that the folder holds
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
-            if plan.additions:  # saved additions
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:
@@ -198,11 +191,7 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
 
 
 def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
-    """Load those of ``weights`` that the plan's folder holds. A collective.
-
-    Raises:
-        UserError: on every rank, if a file is unreadable or a weight is not finite.
-    """
+    """Load those of ``weights`` that the plan's folder holds. A collective."""
     (folder,) = plan.folders
     saved = folder.shapes.keys() | folder.additions.keys()
     wanted = {folder.stored.get(name, name): weight.detach() for name, weight in weights.items() if name in saved}
@@ -218,11 +207,7 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
 
 
 def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights with NaN or infinity, which training would spread. All ranks must call it; each checks its shards.
-
-    Raises:
-        UserError: the same on every rank, for the first such tensor.
-    """
+    """Refuse weights with NaN or infinity, which training would spread. A collective; each rank checks its shards."""
     mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
     broken = sorted({name for names in on_all_ranks(lambda: mine) for name in names})
     if broken:

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sharding.activations import wrap_unit
-from fsdp_cp.sharding.fp8 import apply_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
-from fsdp_cp.sharding.shard import checked_settings, shard
+from fsdp_cp.sharding.shard import shard_module
 from models.additions.base import additions_of
 from models.families.base import Family
 from models.roles.network import owner
@@ -29,19 +27,14 @@ def parallelize(
 ) -> None:
     """Split the tokens of ``network`` over ``mesh.cp`` and shard its parameters, in place.
 
-    The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units.
-
-    Args:
-        network: network on the meta device, with the adapters and additions of its roles.
-        roles: roles that share the network; for experts, of this expert.
-        trained: names of the roles that train it.
-        mesh: mesh of all ranks.
-        precision: replaces the roles' precision.
+    The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units. The ``network`` is on the
+    meta device and has the adapters and additions of its ``roles``, of which the ``trained`` ones train it.
+    ``precision`` replaces theirs.
 
     Raises:
         UserError: settings that exclude each other.
     """
-    family, settings = roles[0].family, checked_settings(_shard_settings(roles, trained, precision), mesh.device_type)
+    family, settings = roles[0].family, _shard_settings(roles, trained, precision)
     if settings.precision == "fp64":
         nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
     _mark_trainable(network, roles, trained)
@@ -54,13 +47,15 @@ def parallelize(
     if settings.precision == "bf16" and _has_adapters(roles):
         _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
 
-    # Convert linear layers first: the wrappers of a block capture its forward with its current layers.
-    fp8_layers = apply_fp8(network, blocks, settings, mesh.device_type, _fp8_excluded(network, family, full_precision))
-    # Activation checkpointing, compilation, activation offload
-    for block in blocks:
-        wrap_unit(block, settings)
-
-    shard(network, mesh, blocks, settings, full_precision_units=full_precision, fp8_layers=fp8_layers)
+    # Convert layers to fp8, then wrap blocks for activation memory and compilation, then shard
+    shard_module(
+        network,
+        mesh=mesh,
+        units=blocks,
+        full_precision_units=full_precision,
+        fp8_excluded=_fp8_excluded(network, family),
+        settings=settings,
+    )
 
 
 def _has_adapters(roles: Sequence[RolePlan]) -> bool:
@@ -68,8 +63,7 @@ def _has_adapters(roles: Sequence[RolePlan]) -> bool:
 
 
 def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
-    """Return the sharding settings of a network of ``roles``. The roles' settings agree
-    (:func:`distill.run.setup.plan_run`)."""
+    """Return the sharding settings of a network of ``roles``, whose settings agree."""
     adapted = [role for role in roles if role.lora is not None]
     role = (adapted or roles)[0]
     settings = replace(role.sharding, precision=precision or role.sharding.precision)
@@ -106,7 +100,7 @@ def _store_base_in_compute_dtype(network: nn.Module, full_precision: Sequence[nn
             parameter.data = parameter.data.to(dtype)
 
 
-def _fp8_excluded(network: nn.Module, family: Family, full_precision: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that stay out of fp8. Adapters are small and stay exact."""
+def _fp8_excluded(network: nn.Module, family: Family) -> list[nn.Module]:
+    """Return the modules of blocks that stay out of fp8. Adapters are small and stay exact."""
     added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
-    return [*family.fp8_excluded(network), *map(network.get_submodule, added), *full_precision]
+    return [*family.fp8_excluded(network), *map(network.get_submodule, added)]

@@ -129,9 +129,7 @@ class Role:
         if not self.has_experts:
             return self.networks[0]
         if at is None:
-            raise ValueError(
-                f"{self.name}: at= must be a time that one of its {len(self.networks)} networks serves, got None"
-            )
+            raise ValueError(f"{self.name}: at= must be a time, which selects one of its networks")
         expert = self.expert_at(at)
         if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
             wrong = [
@@ -140,10 +138,7 @@ class Role:
                 if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond)
             ]
             if wrong:
-                raise ValueError(
-                    f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
-                    f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
-                )
+                raise ValueError(f"{self.name}: time {wrong[0]:g} is not in the range of at={at:g} ({self.boundaries})")
         return self.networks[expert]
 
     def single(self, index: int) -> Role:
@@ -297,14 +292,7 @@ class Role:
         depth: float = 1.0,
         causal: CausalForward | None = None,
     ) -> tuple[Tensor, ...]:
-        """Call ``network`` and return its outputs.
-
-        Args:
-            network: one of the role's networks.
-            x, t, condition: as for :meth:`velocity`.
-            depth: share of the network that a backward passes.
-            causal: history of a causal forward.
-        """
+        """Call ``network`` and return its outputs; a backward passes the share ``depth`` of it."""
         dtype = COMPUTE_DTYPE[network.precision]
         by_frame = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
         if t.shape != x.shape[:1] and not by_frame:

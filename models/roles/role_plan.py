@@ -109,8 +109,7 @@ class RolePlan:
             self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
                 raise UserError(
-                    f"{self.name}.causal.first_chunk={self.causal.size(0)}: the given first frame (data.image) is a"
-                    f" chunk; use {self.name}.causal.first_chunk=1"
+                    f"{self.name}.causal.first_chunk must be 1 with a given first frame (data.image), its chunk"
                 )
         return self.family.tokens(self.config, latent_shape)
 
@@ -194,10 +193,7 @@ def plan_role(
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_files(f"{name}.checkpoint", folders, [network, *others], added)
     if saved is not None and boundaries and experts == "both":
-        raise UserError(
-            f"{name}.checkpoint={saved.parent} holds adapters of one network, and its base is two experts; give"
-            f" {name}.experts=high or low, whose they are"
-        )
+        raise UserError(f"{name}.experts must be high or low: {saved.parent} holds adapters of one of two experts")
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
@@ -227,20 +223,12 @@ def plan_role(
 def _inspected(
     name: str, checkpoint: str | None, architecture: dict[str, Any] | None, boundary: float | None
 ) -> Checkpoint:
-    """Return the files of a role and the boundary of its experts; no files for random weights.
-
-    Raises:
-        UserError: checkpoint and architecture are both missing or both set, or the boundary does not fit.
-    """
+    """Return the files of a role and the boundary of its experts; no files for random weights."""
     if (checkpoint is None) == (architecture is None):
-        raise UserError(
-            f"{name}.checkpoint must name a diffusers folder, or {name}.architecture be set for random weights; set"
-            " one of them"
-        )
+        raise UserError(f"set {name}.checkpoint to a diffusers folder, or {name}.architecture for random weights")
     if boundary is not None and checkpoint is not None:
         raise UserError(
-            f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
-            " in model_index.json (boundary_ratio)"
+            f"{name}.boundary is for {name}.architecture; a checkpoint has its boundary in model_index.json"
         )
     if boundary is not None and not 0 < boundary < 1:
         raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
@@ -258,14 +246,8 @@ def _causal(
     network: nn.Module,
     sharding: ShardSettings | None,
 ) -> tuple[CausalSettings | None, int | None]:
-    """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
-
-    A ``causal.json`` next to the adapters in ``saved`` comes before that of the networks.
-
-    Raises:
-        UserError: the settings contradict the checkpoint's, or are incomplete; or the family, the network, its two
-            experts or ``compile`` forbid a causal role.
-    """
+    """Return a role's causal settings and the latent frames in its checkpoint's training; the adapters' file comes
+    first."""
     settings, trained_frames, where = settings or CausalSettings(), None, f"{name}.causal."
     folders = [*([saved.parent] if saved is not None else []), *(folder.path for folder in checkpoint.folders)]
     for folder in folders:
@@ -286,11 +268,7 @@ def _causal(
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
-    """Return the positions of the experts that train.
-
-    Raises:
-        UserError: one of two experts is chosen, but the role has one network.
-    """
+    """Return the positions of the experts that train."""
     if chosen == "both":
         return tuple(range(len(boundaries) + 1))
     if not boundaries:
@@ -301,21 +279,12 @@ def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> t
 def _check_files(
     setting: str, folders: Sequence[TransformerFolder], networks: Sequence[nn.Module], added: nn.ModuleDict
 ) -> None:
-    """Check that all experts have one configuration, and that the folders hold the tensors of their networks.
-
-    A seed initializes additions that a folder does not hold.
-
-    Raises:
-        UserError: a key or a tensor differs.
-    """
+    """Check that experts have one configuration, and that the folders hold their tensors; additions may be missing."""
     first, *others = (defining(config_of(network)) for network in networks)
     for other in others:
         if other != first:
             keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
-            raise UserError(
-                f"{setting}={folders[0].path.parent}: its two experts differ in {', '.join(keys)}; experts must"
-                " be alike but in weights"
-            )
+            raise UserError(f"{setting}={folders[0].path.parent}: its two experts must not differ in {', '.join(keys)}")
     expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
     chosen = named_additions(expected)
     for folder in folders:
@@ -333,11 +302,7 @@ def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[Ro
     """Group ``plans`` by the network that they use, in the order of each group's first plan.
 
     Roles with adapters on one base share it. So does a frozen role whose network is this base: a teacher is the base
-    without adapters. A role that trains its whole network does not share it.
-
-    Args:
-        plans: plans of the roles.
-        trained: names of the roles that train.
+    without adapters. A role in ``trained`` that trains its whole network does not share it.
     """
     adapted = {plan.base for plan in plans if plan.lora is not None}
     groups: dict[object, list[RolePlan]] = {}

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.cached import KeyValues, cached_attention
+from fsdp_cp.attention.cached import KeyValues, _held_tokens, cached_attention
 from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.mask import block_causal, teacher_forcing
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -79,9 +79,10 @@ def _rollout(mesh, chunks, heads, kv_heads, kinds=("none",), bound=1e-12, dtype=
                 assert error <= bound, (kind, tokens, len(past), name, error)
         new = KeyValues(new_k.detach(), new_v.detach(), tokens)
         heads_per_rank, place = new.k.shape[2], mesh.context.ulysses_rank
+        held = slice(*_held_tokens(tokens, mesh.context))
         share = slice(place * heads_per_rank, (place + 1) * heads_per_rank)
         for x, whole in ((new.k, k), (new.v, v)):
-            assert torch.equal(x, whole[:, new.token_indices(mesh)][:, :, share].to(dtype)), "the cache differs"
+            assert torch.equal(x, whole[:, held, share].to(dtype)), "the cache differs"
         past = [*past, new]
         plain_keys.append(k.detach())
         plain_values.append(v.detach())

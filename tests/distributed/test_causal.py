@@ -14,11 +14,12 @@ from fsdp_cp.reduce import grad_norm
 from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
-from models.roles.condition import Condition, text_condition
+from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.tiny_wan import text_condition
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
@@ -362,7 +363,7 @@ def _misused(folder):
             role.chunk_velocity(x, time, cache)
     # A cache that is overwritten between a forward and the recomputation in its backward.
     cache = cache.with_chunk(clean[:, :, :1])
-    assert cache.bytes > 0 and role.flops > 0
+    assert role.flops > 0
     with microbatch(role.network, is_first=True, is_last=True):
         loss = role.chunk_velocity(noisy[:, :, 1:3], t[:, 1], cache).square().mean()
         cache.chunks[0][0].k.mul_(2)

@@ -17,11 +17,11 @@ from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.tiny_wan import text_condition
 
 SLOW = pytest.mark.slow
 MESHES = [

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from models.lora.settings import LoraSettings
-from models.roles.condition import text_condition
 from tests.counted import Counted
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 slow, long = pytest.mark.slow, pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}

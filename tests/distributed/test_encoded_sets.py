@@ -13,7 +13,7 @@ from distill.data.encoders.wan import TextEncoder, VideoCodec
 from distill.data.sets import encode as encoding
 from distill.data.sets.dataset import encode_source
 from fsdp_cp.errors import UserError
-from fsdp_cp.runtime.local_ranks import run_ranks
+from tests.pools import run_ranks
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
 WORLD = 3

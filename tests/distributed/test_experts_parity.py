@@ -12,7 +12,6 @@ from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import runs
@@ -20,7 +19,14 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
+from tests.oracles.tiny_wan import (
+    ARCHITECTURE,
+    CONDITION_SHAPES,
+    LATENT_SHAPE,
+    TEXT_SHAPE,
+    text_condition,
+    write_checkpoints,
+)
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
 """Three, so that scores are compared within their common refinement."""

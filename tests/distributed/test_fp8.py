@@ -24,13 +24,12 @@ from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import gathered_units
 from models.export import main as export
 from models.lora.settings import LoraSettings
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, text_condition
 from tests.oracles.transformer_engine import install
 
 pytestmark = pytest.mark.slow

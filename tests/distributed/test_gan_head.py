@@ -9,13 +9,12 @@ from benchmarks.sharding_memory import ShardingMemory
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.additions.gan_head import gan_head_of
-from models.roles.condition import text_condition
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 METHOD = Dmd2Settings(
     fake_updates_per_student_update=1,

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.sequence import gather_tokens, split_tokens
-from fsdp_cp.sharding.settings import STRATEGIES
+from fsdp_cp.sharding.settings import Strategy
 from tests.distributed.test_library import HEADS, PLAN, TOKENS, Transformer
 
 SLOW = pytest.mark.slow
@@ -200,7 +201,7 @@ def _inference_first(settings, cp):
     [
         {"strategy": "optim_grads_params", "precision": "bf16"},
         pytest.param({"keep_gathered": True}, marks=SLOW),
-        *(pytest.param({"strategy": s, "precision": "bf16"}, marks=pytest.mark.long) for s in STRATEGIES[:-1]),
+        *(pytest.param({"strategy": s, "precision": "bf16"}, marks=pytest.mark.long) for s in get_args(Strategy)[:-1]),
         pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long),
         pytest.param({"gather_stream": "compute"}, marks=pytest.mark.long),
     ],

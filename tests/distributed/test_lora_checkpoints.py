@@ -17,12 +17,11 @@ from fsdp_cp.errors import UserError
 from models.export import main as export
 from models.files.atomic_folder import atomic_folder
 from models.lora.settings import LoraSettings
-from models.roles.condition import text_condition
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 slow = pytest.mark.slow
 STEPS, STOP = 4, 3

@@ -11,7 +11,7 @@ from distill.run.mesh_check import check_meshes
 from distill.run.setup import plan_run
 from distill.train.trainer import Trainer
 from fsdp_cp.mesh import mesh_of_shape
-from fsdp_cp.runtime.local_ranks import run_ranks
+from tests.pools import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,6 @@ from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.files.export_folder import export_weights
-from models.roles.condition import text_condition
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
@@ -29,7 +28,7 @@ from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 WORLD = 2
 STEPS, STOP = 4, 2

@@ -11,8 +11,8 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_c
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import local_token_range
 from models.families.wan_attention import own_rotary_tables
-from models.roles.condition import text_condition
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, relative, sample, sharded_role
 
 DIM = 72

@@ -247,7 +247,7 @@ def _refused_counts():
     refused("text", own, (x, x), ("x",), text=[SplitTokens(1)])
     assert run(own, None).shape[1] == 4
     by_hand = _heads(split_tokens(x, mesh))
-    with pytest.raises(ValueError, match="split_tokens"):
+    with pytest.raises(ValueError, match="total_tokens"):
         context_parallel_attention(by_hand, by_hand, by_hand, mesh=mesh)
     return True
 

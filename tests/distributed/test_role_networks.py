@@ -8,12 +8,12 @@ from fsdp_cp import build_mesh, microbatch
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.families.base import Flops
-from models.roles.condition import Condition, text_condition
+from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import plan_role
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 from tests.outside.family import OutsideFamily
 
 BOUNDARIES = (0.8, 0.4)

@@ -19,11 +19,10 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
-from models.roles.condition import text_condition
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 
 class _Captions:

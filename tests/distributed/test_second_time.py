@@ -24,11 +24,10 @@ from fsdp_cp.errors import UserError
 from models import export
 from models.additions.base import additions_of
 from models.files.export_folder import export_weights
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 from tests.oracles.written_out import WrittenOut
 
 MESHES = [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)]

@@ -10,10 +10,9 @@ from fsdp_cp import build_mesh, microbatch, phase, shard_module
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 UNITS = ARCHITECTURE["num_layers"] + 1
 

@@ -12,8 +12,8 @@ from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import all_gather_single, barrier
 from fsdp_cp.runtime import hangs, timeouts
-from fsdp_cp.runtime.local_ranks import run_ranks
 from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
+from tests.pools import run_ranks
 
 HSDP = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
 RING = {"dp_shard": 2, "cp": 2, "ring": 2, "heads": 4}

@@ -1,13 +1,14 @@
 """Freezing and unfreezing a network restores exactly its trainable parameters, and FSDP2's cached dtypes with them."""
 
 from functools import lru_cache
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_cp import build_mesh, frozen, microbatch, shard_module
-from fsdp_cp.sharding.settings import STRATEGIES
+from fsdp_cp.sharding.settings import Strategy
 from fsdp_cp.sharding.state import gathered_units, param_groups
 from tests.distributed.test_library import DIM, TOKENS, Transformer
 
@@ -110,7 +111,7 @@ def _given_back(strategy, precision):
     ("strategy", "precision"),
     [
         ("optim", "bf16"),
-        *(pytest.param(s, "bf16", marks=pytest.mark.long) for s in STRATEGIES if s != "optim"),
+        *(pytest.param(s, "bf16", marks=pytest.mark.long) for s in get_args(Strategy) if s != "optim"),
         pytest.param("optim_grads_params", "fp32", marks=pytest.mark.slow),
     ],
 )

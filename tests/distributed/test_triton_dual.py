@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import fsdp_cp.attention
 from fsdp_cp import build_mesh
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
 

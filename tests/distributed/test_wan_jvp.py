@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
 

@@ -17,10 +17,10 @@ from distill.data.videos.decode import ClipFormat, read_clip
 from distill.methods import build_method
 from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.runtime.local_ranks import run_ranks
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.e2e.launch import train
+from tests.pools import run_ranks
 from tests.tiny_pipeline import render_clips
 
 STEPS = [1.0, 0.9375, 0.8333333, 0.625]

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from models.roles.condition import Condition
 
 ARCHITECTURE = {
     "patch_size": (1, 2, 2),
@@ -33,6 +36,19 @@ IMAGE_SHAPES = {
     "text": (512, 10), "image_latents": LATENT_SHAPE, "image_mask": (4, *LATENT_SHAPE[1:]), "image_embeds": (5, 14),
 }  # fmt: skip
 """Network and conditions of image-to-video, whose text is 512 tokens."""
+
+
+def text_condition(text: Tensor, null_text: Tensor | None = None, empty_text: Tensor | None = None) -> Condition:
+    """Return a condition with only caption embeddings.
+
+    Args:
+        text: ``(B, L, D)``.
+        null_text: embeddings of the negative prompt, ``(L, D)``.
+        empty_text: embeddings of the empty caption, ``(L, D)``.
+    """
+    null = {} if null_text is None else {"text": null_text}
+    empty = {} if empty_text is None else {"text": empty_text}
+    return Condition({"text": text}, null, empty)
 
 
 def write_checkpoints(

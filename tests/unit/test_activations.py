@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.runtime.local_ranks import run_ranks
 from fsdp_cp.sharding.activations import offload_saved_tensors, recompute_in_backward, wrap_unit
 from tests.counted import Calls, Counted
+from tests.pools import run_ranks
 
 # --- offloading one module ---
 

@@ -14,9 +14,9 @@ from models.lora.files import FORMATS, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.roles.condition import text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.test_checkpoint_files import SMALL
 
 LATENTS, TEXT = (2, 1, 4, 4), (3, 6)

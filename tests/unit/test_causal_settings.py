@@ -16,10 +16,9 @@ from models.causal import CausalSettings, read_causal
 from models.families.wan import Wan
 from models.files.export_folder import write_folder
 from models.lora.merge import Weights
-from models.roles.condition import text_condition
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_hunyuan, tiny_ltx
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, IMAGE
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, IMAGE, text_condition
 from tests.unit.refused import refused
 
 CAUSAL = CausalSettings(chunk=2, first_chunk=1, window=3, sink=1, context_time=0.1)

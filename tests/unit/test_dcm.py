@@ -12,7 +12,7 @@ from distill.methods import build_method
 from distill.methods.common.schedules import euler_times, per_sample
 from distill.methods.dcm import Dcm, DcmSettings
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, make_batch, normal
 from tests.unit.method_roles import text_of
 

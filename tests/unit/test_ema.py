@@ -6,10 +6,10 @@ import torch
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.roles.condition import text_condition
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.tiny_wan import text_condition
 
 SMALL = {
     "patch_size": [1, 2, 2],

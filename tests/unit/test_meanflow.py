@@ -12,7 +12,7 @@ from distill.methods import build_method
 from distill.methods.common.schedules import per_sample
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
 from tests.unit.refused import refuses_all

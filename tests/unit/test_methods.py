@@ -13,7 +13,7 @@ from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import (
     SHAPE,
     TEXT,

@@ -16,8 +16,8 @@ from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
-from models.roles.condition import text_condition
 from tests.oracles.state_set import stored, write_state_set
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
 from tests.unit.refused import refused, refuses_all
 

@@ -7,7 +7,7 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
 from distill.methods.common.sampling import guided, integrate, unipc_sample
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
 from tests.unit.refused import refused

@@ -10,7 +10,7 @@ from scipy import stats
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
 from tests.unit.method_roles import (

@@ -2,13 +2,14 @@
 
 import itertools
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 import torch
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import MeshShape
-from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator, require_compiler
+from fsdp_cp.sharding.settings import ShardSettings, Strategy, find_operator, require_compiler
 from tests.unit.refused import refused
 
 # Every field with a value other than its default that optim_grads_params allows.
@@ -123,7 +124,7 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", get_args(Strategy))
 def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_effect(strategy):
     for name, value in CHANGED.items():
         if name == "strategy":
@@ -135,7 +136,10 @@ def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_e
         idle = {field.name for field in fields(settings) if getattr(effective, field.name) != given.get(field.name)}
         idle &= given.keys()
         assert idle == {name} & IDLE[strategy], name
-        keeps = strategy in ("optim", "optim_grads") or given == {"strategy": STRATEGIES[-1], "keep_gathered": True}
+        keeps = strategy in ("optim", "optim_grads") or given == {
+            "strategy": "optim_grads_params",
+            "keep_gathered": True,
+        }
         assert effective.keeps_gathered == settings.keeps_gathered == keeps
 
 

@@ -15,7 +15,7 @@ from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
 from models.causal import CausalSettings
-from models.roles.condition import text_condition
+from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40

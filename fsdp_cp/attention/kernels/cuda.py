@@ -33,11 +33,8 @@ def _deterministic() -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return ``x``, or a dense copy if its rows do not start at multiples of 16 bytes, the unit that kernels load.
-
-    Copy broadcast rows (stride 0) too: ``efficient`` computed wrong results for them in torch 2.12 (pytorch issue
-    191937).
-    """
+    """Return ``x``, or a dense copy if its rows do not start at multiples of 16 bytes, the unit that kernels load."""
+    # Copy broadcast rows (stride 0) too: ``efficient`` was wrong for them in torch 2.12 (pytorch issue 191937).
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if 0 not in strides and all(start * x.element_size() % 16 == 0 for start in (x.storage_offset(), *strides)):
         return x
@@ -61,11 +58,8 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
-    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys.
-
-    The bias is finite, since rows without keys would be NaN (-inf - -inf), and far from the largest number, since a
-    kernel that works in base 2 would overflow.
-    """
+    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys."""
+    # Rows without keys would be NaN with an infinite bias, and kernels in base 2 overflow near the largest number.
     hidden = _padded(mask, 1, multiple, False).logical_not()
     bias = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill_(hidden, -6e4 if dtype == torch.float16 else -1e30).unsqueeze(1).unsqueeze(1)
@@ -142,7 +136,26 @@ class Flash(_CudaKernel):
         return tuple(_heads_first(*grads))
 
 
-class Cudnn(_CudaKernel):
+class _CudnnKernel(_CudaKernel):
+    """Limits of cuDNN's attention."""
+
+    max_head_dim = 128
+    takes_masks = True
+
+    def unavailable(self, capability, head_dim):
+        version = torch.backends.cudnn.version()
+        if version is None:
+            return "needs a torch that is built with cuDNN"
+        # Earlier versions access memory out of bounds for token counts that are not multiples of 128 (pytorch issue
+        # 169849).
+        if version <= 91500:
+            return f"needs cuDNN 9.15.1 or later, not {version}"
+        if _deterministic():
+            return "is not deterministic, which torch.use_deterministic_algorithms asks for"
+        return None
+
+
+class Cudnn(_CudnnKernel):
     """cuDNN through torch (``aten::_scaled_dot_product_cudnn_attention``), with grouped-query attention.
 
     All tensors are passed packed: torch caches a compiled graph by the layouts of q, k and v, and would reuse it for
@@ -150,11 +163,11 @@ class Cudnn(_CudaKernel):
     """
 
     name = "cudnn"
-    max_head_dim = 128
-    takes_masks = True
 
     def unavailable(self, capability, head_dim):
-        return _cudnn_unavailable(self.name)
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+            return "does not run with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which lays out its statistics differently"
+        return super().unavailable(capability, head_dim)
 
     def forward(self, q, k, v, mask, scale):
         q, k, v, bias = self._inputs(q, k, v, mask)
@@ -200,21 +213,6 @@ class Cudnn(_CudaKernel):
             return _packed(q), _packed(k), _packed(v), None
         # Pad to whole tiles of 128 keys, which the backward needs.
         return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
-
-
-def _cudnn_unavailable(name: str) -> str | None:
-    version = torch.backends.cudnn.version()
-    if version is None:
-        return "needs a torch that is built with cuDNN"
-    if version <= 91500:
-        # Earlier versions access memory out of bounds for token counts that are not multiples of 128 (pytorch issue
-        # 169849).
-        return f"needs cuDNN 9.15.1 or later, not {version}"
-    if _deterministic():
-        return "is not deterministic, which torch.use_deterministic_algorithms asks for"
-    if name == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-        return "does not run with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which lays its softmax statistics out differently"
-    return None
 
 
 class Efficient(_CudaKernel):
@@ -265,11 +263,9 @@ class Efficient(_CudaKernel):
 SM_MARGIN = 4
 """SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
 
-The forward is persistent (``StaticPersistentTileScheduler``): a thread block occupies every SM until the kernel ends,
-and an NCCL kernel launched later would wait for that. NCCL launches more blocks than this for a large message, but
-several fit on one SM: MagiAttention, a similar kernel, reports full overlap with 4 to 8 free SMs. Four costs the
-forward 5 % on the 78 SMs of an H20 and 3 % on an H100. The number must be even: the grid has one block per remaining
-SM, and at head size 128 blocks come in clusters of two.
+The persistent forward occupies every SM until it ends, and an NCCL kernel launched later would wait. MagiAttention, a
+similar kernel, reports full overlap with 4 to 8 free SMs; four cost 5 % of an H20's 78 SMs. The number must be even: at
+head size 128 blocks come in clusters of two.
 """
 
 
@@ -357,7 +353,7 @@ class FlashAttention4(_CudaKernel):
         )  # fmt: skip
 
 
-class TransformerEngine(_CudaKernel):
+class TransformerEngine(_CudnnKernel):
     """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``. ``auto`` never selects it.
 
     The first auxiliary tensor is the natural log-sum-exp, ``(B, H, Sq, 1)``. The functions derive strides from the
@@ -366,15 +362,10 @@ class TransformerEngine(_CudaKernel):
     """
 
     name = "transformer_engine"
-    max_head_dim = 128
-    takes_masks = True
 
     @staticmethod
     def package() -> Any:
         return transformer_engine("transformer_engine.pytorch.cpp_extensions.fused_attn")
-
-    def unavailable(self, capability, head_dim):
-        return _cudnn_unavailable(self.name)
 
     def forward(self, q, k, v, mask, scale):
         settings, _ = self._settings(q, k, v, mask, scale)

@@ -111,10 +111,7 @@ class Dual(NamedTuple):
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)`` and cast to the dtype of matrix products.
-
-    On CUDA bf16 and fp16 stay, since tensor cores sum in fp32. Other devices would round the product, so cast to fp32.
-    """
+    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)``, in the compute dtype of products: only CUDA sums bf16 in fp32."""
     return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
 
 
@@ -132,11 +129,8 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _starts(x: Tensor, step: int) -> range:
-    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of the first two tiles only.
-
-    Two tiles reach the peak memory of all: the tensors of a tile live until those of the next exist, and the last tile
-    is the smallest. All tiles of a long fake sequence would take minutes.
-    """
+    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of two tiles, which reach the peak memory
+    of all."""
     return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
 
 
@@ -196,11 +190,10 @@ def attention_dual(
         q, t_q: ``(B, Sq, H, D)``.
         k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero.
         mask: ``(B, Sk)``, True where a key may be attended to.
-        scale: factor on the logits.
 
     Returns:
         All in fp32 (fp64 for fp64); tangents are ``None`` if all given ones are. A row without a key has ``out`` 0,
-        ``lse`` -inf and tangents 0.
+            ``lse`` -inf and tangents 0.
     """
     heads = q.shape[2]
     q = _heads_first(fold_query_groups(q, k.shape[2]))
