@@ -18,7 +18,6 @@ import numpy as np
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
-from distill.data.shares import on_first_rank
 from distill.evaluate.sampling import decode, generate, plan_sampling, sample_captions
 from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
@@ -27,6 +26,7 @@ from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import end_process, exit_code, recorded, world_size
+from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.progress import log_to_console, progress
 from models.additions.base import named_additions
 from models.families.base import LatentShape

@@ -27,7 +27,7 @@ from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
-from distill.data.shares import Shares, on_first_rank
+from distill.data.shares import Shares
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -39,7 +39,7 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import end_process, exit_code, rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import log_to_console
 from models.roles.role import Role
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--steps", type=int, default=50, help="steps of the teacher's sampler")
     add("--states", type=_times, default=[], help="times of stored states, for method=ode_regression: 1.0,.9,.75")
     add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents and states")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     log_to_console()
     return exit_code(lambda: run(arguments))
 

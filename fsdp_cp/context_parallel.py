@@ -150,7 +150,8 @@ class _Forwards:
         if running.gathered is not None and not in_backward():
             raise ValueError(
                 f"the context-parallel plan splits {name!r} at {where!r} after its gather at {running.gathered!r}:"
-                " gradients of what lies between would be wrong; split once and gather once"
+                " gradients of what lies between would be wrong; split once, before the first block, and gather"
+                " once, after the last"
             )
         if running.totals.get(name, total) != total:
             raise ValueError(
@@ -379,7 +380,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
     if len(pairs) > 1:
         raise ValueError(
             f"the context-parallel plan splits the input of {pairs[0]!r} and gathers its output, then {pairs[1]!r}'s:"
-            " gradients of what lies between would count cp times; split once and gather once"
+            " gradients of what lies between would count cp times; split once, before the first block, and gather"
+            " once, after the last"
         )
     return list(modules.values())
 
@@ -441,7 +443,7 @@ def _check_embedding(planned: Planned) -> None:
         raise _mistake(planned, f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
     kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
     if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
-        raise _mistake(planned, f"has EmbedOwnTokens, which takes a convolution with stride {kernel} and no padding")
+        raise _mistake(planned, f"has EmbedOwnTokens, which needs stride {kernel} and no padding; split its output")
 
 
 def _add_gathers(planned: Planned, entry: Any) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
 from fsdp_cp.measure.fake_world import is_fake
 from fsdp_cp.runtime.torch_versions import all_gather_single
 
@@ -52,6 +53,11 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
         if note is not None:
             raise UserError(note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
     return [result for _, result in answers]
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Call ``work`` on rank 0; return its result on every rank, or raise on all ranks if it raises. A collective."""
+    return on_all_ranks(lambda: work() if rank() == 0 else None)[0]
 
 
 def gathered(work: Callable[[], T]) -> list[T] | None:

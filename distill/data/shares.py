@@ -59,11 +59,6 @@ class Shares:
         return results
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
-    """Call ``work`` on rank 0; return its result on every rank, or raise on all ranks if it raises. A collective."""
-    return on_all_ranks(lambda: work() if rank() == 0 else None)[0]
-
-
 def first_of_each(nodes: Sequence[Hashable]) -> tuple[int, ...]:
     """Return the lowest rank of each node, where ``nodes[i]`` identifies the node of rank i."""
     return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
-from distill.data.shares import on_first_rank
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
@@ -33,7 +32,7 @@ from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import barrier
+from fsdp_cp.reduce import barrier, on_first_rank
 from fsdp_cp.runtime.progress import progress
 from fsdp_cp.runtime.timeouts import long_timeout
 from models.files.shipped import find_shipped

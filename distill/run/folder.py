@@ -24,13 +24,13 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config
-from distill.data.shares import on_first_rank
 from distill.report.media import atomic_path
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
+from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.runtime.signals import STOPPED, Stopped
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from distill.config import Config
-from distill.data.shares import on_first_rank
 from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
@@ -22,6 +21,7 @@ from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
 from fsdp_cp.errors import counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
 from models.roles.role import EXPERTS

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distill.data.shares import on_first_rank
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
 from distill.train.metrics import write_norms
@@ -21,7 +20,7 @@ from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.phases import phase
-from fsdp_cp.reduce import parameter_norms
+from fsdp_cp.reduce import on_first_rank, parameter_norms
 from models.files.atomic_folder import withdraw
 from models.files.export_folder import export_adapters, export_scheduler, export_weights
 from models.roles.role import EXPERTS

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, clips_of_micro_batches
-from distill.data.shares import on_first_rank
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
@@ -40,7 +39,7 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard
+from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_first_rank
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal

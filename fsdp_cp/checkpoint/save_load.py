@@ -39,7 +39,7 @@ from fsdp_cp.checkpoint.folder import (
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.memory import available_host_memory
-from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
+from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks, on_first_rank
 from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout
 from fsdp_cp.runtime.torch_versions import make_reusable
@@ -259,7 +259,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     Raises:
         UserError: a tensor is missing, unexpected or of another shape, or a file is damaged.
     """
-    saved = on_all_ranks(lambda: reader(checkpoint).read_metadata().state_dict_metadata if rank() == 0 else None)[0]
+    saved = on_first_rank(lambda: reader(checkpoint).read_metadata().state_dict_metadata)
     assert saved is not None, "rank 0 has answered"
     wanted = _flat(tensors)
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - saved.keys())]

@@ -123,7 +123,10 @@ def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str
     try:
         return pool.run(_step, model, plan, inputs, prepare, cp)
     except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of these
-        raise UserError(f"model, plan, inputs and prepare must be picklable ({error}); use a function") from error
+        raise UserError(
+            f"model, plan, inputs and prepare must be picklable ({error}); use importable"
+            " functions, and a model without a mesh or a function that builds it"
+        ) from error
 
 
 def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.|model\.diffusion_model\.)+|(?<=\.)_orig_mod\.")
 """Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
+_LINK = "link one of them and config.json into a new folder, and give that one"
 _HASHED_PIECES, _HASHED_BYTES = 64, 4096
 """Number of pieces, and bytes of a piece, that the fingerprint of a file hashes."""
 
@@ -91,7 +92,8 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
     if not (path / "config.json").is_file():
         inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
         raise UserError(
-            f"{where} has neither transformer/config.json nor config.json; one is in: {inside or 'no folder'}"
+            f"{where} has neither transformer/config.json nor config.json"
+            + (f"; there is one in {inside}" if inside else "")
         )
     first = _inspect(path, where)
     if boundary is None:
@@ -117,7 +119,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         for in_file, shape in _read_shapes(file, where).items():
             name = _WRAPPERS.sub("", in_file)
             if name in shapes:  # the reader would take either tensor
-                raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; keep one of them")
+                raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; {_LINK}")
             shapes[name], files[name], stored[name] = shape, file.name, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
@@ -138,7 +140,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     if not files:
         raise UserError(f"{where} has no .safetensors file in {path}")
     if len(sets) > 1:
-        raise UserError(f"{where} holds several sets of weights ({', '.join(sets.values())}); keep one of them")
+        raise UserError(f"{where} holds several sets of weights ({', '.join(sets.values())}); {_LINK}")
     return files
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import full_tensor, on_all_ranks
+from fsdp_cp.reduce import full_tensor, on_all_ranks, on_first_rank
 from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
@@ -105,7 +105,7 @@ def export_adapters(
         "diffusers-lora", weights, lambda name: full_tensor(weights[name]), family=family, scale=scale, dtype=dtype
     )
     about = {"dtype": str(dtype), "format": "diffusers-lora", **about}
-    on_all_ranks(lambda: write_file(folder, tensors, about, causal, move_aside=True) if rank() == 0 else None)
+    on_first_rank(lambda: write_file(folder, tensors, about, causal, move_aside=True))
 
 
 def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
-from distill.data.shares import on_first_rank
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer

@@ -44,11 +44,11 @@ from distill.data.sets.files import (
     read_tensors,
     write_json,
 )
-from distill.data.shares import Shares, on_first_rank
+from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import world_size
-from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.runtime.progress import progress
 from models.files.shipped import find_shipped
 
