@@ -57,7 +57,7 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 def on_first_rank(work: Callable[[], T]) -> T:
     """Call ``work`` on rank 0; return its result on every rank, or raise on all ranks if it raises. A collective."""
-    return on_all_ranks(lambda: work() if rank() == 0 else None)[0]
+    return cast(T, on_all_ranks(lambda: work() if rank() == 0 else None)[0])
 
 
 def gathered(work: Callable[[], T]) -> list[T] | None:
