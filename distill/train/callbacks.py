@@ -15,7 +15,6 @@ import torch
 
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
-from distill.train.metrics import write_norms
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -66,8 +65,9 @@ class Norms(Callback):
             return
         with phase(f"{role}/norms"):
             norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
-        for name, values in norms.items():
-            write_norms(self.trainer.run_dir, step, name, values)
+        if self.trainer.norms is not None:
+            for name, values in norms.items():
+                self.trainer.norms.write(step, name, values)
 
 
 class Export(Callback):

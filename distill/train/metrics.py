@@ -18,7 +18,6 @@ from PIL import Image
 from distill.config.schema import LogSettings
 from distill.run.loggers import open_services
 from fsdp_cp.errors import UserError, duration
-from fsdp_cp.launch import rank
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""
@@ -84,15 +83,23 @@ def _line(step: int, metrics: Mapping[str, float | None]) -> str:
     return json.dumps({"step": step, **finite}) + "\n"
 
 
-def write_norms(run_dir: Path, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
-    """Append ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` to ``norms.jsonl`` on rank 0.
+class NormsLog:
+    """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
 
     A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
     """
-    shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
-    if rank() == 0:
-        with _append_to(run_dir / "norms.jsonl") as file:
-            _write(file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
+
+    def __init__(self, run_dir: Path):
+        self._file = _append_to(run_dir / "norms.jsonl")
+
+    def write(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
+        """Log the ``norms`` of ``role`` at the 1-based ``step``, before its update."""
+        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
+        _write(self._file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def speed(

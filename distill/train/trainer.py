@@ -29,7 +29,7 @@ from distill.run.open import Run
 from distill.run.setup import RunPlan
 from distill.train.callbacks import Export, Norms
 from distill.train.gradients import Losses, accumulate_gradients
-from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
+from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
@@ -100,6 +100,7 @@ class Trainer:
         self.facts: dict[str, Any] = {}
         """Facts that the report shows, in addition to those of every run."""
         self.log: MetricsLog | None = None
+        self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
         self.callbacks = (Norms(self), Export(self), Evaluator(self))
@@ -121,8 +122,9 @@ class Trainer:
             with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
                 self._train(shown.update, stop, profiler)
             self.finish()
-            if self.log is not None:
-                self.log.close()
+            for opened in (self.log, self.norms):
+                if opened is not None:
+                    opened.close()
 
     @long_timeout()
     def finish(self) -> None:
@@ -247,6 +249,8 @@ class Trainer:
         for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
             cut_back(self.run_dir / name, self.step)
         self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
+        if self.config.log.norms_every:
+            self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
