@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         for key in HIGHER_IS_BETTER:
             experts, other = (rows[name][n].measures[key] for name in (EXPERTS, ONE))
             worse = worse_by(experts, other, key)
-            worst = max(worst, worse)
+            worst = max(worst, float("inf") if math.isnan(worse) else worse)
             print(f"| {n} | {key.replace('_', ' ')} | {experts.value - other.value:+.3f} | {worse:.1f} |")
     good = worst <= MOST_WORSE
     print(f"\nnone worse by more than {MOST_WORSE:g} standard errors: {'yes' if good else '**no**'}")

@@ -155,8 +155,8 @@ class _Forwards:
             )
         if running.totals.get(name, total) != total:
             raise ValueError(
-                f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, and before it one of"
-                f" {running.totals[name]} tokens; give two sequences two names"
+                f"the context-parallel plan splits {name!r} of {total} tokens at {where!r}, after {name!r} of"
+                f" {running.totals[name]} tokens; split a sequence once, and give two sequences two names"
             )
         running.note(name, total)
 
@@ -222,7 +222,8 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
                 f"{len(splits)} tensors in a tuple" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
             )
             raise ValueError(
-                f"the context-parallel plan splits {key!r} of {name!r}: give {wanted} or None, got a {type(value)}"
+                f"the context-parallel plan splits {key!r} of {name!r}: give {wanted} or None, not a"
+                f" {type(value).__name__}"
             )
         splits = splits if isinstance(splits, tuple) else (splits,) * len(value)
         shares = [
@@ -443,7 +444,9 @@ def _check_embedding(planned: Planned) -> None:
         raise _mistake(planned, f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
     kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
     if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
-        raise _mistake(planned, f"has EmbedOwnTokens, which needs stride {kernel} and no padding; split its output")
+        raise _mistake(
+            planned, f"has EmbedOwnTokens, which needs stride {kernel} without padding or dilation; split its output"
+        )
 
 
 def _add_gathers(planned: Planned, entry: Any) -> None:

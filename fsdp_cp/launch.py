@@ -249,8 +249,10 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
 
 
 def _end_soon() -> None:
-    """End this process after :data:`GRACE` with exit code 1, and its stack: a waiting interpreter would join gloo's
-    threads."""
+    """End this process after :data:`GRACE` with exit code 1 and its stack, if it has not ended by then.
+
+    Without this an interpreter that ends waits for collectives on their way: gloo's threads are joined.
+    """
     with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
         faulthandler.dump_traceback_later(GRACE, exit=True)
 
@@ -267,8 +269,10 @@ def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def write_error(message: str, callstack: str | None = None) -> None:
-    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``); it shows a ``callstack`` instead of
-    the message."""
+    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``).
+
+    torchrun shows ``callstack``, a traceback, instead of the ``message`` of one line.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return

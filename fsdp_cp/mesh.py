@@ -107,7 +107,8 @@ def resolve_mesh(
         )
     if sharded and dp_replicate > 1 and dp_shard * cp == 1:
         raise UserError(
-            f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard; use less, or strategy=no_shard on every role"
+            f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard over; use a smaller one, or"
+            " strategy=no_shard on every role"
         )
     automatic = "; use mesh.ulysses=auto mesh.ring=auto"
     if ulysses == "auto":

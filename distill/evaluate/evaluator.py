@@ -188,7 +188,7 @@ class Evaluator(Callback):
         """Return the roles to sample, with their numbers of steps."""
         steps = self.config.sample
         wanted = [("teacher", n) for n in steps.teacher_steps] + [("student", n) for n in steps.student_steps]
-        return [(role, n) for role, n in wanted if role in self.method.roles]
+        return [(role, n) for role, n in dict.fromkeys(wanted) if role in self.method.roles]
 
     @cached_property
     def _heldout(self) -> MovingShapes | None:

@@ -53,7 +53,7 @@ _GPU_ONLY = ("compile", "communication_buffers", "fp8", "fp8_gather")
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
-    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``. ``command`` repeats the plan.
+    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``. The page shows ``command``.
 
     Raises:
         UserError: settings that a run would refuse before it loads weights, except those that need a GPU (kernels,

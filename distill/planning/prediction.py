@@ -208,8 +208,8 @@ def predict(
 ) -> Prediction:
     """Predict memory, time and cost of a run from the simulation of its steps.
 
-    Without ``hardware``, the GPU of each rank, time and cost are left out; without ``encoders``, the result of
-    :func:`distill.planning.encoders.encoder_peaks`, the encoders.
+    ``hardware`` is the GPU of each rank; without it, time and cost are left out. ``encoders`` is the result of
+    :func:`distill.planning.encoders.encoder_peaks`.
     """
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):

@@ -74,9 +74,15 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
     The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
 
     Raises:
-        UserError: a table or a folder that cannot be read.
+        UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
+            cannot be read.
     """
     values = _flat(asdict(config))
+    for name in config.checkpoint.accept:
+        if name not in BY_CONTENT and not (name.startswith("data.") and name in values):
+            raise UserError(
+                f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
+            )
     fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
     for role in roles:
         base = role.name

@@ -54,6 +54,9 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
     Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
+
+    Raises:
+        UserError: a refused directory.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -80,6 +83,9 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
 
     Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
     moves an earlier run's files to ``previous``. ``step`` is that of the checkpoint ``resume_from``, or 0.
+
+    Raises:
+        UserError: a directory that cannot be written.
     """
 
     def write() -> None:

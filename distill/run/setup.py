@@ -73,6 +73,9 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     """Check ``config`` against the world and the files it names.
 
     ``method`` replaces the configured one. With ``shapes``, the data and the method's files are not read.
+
+    Raises:
+        UserError: a setting, file or combination that cannot work in this world.
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]

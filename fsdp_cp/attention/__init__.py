@@ -242,13 +242,14 @@ def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: An
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != local:
             raise UserError(
-                f"{name} has {x.shape[1]} local tokens, {segments} over cp={cp} makes {local}; use split_tokens"
+                f"{name} has {x.shape[1]} local tokens, but total_tokens={segments} over cp={cp} makes {local}; use"
+                " split_tokens"
             )
         heads = x.shape[2]
         if heads % ranks:
-            fitting = math.gcd(q.shape[2], k.shape[2], cp)
+            largest = math.gcd(q.shape[2], k.shape[2], cp)
             raise UserError(
-                f"mesh.ulysses={ranks} does not divide the {heads} heads of {name}; use {fitting} or a divisor"
+                f"mesh.ulysses={ranks} does not divide the {heads} heads of {name}; use a divisor of {largest}"
             )
         if not is_count(head_groups) or heads // ranks % head_groups:
             raise UserError(f"head_groups={head_groups!r} must divide the {heads // ranks} heads of {name} on a rank")

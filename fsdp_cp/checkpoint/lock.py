@@ -71,7 +71,9 @@ def _lock(stream: IO[str], directory: Path, setting: str) -> str:
     stream.seek(0)
     holder = stream.read()
     if not _HOLDER.fullmatch(holder):
-        raise UserError(f"{setting}={directory} contains a {LOCK} that this program did not write; use another")
+        raise UserError(
+            f"{setting}={directory} contains a {LOCK} that this program did not write; use another directory"
+        )
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

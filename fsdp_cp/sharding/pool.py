@@ -255,9 +255,9 @@ def pool_of(mesh: Mesh) -> BufferPool:
 def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
     """Let every unit of ``root`` take the buffers of its collectives from ``pool``, which other networks can share.
 
-    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of reduce-
-    scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next step's
-    reduction would overwrite a gradient in use. ``ranks`` hold one copy of the parameters.
+    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of
+    reduce-scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next
+    step's reduction would overwrite a gradient in use. ``ranks`` hold one copy of the parameters.
 
     ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public. torch's default collectives,
     which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects, which identify the

@@ -418,5 +418,7 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
 def _root(model: nn.Module) -> ShardedModule:
     roots = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
     if len(roots) != 1:
-        raise ValueError(f"{type(model).__name__} has {len(roots)} roots of shard_module; give the one to train")
+        raise ValueError(
+            f"{type(model).__name__} has {len(roots)} modules sharded by shard_module; give the one to train"
+        )
     return roots[0]

@@ -71,8 +71,10 @@ def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
 def attach_additions(
     network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
 ) -> None:
-    """Attach ``additions`` of ``role`` to the network in place, before it is sharded; ``shared`` if other roles call it
-    too."""
+    """Attach ``additions`` of ``role`` to the network in place, before it is sharded.
+
+    ``shared`` says that other roles call the network too.
+    """
     if not hasattr(network, ADDITIONS):
         setattr(network, ADDITIONS, nn.ModuleDict())
     cast(nn.ModuleDict, network.get_submodule(ADDITIONS))[role] = additions

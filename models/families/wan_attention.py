@@ -192,7 +192,7 @@ def own_rotary_tables(
 
     Returns:
         Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; ``S``; and the
-            history of a causal forward.
+        history of a causal forward.
 
     Raises:
         ValueError: an axis has more positions than ``rope_max_seq_len``.

@@ -44,7 +44,9 @@ def extract(
     for folder in (full, base):
         if folder.additions:
             names = ", ".join(sorted(named_additions(folder.additions)))
-            raise UserError(f"{folder.path} has additions ({names}), which an adapter file cannot hold; leave them out")
+            raise UserError(
+                f"{folder.path} has additions ({names}), which an adapter file cannot hold; give a folder without them"
+            )
     if full.shapes != base.shapes:
         other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
                        if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip
@@ -80,8 +82,8 @@ def extract(
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors ``(out, r)``, largest singular values ``(r,)`` and right vectors ``(in, r)`` of ``(out,
-    in)``."""
+    """Return left vectors ``(out, r)``, the ``r = rank`` largest singular values and right vectors ``(in, r)`` of
+    ``x``."""
     if min(x.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T

@@ -225,7 +225,7 @@ def _inspected(
 ) -> Checkpoint:
     """Return the files of a role and the boundary of its experts; no files for random weights."""
     if (checkpoint is None) == (architecture is None):
-        raise UserError(f"set {name}.checkpoint to a diffusers folder, or {name}.architecture for random weights")
+        raise UserError(f"set one of {name}.checkpoint (a diffusers folder) and {name}.architecture (random weights)")
     if boundary is not None and checkpoint is not None:
         raise UserError(
             f"{name}.boundary is for {name}.architecture; a checkpoint has its boundary in model_index.json"

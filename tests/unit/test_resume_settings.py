@@ -121,6 +121,14 @@ def test_a_difference_is_accepted_by_name_and_recorded(tmp_path):
     assert check_resume(now, old, (), sources) == sources
 
 
+def test_what_cannot_be_accepted_is_refused_at_the_start():
+    for name in ("seed", "data.nothing", "teacher"):
+        config = _config()
+        config.checkpoint.accept = [name]
+        with pytest.raises(UserError, match=r"checkpoint\.accept"):
+            find_sources(config, ())
+
+
 @pytest.mark.parametrize("causal", [None, CausalSettings(chunk=3), CausalSettings(chunk=2, window=1)], ids=str)
 def test_another_mask_is_refused(tmp_path, causal):
     def planned(causal):

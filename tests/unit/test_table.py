@@ -113,7 +113,7 @@ def test_lines_of_a_text_file_are_what_editors_show(tmp_path):
     assert read_captions(tmp_path / "a.txt") == ["one, two", '"three"', "four\u2028five"]
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../a.mp4", "sub/../../a.mp4", "..", '" "'])
+@pytest.mark.parametrize("name", ["/etc/hostname", "../a.mp4", "sub/../../a.mp4", "..", '"a\nb"', '" "'])
 def test_files_outside_the_folder_are_refused(tmp_path, name):
     (tmp_path / "metadata.csv").write_text(f"file_name,caption\n{name},one\n")
     with refused("line 2"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import models.roles.load
 from distill.config import compose_config
-from distill.data.encoders.image import inspect_image
+from distill.data.encoders.choose import choose_encoders
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
 from distill.run.setup import plan_run
@@ -118,9 +118,9 @@ def test_it_is_planned_without_encoders():
 
 @pytest.mark.parametrize("text", ["[", '{"expand_timesteps": "yes"}'])
 def test_an_index_that_says_neither_is_refused(pipeline, text):
-    index = pipeline / "model_index.json"
+    index, found = pipeline / "model_index.json", choose_encoders(pipeline)
     before = index.read_text()
     index.write_text(text)
     with refused("data.encoders=x"):
-        inspect_image(pipeline, "data.encoders=x")
+        found.inspect_image("data.encoders=x")
     index.write_text(before)

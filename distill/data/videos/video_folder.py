@@ -78,6 +78,8 @@ def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[
     for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
         if not name or not name.strip():
             raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
+        if "\n" in name or "\r" in name:
+            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise UserError(

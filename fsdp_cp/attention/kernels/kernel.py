@@ -193,7 +193,7 @@ def attention_dual(
 
     Returns:
         All in fp32 (fp64 for fp64); tangents are ``None`` if all given ones are. A row without a key has ``out`` 0,
-            ``lse`` -inf and tangents 0.
+        ``lse`` -inf and tangents 0.
     """
     heads = q.shape[2]
     q = _heads_first(fold_query_groups(q, k.shape[2]))
