@@ -94,8 +94,8 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
         raise ValueError(
-            f"the attention {name!r} does not use diffusers' dispatch_attention_fn; give it a processor that calls"
-            " context_parallel_attention, or name it in whole"
+            f"the attention {name!r} ({type(module.processor).__name__}) does not use diffusers' dispatch_attention_fn;"
+            " give it a processor that calls context_parallel_attention, or name it in whole"
         )
     if getattr(original, "of_fsdp_cp", False):
         return
@@ -132,8 +132,9 @@ def _end(module: nn.Module, _args: tuple, output: Any) -> None:
         if call.module is module:
             if output is not None and not call.reached:  # output is None if the module raised
                 raise ValueError(
-                    f"the attention {call.name!r} did not use diffusers' dispatch_attention_fn: each rank would attend"
-                    " to its own tokens alone; give it a processor that calls context_parallel_attention"
+                    f"the attention {call.name!r} ({type(module.processor).__name__}) did not use diffusers'"
+                    " dispatch_attention_fn: each rank would attend to its own tokens alone; give it a processor that"
+                    " calls context_parallel_attention"
                 )
             return
 
