@@ -171,7 +171,7 @@ def test_a_plan_counts_the_cache(cp):
             role.flops = 0
             role.velocity(x, torch.zeros(2), condition, clean=x)
     of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
-    assert held == cache.bytes == 3 * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
+    assert held == 3 * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config
