@@ -54,7 +54,7 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Read ``configs/hardware/NAME.yaml``. Raises ``UserError`` if there is no such file."""
+    """Read ``configs/hardware/NAME.yaml``. A missing file raises ``UserError``."""
     if name not in hardware_names():
         raise UserError(f"planning.hardware={name} is unknown; use {', '.join(hardware_names())}, or null")
     return Hardware(name=name, **OmegaConf.to_object(OmegaConf.load(CONFIGS / "hardware" / f"{name}.yaml")))

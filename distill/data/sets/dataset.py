@@ -146,7 +146,7 @@ class EncodedData:
         )
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
-        """Return the set and the clip with the image of a caption. Raises ``UserError`` if there is none."""
+        """Return the set and the clip with the image of a caption. A caption without one raises ``UserError``."""
         for where in (self._further, self.set):
             text = None if where is None else where.find(caption)
             row = None if text is None else where.first_row(text)
@@ -292,7 +292,7 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
 
 
 def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
-    """Return the positions of ``times`` among the states of a set. Raises ``UserError`` for a time without states."""
+    """Return the positions of ``times`` among the states of a set. A time without states raises ``UserError``."""
     stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
     missing = [time for time in times if time not in stored]
     if missing:
