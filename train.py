@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from distill.config import compose_config
 from distill.config.usage import information
@@ -10,36 +11,40 @@ from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 
 
-def train(arguments: list[str], stop: StopSignal) -> None:
-    """Compose the settings, plan the run, build it on the mesh, and train. ``stop`` ends the run early."""
-    config = compose_config(arguments)
-    # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.run.folder import command_line, refuse_foreign, run_log
-    from distill.run.mesh_check import check_meshes
-    from distill.run.open import dry_run, open_device, open_run
-    from distill.run.setup import plan_run
-    from distill.train.trainer import build_trainer
+def train(arguments: list[str]) -> None:
+    """Compose the settings, plan the run, build it on the mesh, and train until a signal or the last step ends it."""
+    if (text := information(arguments)) is not None:  # --help, --cfg job
+        return print(text)
+    end_with_torchrun()
+    with StopSignal() as stop:
+        config = compose_config(arguments)
+        # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
+        from distill.run.folder import command_line, refuse_foreign, run_log
+        from distill.run.mesh_check import check_meshes
+        from distill.run.open import dry_run, open_device, open_run
+        from distill.run.setup import plan_run
+        from distill.train.trainer import build_trainer
 
-    with run_log():
-        if config.plan == "suggest":
-            from distill.planning.suggest import suggest_command
+        with run_log():
+            if config.plan == "suggest":
+                from distill.planning.suggest import suggest_command
 
-            return suggest_command(config, arguments)
-        if config.plan:
-            from distill.planning.command import plan_command
+                return suggest_command(config, arguments)
+            if config.plan:
+                from distill.planning.command import plan_command
 
-            return plan_command(config, command_line(arguments))
-        device = open_device(config)
-        plan = plan_run(config)  # check as much as possible before anything is built
-        refuse_foreign(plan.run_dir)
-        if config.dry_run:
-            return dry_run(config, plan)
-        with open_run(config, plan, device=device, arguments=arguments) as run:
-            shown = {"captions": config.sample.captions, "images": config.sample.images}
-            data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-            if config.log.mesh_check and run.start.resume_from is None:
-                run.facts |= check_meshes(config, plan, device=device, data=data)
-            build_trainer(config, plan, mesh=run.mesh, device=device, data=data).run(run, stop)
+                return plan_command(config, command_line(arguments))
+            device = open_device(config)
+            plan = plan_run(config)  # check as much as possible before anything is built
+            refuse_foreign(plan.run_dir)
+            if config.dry_run:
+                return dry_run(config, plan)
+            with open_run(config, plan, device=device, arguments=arguments) as run:
+                shown = {"captions": config.sample.captions, "images": config.sample.images}
+                data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
+                if config.log.mesh_check and run.start.resume_from is None:
+                    run.facts |= check_meshes(config, plan, device=device, data=data)
+                build_trainer(config, plan, mesh=run.mesh, device=device, data=data).run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
@@ -49,15 +54,7 @@ def main(arguments: list[str]) -> int:
         from distill.sweep.command import main as sweep
 
         return sweep(arguments)
-
-    def work() -> None:
-        if (text := information(arguments)) is not None:  # --help, --cfg job
-            return print(text)
-        end_with_torchrun()
-        with StopSignal() as stop:
-            train(arguments, stop)
-
-    return exit_code(work)
+    return exit_code(partial(train, arguments))
 
 
 if __name__ == "__main__":

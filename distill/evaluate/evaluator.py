@@ -28,7 +28,6 @@ from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
-from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
@@ -54,15 +53,14 @@ SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
 
 
-class Evaluator(Callback):
+class Evaluator:
     """Samples of student and teacher, every ``sample.every`` steps and at the end, and the report.
 
     The student is sampled with its EMA if it has one. All ranks call each method; rank 0 writes.
     """
 
     def __init__(self, trainer: Trainer):
-        super().__init__(trainer)
-        self.config, self.mesh, self.device = trainer.config, trainer.mesh, trainer.device
+        self.trainer, self.config, self.mesh, self.device = trainer, trainer.config, trainer.mesh, trainer.device
         self.data, self.method, self.run_dir = trainer.data, trainer.method, trainer.run_dir
         self.teacher_clips: dict[int, np.ndarray | None] = {}
         """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""

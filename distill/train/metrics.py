@@ -102,41 +102,6 @@ class NormsLog:
         self._file.close()
 
 
-def speed(
-    name: str,
-    *,
-    seconds: float,
-    phases: Mapping[str, float],
-    samples: int,
-    tokens: int,
-    flops: float,
-    peak: float | None,
-) -> dict[str, float | None]:
-    """Return the ``perf/*`` metrics of one step: time by phase, throughput and model FLOP utilization.
-
-    A line of metrics holds the latest step of every role, so the keys of phase times contain the role's name. In one
-    line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
-
-    Args:
-        seconds: duration of the step, by the host's clock.
-        phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
-        samples: samples of the global batch.
-        tokens: video tokens of the global batch.
-        flops: floating-point operations of the step, over all ranks.
-        peak: peak operations per second of all ranks together; ``None`` if unknown.
-    """
-    times = {phase.removeprefix(f"{name}/") or "other": taken for phase, taken in phases.items()}
-    return {
-        "perf/seconds_per_step": seconds,
-        "perf/samples_per_second": samples / seconds,
-        "perf/tokens_per_second": tokens / seconds,
-        "perf/flops": flops,
-        "perf/mfu": None if peak is None else flops / seconds / peak,
-        f"perf/seconds/{name}": seconds,
-        **{f"perf/seconds/{name}/{phase}": taken for phase, taken in times.items()},
-    }
-
-
 class StepLine:
     """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
 

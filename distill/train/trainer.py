@@ -27,9 +27,9 @@ from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
-from distill.train.callbacks import Export, Norms
+from distill.train.export import export_student
 from distill.train.gradients import Losses, accumulate_gradients
-from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine
 from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
@@ -39,7 +39,15 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_first_rank
+from fsdp_cp.reduce import (
+    all_reduce_scalars,
+    barrier,
+    first_non_finite,
+    grad_norm,
+    local_shard,
+    on_first_rank,
+    parameter_norms,
+)
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
@@ -103,7 +111,9 @@ class Trainer:
         self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
-        self.callbacks = (Norms(self), Export(self), Evaluator(self))
+        self.evaluator = Evaluator(self)
+        rate = peak_flops(device)
+        self._peak_flops = None if rate is None else rate * world_size()  # of all ranks together
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
@@ -140,8 +150,9 @@ class Trainer:
                     f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr"
                     " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
                 )
-        for callback in self.callbacks:
-            callback.at_end()
+        if self.config.export.at_end:
+            export_student(self)
+        self.evaluator.at_end()
         barrier()
 
     def resume(self, folder: Path) -> None:
@@ -241,8 +252,7 @@ class Trainer:
             if (every and self.step % every == 0) or at_end:
                 self._save()
             self._heed(stop)
-            for callback in self.callbacks:
-                callback.after_step()
+            self.evaluator.after_step()
 
     def _open_log(self) -> None:
         """Cut the logs back to this step and open them, on rank 0."""
@@ -299,8 +309,7 @@ class Trainer:
             share = batching.micro_batch_size / self.config.batch_size
             losses = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
             trained = [network for network in self.trained_of(name) if network.index in losses.networks]
-            for callback in self.callbacks:
-                callback.before_update(name, trained)
+            self._log_norms(name, trained)
             with phase(f"{name}/clip"):
                 norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))
             rates = {f"{network.name}/lr": network.rate() for network in trained}
@@ -312,24 +321,39 @@ class Trainer:
         self.samples += self.config.batch_size
         self.seconds += seconds
         self.last_loss[name] = loss
-        peak, samples = peak_flops(self.device), self.config.batch_size
-        performance = speed(
-            name,
-            seconds=seconds,
-            phases=times.seconds(),
-            samples=samples,
-            tokens=self.roles[name].tokens * samples,
-            flops=flops,
-            peak=None if peak is None else peak * world_size(),
-        )
+        samples, peak = self.config.batch_size, self._peak_flops
+        # Phase times have the role's name: a line of metrics.jsonl holds the latest step of every role.
+        phases = {part.removeprefix(f"{name}/") or "other": taken for part, taken in times.seconds().items()}
         return {
             f"{name}/loss": loss,
             f"{name}/grad_norm": norm,
             **rates,
             f"{name}/skipped": float(self.skipped[name]),
-            **performance,
+            "perf/seconds_per_step": seconds,
+            "perf/samples_per_second": samples / seconds,
+            "perf/tokens_per_second": self.roles[name].tokens * samples / seconds,
+            "perf/flops": flops,
+            "perf/mfu": None if peak is None else flops / seconds / peak,
+            f"perf/seconds/{name}": seconds,
+            **{f"perf/seconds/{name}/{part}": taken for part, taken in phases.items()},
             **{f"{name}/{key}": value for key, value in means.items()},
         }
+
+    def _log_norms(self, name: str, trained: Sequence[Trained]) -> None:
+        """Write the norms of the role's first update in every ``log.norms_every`` steps to ``norms.jsonl``.
+
+        A fixed step of the interval could miss a role that trains every fifth step.
+        """
+        every, step = self.config.log.norms_every, self.step + 1
+        if not every or step < every:
+            return
+        if any(self.method.trained_role(earlier - 1) == name for earlier in range(step - step % every, step)):
+            return
+        with phase(f"{name}/norms"):
+            norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
+        if self.norms is not None:
+            for network, values in norms.items():
+                self.norms.write(step, network, values)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.

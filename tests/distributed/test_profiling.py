@@ -36,6 +36,7 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
     config.profile = profile or ProfileSettings()
     resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
     trainer = make_trainer(SETUP, folder, config, resume_from)
+    trainer._peak_flops = 1e12  # unknown on a CPU
     if fails_at is not None:
         update = trainer._update
 
@@ -118,6 +119,7 @@ def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
         tokens = line["perf/tokens_per_second"] / line["perf/samples_per_second"]
         assert tokens == pytest.approx(round(tokens)) and round(tokens) > 1, "of one sample"
         assert line["perf/samples_per_second"] * line["perf/seconds_per_step"] == pytest.approx(SETUP.batch_size)
+        assert line["perf/mfu"] == line["perf/flops"] / line["perf/seconds_per_step"] / 1e12 > 0
         assert "memory/reserved_gib" not in line and line["memory/peak_gib"] > 0
     assert seen == set(wanted)
 

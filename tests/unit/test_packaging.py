@@ -198,7 +198,7 @@ def import_graph() -> dict[str, set[str]]:
                 for alias in child.names:
                     whole = f"{child.module}.{alias.name}"
                     yield whole if whole in names else child.module
-            elif not is_type_checking(child):  # the trainer's callbacks name its type
+            elif not is_type_checking(child):  # the evaluator and the export name the trainer's type
                 yield from imported(child)
 
     return {

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distill.train.metrics import speed
 from fsdp_cp.measure import phases
 from fsdp_cp.measure.phases import PhaseTimes, phase
 
@@ -76,22 +75,3 @@ def test_on_a_gpu_the_kernels_are_timed_and_not_their_launch():
             x.sum().item()  # the host waits here
     found = times.seconds()
     assert found["long"] > 5 * found["short"]
-
-
-def test_the_metrics_of_a_step():
-    phases_of_it = {"": 0.5, "data": 0.25, "student/gradients": 0.25, "student/dmd/backward": 1.0, "metrics": 0.0}
-    found = speed("student", seconds=2.0, phases=phases_of_it, samples=4, tokens=1024, flops=6e12, peak=12e12)
-    assert found == {
-        "perf/seconds_per_step": 2.0,
-        "perf/samples_per_second": 2.0,
-        "perf/tokens_per_second": 512.0,
-        "perf/flops": 6e12,
-        "perf/mfu": 0.25,
-        "perf/seconds/student": 2.0,
-        "perf/seconds/student/other": 0.5,
-        "perf/seconds/student/data": 0.25,
-        "perf/seconds/student/gradients": 0.25,
-        "perf/seconds/student/dmd/backward": 1.0,
-        "perf/seconds/student/metrics": 0.0,
-    }
-    assert speed("fake", seconds=2.0, phases={}, samples=4, tokens=8, flops=1.0, peak=None)["perf/mfu"] is None

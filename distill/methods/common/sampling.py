@@ -205,13 +205,13 @@ def rollout(
         purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
         sampler: as for :func:`last_input`.
     """
+    steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
     def velocity(x: Tensor, step: Times) -> Tensor:
         return student.velocity(x, step.t, condition, at=step.at)
 
-    steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
-    x = last_input(velocity, noise, steps, random, purpose, sampler=sampler)
-    return denoise(x, velocity(x, steps[-1]), steps[-1].t)
+    x, (t, at) = last_input(velocity, noise, steps, random, purpose, sampler=sampler), steps[-1]
+    return denoise(x, student.velocity(x, t, condition, at=at), t)
 
 
 @torch.no_grad()
