@@ -23,7 +23,6 @@ from distill.data import ClipDataset
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
-from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
@@ -376,10 +375,7 @@ class Trainer:
         return loss, flops, means
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
-        """Clip the gradients and update, or skip the update if the norm is not finite.
-
-        ``norm`` is that of all networks that train at this step, the same on all ranks.
-        """
+        """Clip the gradients to the norm of all ``trained`` networks and update, or skip a norm that is not finite."""
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
@@ -389,12 +385,7 @@ class Trainer:
             network.update(clip / norm if clip is not None and norm > clip else None)
 
     def _skip(self, name: str, norm: float) -> None:
-        """Skip the update of role ``name``, and log which gradient is not finite.
-
-        Raises:
-            UserError: ``optim.max_skipped`` skipped updates in a row. Raised on all ranks, after saving the last good
-                state.
-        """
+        """Skip the update of ``name``; the ``optim.max_skipped``-th in a row saves the last good state and raises."""
         self.skipped_in_a_row[name] += 1
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
@@ -429,11 +420,7 @@ class Trainer:
 
     @long_timeout()
     def _save(self) -> None:
-        """Save the state after this step, if it is not saved already.
-
-        Raises:
-            UserError: weights that are not finite, from which the run would resume. Raised on all ranks.
-        """
+        """Save the state after this step, unless it is saved already. Non-finite weights raise on all ranks."""
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
@@ -451,12 +438,7 @@ class Trainer:
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end if any rank received a signal, or end if the latest checkpoint could not be written.
-
-        Raises:
-            Stopped: a signal. Raised on all ranks.
-            UserError: a checkpoint that could not be written. Raised on all ranks.
-        """
+        """Save and raise on all ranks if any received a signal, or if the latest checkpoint could not be written."""
         flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
         number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
         if failed:
@@ -465,9 +447,10 @@ class Trainer:
             return
         self._save()
         self.checkpoints.wait()
+        instead = ", with checkpoint.resume=auto," if self.config.checkpoint.resume == "never" else ""
         raise Stopped(
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
-            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
+            f" saved in {self.run_dir / 'checkpoints'}; the same command{instead} resumes from there"
         )
 
 

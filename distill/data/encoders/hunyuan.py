@@ -172,8 +172,7 @@ class HunyuanEncoderFolder(EncoderFolder):
 
 
 def _diffusers() -> Any:
-    """Return the module (diffusers 0.42) with the functions for chat templates and quoted text, and with the pipeline
-    whose private static methods embed both."""
+    """Return the module (diffusers 0.42) with the pipeline, whose private methods embed captions and quoted text."""
     from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
 
     return pipeline_hunyuan_video1_5
