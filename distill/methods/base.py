@@ -90,11 +90,7 @@ class Method(ABC):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Check that this method works with the rest of the configuration (:class:`distill.config.Config`).
-
-        Raises:
-            UserError: a setting that does not fit the method.
-        """
+        """Raise ``UserError`` for a setting of :class:`distill.config.Config` that does not fit the method."""
         return
 
     @classmethod
@@ -104,11 +100,7 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Check the files that only this method reads, before anything is built. See :meth:`check_causal`.
-
-        Raises:
-            UserError: files that the method cannot use.
-        """
+        """Raise ``UserError`` for files that only this method reads and cannot use. See also :meth:`check_causal`."""
         return
 
     @classmethod

@@ -54,9 +54,6 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
     Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
-
-    Raises:
-        UserError: a refused directory.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():

@@ -76,12 +76,9 @@ def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> T
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
-    """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
+    """Raise ``UserError`` unless teacher and student see one history: both or neither are causal, with equal chunks.
 
     Without a teacher, any student fits.
-
-    Raises:
-        UserError: they differ in a setting, by its name.
     """
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()
