@@ -53,7 +53,7 @@ class MetricsLog:
     def show(
         self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
     ) -> None:
-        """Log the measures of sample clips, and show the clips in the services; see ``Logger``."""
+        """Log the measures of sample clips, and show the clips in the services of loggers.py."""
         if measures:
             with _append_to(self._run_dir / MEASURES) as file:
                 _write(file, _line(step, measures))
