@@ -119,12 +119,14 @@ class MovingShapesSettings(DataSettings):
     blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        data = self._data(seed=0)
+        data = self.build(seed=0)
         return data.latent_shape, data.condition_shapes
 
     def build(self, *, seed: int, captions: Sequence[str] = (), **_: Any) -> ClipDataset:
-        data = self._data(seed)
-        data.condition(list(captions))
+        from distill.data.moving_shapes import MovingShapes
+
+        data = MovingShapes(self, seed=seed)
+        data.condition(list(captions))  # refuses unknown words
         return data
 
     def fingerprints(self) -> dict[str, str]:
@@ -150,11 +152,6 @@ class MovingShapesSettings(DataSettings):
 
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
-
-    def _data(self, seed: int) -> ClipDataset:
-        from distill.data.moving_shapes import MovingShapes
-
-        return MovingShapes(self, seed=seed)
 
 
 @dataclass(kw_only=True)
