@@ -367,7 +367,7 @@ class Trainer:
         return loss, flops, means
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
-        """Clip the gradients to the norm of all ``trained`` networks and update, or skip a norm that is not finite."""
+        """Clip the gradients by ``norm``, that of all ``trained`` networks, and update; skip if it is not finite."""
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
