@@ -112,7 +112,7 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
                 peaks.append((*peak, memory.peak_reduce_inputs))
         least = [min(column) for column in zip(*peaks, strict=True)]
         figures.peak_gathered, figures.peak_parameters, figures.peak_gradients, figures.buffers = least
-        figures.optimizer = storage_bytes(x for state in training.optimizer.state().values() for x in state.values())
+        figures.optimizer = storage_bytes(x for state in training.optimizer.state.values() for x in state.values())
         with CollectiveCounter() as counter:
             training.step()
         figures.calls, figures.sent = dict(counter.calls), dict(counter.bytes)

@@ -54,11 +54,7 @@ def plan_student(config: Config, student: Path) -> RunPlan:
 
 
 def sampled_shape(config: Config, plan: RunPlan, frames: int | None) -> LatentShape:
-    """Return the shape ``(C, T, H, W)`` of a clip's latents: the run's, or that of ``--frames``.
-
-    Raises:
-        UserError: a clip that the student cannot make.
-    """
+    """Return the shape ``(C, T, H, W)`` of a clip's latents: the run's, or that of ``--frames``, if it can be made."""
     (shape, condition), (student,) = plan.shapes, plan.roles
     if frames is None:
         return shape

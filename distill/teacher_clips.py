@@ -103,9 +103,7 @@ class _Sampling:
                 advance(min(chunk, len(numbers) - start))
 
         def copy_texts(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
-            Shares.all().run(
-                len(numbers), lambda i: save(numbers[i], self.data.embeddings(texts[numbers[i]]), {}), advance
-            )
+            Shares().run(len(numbers), lambda i: save(numbers[i], self.data.embeddings(texts[numbers[i]]), {}), advance)
 
         writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
         text = self.data.embeddings("")

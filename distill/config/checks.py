@@ -10,11 +10,7 @@ from fsdp_cp.errors import UserError, shown
 
 
 def check(config: Config) -> None:
-    """Check combinations of settings. Each dataclass has already checked its own values.
-
-    Raises:
-        UserError: a combination that cannot work.
-    """
+    """Raise ``UserError`` for a combination that cannot work. Each dataclass has already checked its own values."""
     method = METHODS[config.method.name][0]
     name, data = config.method.name, config.data.name
     if config.world is not None and not (config.dry_run or config.plan):

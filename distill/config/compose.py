@@ -166,7 +166,7 @@ def compose_config(words: list[str]) -> Config:
         group = key.partition(".")[0]
         recipes = recipes_of(group, getattr(owners.get(group), "name", ""))
         hint = f"; for {group}={owners[group].name} use experiment={' or '.join(recipes[:3])}" if recipes else ""
-        raise UserError(f"experiment={experiment} sets {key}: {no_such_setting(key, known, SETTINGS)}{hint}") from error
+        raise UserError(f"experiment={experiment} sets {key}: {no_such_setting(key, known)}{hint}") from error
     check(config)
     return config
 
@@ -175,7 +175,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
     """Set one of the ``known`` settings of the composed configuration to a value in Hydra's grammar."""
     mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
     if mapping not in known or removed(key) is not None:
-        raise UserError(no_such_setting(key, known, SETTINGS))
+        raise UserError(no_such_setting(key, known))
     if key in ("method.name", "data.name"):
         raise UserError(f"{key}={value}: use {key.partition('.')[0]}={value}")
     word, setting = f"{key}={value}", known[mapping]

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from distill.config.kinds import Setting
+from distill.config.schema import SETTINGS
 from distill.methods import BROKEN, INSTALLED
 from fsdp_cp.errors import UserError
 
@@ -84,16 +85,13 @@ def removed(key: str) -> str | None:
     return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
 
 
-def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
-    """Return the message for a typed ``key`` that is not among the ``known`` settings of the run.
-
-    ``others`` are the settings of all methods and data sets.
-    """
+def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:
+    """Return the message for a typed ``key`` that is not among the ``known`` settings of the run."""
     if (reason := removed(key)) is not None:
         return f"{key} was removed: {reason}"
     group = key.partition(".")[0]
-    if key in others:
-        owners = sorted(f"{group}={setting.owner.name}" for setting in others[key])
+    if key in SETTINGS:
+        owners = sorted(f"{group}={setting.owner.name}" for setting in SETTINGS[key])
         chosen = known[f"{group}.name"].owner.name
         return f"{key} is a setting of {' or '.join(owners)}, but this run has {group}={chosen}; leave it out"
     names = [name for name, setting in known.items() if not setting.group and not name.endswith(".name")]

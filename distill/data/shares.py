@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fsdp_cp.launch import rank, share_of_cores, world_size
@@ -23,17 +23,13 @@ _MOST_THREADS = 4  # a clip of 81 frames at 720p is 0.9 GB as the VAE takes it
 class Shares:
     """Assignment of items to ``ranks``, the same on every rank: ``ranks[i % len(ranks)]`` does item i."""
 
-    ranks: tuple[int, ...]
+    ranks: Sequence[int] = field(default_factory=lambda: range(world_size()))
+    """Ranks that work; by default all."""
 
     def assigned(self, count: int) -> range:
         """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
-
-    @classmethod
-    def all(cls) -> Shares:
-        """Return shares for every rank."""
-        return cls(ranks=tuple(range(world_size())))
 
     @classmethod
     def one_per_node(cls) -> Shares:

@@ -90,11 +90,7 @@ class Method(ABC):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Check that this method works with the rest of the configuration (:class:`distill.config.Config`).
-
-        Raises:
-            UserError: a setting that does not fit the method.
-        """
+        """Raise ``UserError`` for a setting of :class:`distill.config.Config` that does not fit the method."""
         return
 
     @classmethod
@@ -104,25 +100,15 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Check the files that only this method reads, before anything is built.
-
-        Args:
-            config: the configuration (:class:`distill.config.Config`).
-            causal: as for :meth:`check_causal`.
-
-        Raises:
-            UserError: files that the method cannot use.
-        """
+        """Raise ``UserError`` for files that only this method reads and cannot use. See also :meth:`check_causal`."""
         return
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         """Check that this method can train and evaluate the roles that have two experts.
 
-        Args:
-            settings: the method's settings.
-            boundaries: times between the experts of each role that has experts, by role.
-            trained: the student's experts that train: ``both``, ``high`` or ``low``.
+        ``boundaries`` are the times between the experts of each such role. ``trained`` are the student's experts that
+        train: ``both``, ``high`` or ``low``.
 
         Raises:
             UserError: a role that the method cannot handle; by default, any role with experts.
@@ -137,9 +123,7 @@ class Method(ABC):
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check that this method can train and evaluate the roles that are causal.
 
-        Args:
-            settings: the method's settings.
-            causal: causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
+        ``causal`` has the causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
 
         Raises:
             UserError: a role that the method cannot handle; by default, any causal role.
@@ -172,15 +156,10 @@ class Method(ABC):
         return "student"
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
-        """Return steps whose weighted mean cost is the mean cost of all steps that train ``role``.
+        """Return steps of a run of ``steps`` whose weighted mean cost is that of all steps that train ``role``.
 
-        Args:
-            role: one of :attr:`trained_roles`.
-            steps: number of steps of the run.
-
-        Returns:
-            Weights by step, with sum 1, the most expensive step first. Empty if the role never trains. By default only
-            the last step: steps differ only in the integers that they draw.
+        Weights by step have the sum 1, the most expensive step first. They are empty if the role never trains. By
+        default only the last step counts: steps differ only in the integers that they draw.
         """
         last = next((step for step in reversed(range(steps)) if self.trained_role(step) == role), None)
         return {} if last is None else {last: 1.0}
@@ -211,12 +190,8 @@ class Method(ABC):
     ) -> Iterator[Tensor]:
         """Sample clean latents chunk by chunk: yield each chunk ``(B, C, frames of the chunk, H, W)`` once finished.
 
-        Args:
-            role: role to sample. A bidirectional one has one chunk, the whole clip.
-            noise: noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`).
-            condition: conditions of the B samples.
-            steps: number of steps per chunk.
-            random: random streams of further draws.
+        ``noise`` has the noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`). A bidirectional role
+        has one chunk, the whole clip. ``steps`` is the number of steps per chunk.
         """
         for x in noise:
             yield self.generate(role, x, condition, steps, random)

@@ -100,15 +100,9 @@ class Scm(FewStepMethod):
         return step
 
     def sampling_times(self, steps: int) -> list[float]:
-        """Return the first ``steps`` of the student's times, as in rCM's sampler.
-
-        Raises:
-            UserError: more steps than times.
-        """
-        times = self.settings.student_times()
-        if not 1 <= steps <= len(times):
-            raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
-        return times[:steps]
+        """Return the first ``steps`` of the student's times, as in rCM's sampler."""
+        super().sampling_times(steps)  # refuses more steps than times
+        return self.settings.student_times()[:steps]
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("scm", lambda: self._consistency_loss(step, batch, random), 1.0)

@@ -30,7 +30,7 @@ from distill.planning.prediction import (
 )
 from distill.planning.roles import KINDS
 from distill.report.charts import svg
-from distill.report.media import atomic_path
+from distill.report.media import write_text
 from distill.report.page import data_uri, render
 from distill.run.setup import RunPlan, Shapes, plan_run
 from fsdp_cp.errors import UserError
@@ -68,8 +68,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
         log.info(line)
     content = {"made_by": MADE_BY, **prediction.as_json()}
     for name, text in ((FILE, json.dumps(content, indent=1) + "\n"), (PAGE, page(prediction, shlex.join(command)))):
-        with atomic_path(plan.run_dir / name) as temporary:
-            temporary.write_text(text)
+        write_text(plan.run_dir / name, text)
     log.info("wrote %s and %s", plan.run_dir / FILE, PAGE)
 
 
@@ -160,10 +159,8 @@ def planned_shapes(config: Config) -> Shapes:
 def prepare_folder(folder: Path, file: str, *others: str) -> None:
     """Make the directory of a plan, and check that it is writable before minutes are spent.
 
-    Args:
-        folder: the run directory.
-        file: JSON file that the planner will write. If an earlier plan wrote it, ``others`` are taken for that plan's.
-        others: further files that the planner will write.
+    ``file`` is the JSON file that the planner will write. If an earlier plan wrote it, the ``others`` that the planner
+    will write are taken for that plan's.
 
     Raises:
         UserError: an existing file that no plan wrote; a directory that cannot be written.

@@ -131,10 +131,8 @@ def run_steps(
 ) -> Simulation:
     """Run the steps of :func:`simulate` in the existing process group.
 
-    Args:
-        config, plan: see :func:`simulate`.
-        tensors: a ``FakeTensorMode``, or an empty context to measure real tensors with random weights.
-        every_micro_batch: run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
+    ``tensors`` is a ``FakeTensorMode``, or an empty context to measure real tensors with random weights. With
+    ``every_micro_batch``, run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
     """
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = AttributedStorages(

@@ -24,7 +24,7 @@ from distill.methods import METHODS
 from distill.planning import command
 from distill.planning.command import MADE_BY, make_prediction, plan_without_gpus
 from distill.planning.prediction import GIB
-from distill.report.media import atomic_path
+from distill.report.media import write_text
 from distill.run.setup import has_adapters, world_of
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.measure.memory import available_host_memory
@@ -120,8 +120,7 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
         log.info(line)
     candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
     content = {"made_by": MADE_BY, "words": typed, "candidates": candidates}
-    with atomic_path(folder / SUGGESTIONS) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(folder / SUGGESTIONS, json.dumps(content, indent=1) + "\n")
     log.info("wrote %s", folder / SUGGESTIONS)
 
 

@@ -38,6 +38,7 @@ _MAX_RADIUS_RANGE = 0.6  # range of the radius of a shape that keeps its size
 _MIN_FALL = 3.5  # fall of the center, first frame to last; renders: 6.2 to 10.3
 _MAX_WANDER = 1.0  # range of the center in directions in which it should not move
 _MAX_MISFIT = 0.45  # deviation of radius or center from a straight line in time
+_RESAMPLES = 100  # of the bootstrap over clips
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +218,19 @@ def _accuracy(right: Sequence[bool]) -> Measure:
     return Measure(share, float(np.sqrt(smoothed * (1 - smoothed) / (n + 4))))
 
 
-def _distance(values: np.ndarray, reference: np.ndarray, resamples: int, seed: int) -> Measure:
+def _distance(values: np.ndarray, reference: np.ndarray) -> Measure:
     target = reference[~np.isnan(reference)]
     scale = max(float(target.std()), 1e-12)
 
     def distance(rows: np.ndarray) -> float:
         return float(wasserstein_distance(rows[~np.isnan(rows)], target)) / scale
 
-    rng = np.random.default_rng(seed)
-    drawn = [distance(values[rng.integers(len(values), size=len(values))]) for _ in range(resamples)]
+    rng = np.random.default_rng(0)
+    drawn = [distance(values[rng.integers(len(values), size=len(values))]) for _ in range(_RESAMPLES)]
     return Measure(distance(values), float(np.std(drawn, ddof=1)))
 
 
-def measure(
-    clips: np.ndarray, captions: Sequence[str], reference: np.ndarray, *, resamples: int = 100, seed: int = 0
-) -> dict[str, Measure]:
+def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -> dict[str, Measure]:
     """Measure uint8 clips (n, T, H, W, 3) of n captions against held-out renders (m, T, H, W, 3).
 
     Accuracies are shares of clips, with binomial standard errors. Distances are in standard deviations of the
@@ -251,7 +250,7 @@ def measure(
     }
     ours, theirs = features(clips), features(reference)
     for name in FEATURES:
-        result[f"distance/{name}"] = _distance(ours[name], theirs[name], resamples, seed)
+        result[f"distance/{name}"] = _distance(ours[name], theirs[name])
     return result
 
 

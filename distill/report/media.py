@@ -38,6 +38,15 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file by :func:`atomic_path`.
+
+    Lone surrogates become "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+
+
 def fitted_size(height: int, width: int, *, target: int) -> tuple[int, int]:
     """Return (height, width), about `target` pixels wide; smaller clips are scaled by a whole factor."""
     scale = target // width or target / width
@@ -115,11 +124,8 @@ def contact_sheet(
 ) -> Image.Image:
     """Write a labeled PNG of clips, one row per model and one column per clip, and return the picture.
 
-    Args:
-        path, title: path to the PNG file, and text at the top.
-        rows: (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay empty).
-        frames: maximal number of frames of each clip, evenly spaced, in time order.
-        width: approximate width of the picture, in pixels.
+    ``rows`` are (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay
+    empty). Each clip shows at most ``frames`` frames, evenly spaced. ``width`` is approximate, in pixels.
     """
     margin, gap, frame_gap, label_width = 24, 24, 3, 240
     picked = [clips[:, pick_frames(clips.shape[1], frames)] for _, clips in rows]

@@ -18,7 +18,7 @@ from typing import Any
 
 from distill.report.charts import ROLE_COLORS, read_metrics
 from distill.report.measures import HIGHER_IS_BETTER
-from distill.report.media import atomic_path, contact_sheet
+from distill.report.media import contact_sheet, write_text
 from distill.report.page import page, read_starts
 from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
 from distill.run.folder import STARTS
@@ -69,16 +69,10 @@ def write_report(
         "starts": read_starts(run_dir / STARTS),
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-    _write(run_dir / "report.json", text)
+    write_text(run_dir / "report.json", text)
     # Make the page from the written JSON, so that the two cannot differ.
-    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=records, fps=fps))
+    write_text(run_dir / "report.html", page(json.loads(text), rows=ordered, records=records, fps=fps))
     log.info("wrote the report to %s", run_dir / "report.html")
-
-
-def _write(path: Path, text: str) -> None:
-    # Replace lone surrogates by "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:

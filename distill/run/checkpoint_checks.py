@@ -162,19 +162,14 @@ def check_resume(
 
 def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
     """Return the settings whose files differ in content between ``earlier``, the checkpoint's, and ``sources``."""
-    known = sources.keys() & earlier.keys()
-    other = {key for key in known if _content(earlier, key) != _content(sources, key)}
+    before, now = ({key: (used or {}).get("fingerprint") for key, used in side.items()} for side in (earlier, sources))
+    other = {key for key in before.keys() & now.keys() if before[key] != now[key]}
     # A role that starts from the teacher's weights, then and now, changes with the teacher: report only the teacher.
     if "teacher.checkpoint" in other:
-        follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
-        for side in (earlier, sources):
-            follow = {key for key in follow if _content(side, key) == _content(side, "teacher.checkpoint")}
-        other -= follow
+        for key in ("student.checkpoint", "fake.checkpoint"):
+            if all(side.get(key) == side["teacher.checkpoint"] for side in (before, now)):
+                other.discard(key)
     return other
-
-
-def _content(sources: Mapping[str, Any], key: str) -> str | None:
-    return (sources.get(key) or {}).get("fingerprint")
 
 
 def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config
-from distill.report.media import atomic_path
+from distill.report.media import atomic_path, write_text
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
@@ -54,9 +54,6 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
     Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
-
-    Raises:
-        UserError: a refused directory.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -182,11 +179,6 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return [*launch, sys.argv[0], *arguments]
 
 
-def same_command(config: Config) -> str:
-    """Return a phrase for messages: the command that resumes the run."""
-    return "the same command" + ", with checkpoint.resume=auto," * (config.checkpoint.resume == "never")
-
-
 def _move_aside(run_dir: Path) -> None:
     """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed by its inputs."""
     outputs = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
@@ -254,8 +246,8 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
             "job": os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
         }
         # Ignore a full disk here: an error of this write would hide the run's own error.
-        with suppress(OSError), atomic_path(run_dir / STATUS) as temporary:
-            temporary.write_text(json.dumps(about, indent=1) + "\n")
+        with suppress(OSError):
+            write_text(run_dir / STATUS, json.dumps(about, indent=1) + "\n")
 
     if rank() != 0:
         yield

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def check_services(settings: LogSettings) -> None:
-    """Refuse a service that is not installed.
-
-    Raises:
-        UserError: a missing package.
-    """
+    """Raise ``UserError`` for a service that is not installed."""
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from distill.report.media import atomic_path
+from distill.report.media import atomic_path, write_text
 from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words, short_keys
@@ -96,8 +96,7 @@ def sweep(arguments: Sequence[str]) -> None:
                 row["status"] = row["status"] if point.refusal is None else REFUSED
 
         def save() -> None:
-            with atomic_path(folder / FILE) as temporary:
-                temporary.write_text(json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
+            write_text(folder / FILE, json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
             write_csv(folder / TABLE, [*rows.values()])
 
         waiting = [point for point in points if point.refusal is None and not _is_done(rows[point.name], options)]

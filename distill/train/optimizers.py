@@ -50,11 +50,9 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
 
     Names are the same before and after sharding, and in a checkpoint.
 
-    Args:
-        names: names of the role's parameters.
-        settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
-            ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``.
-        where: prefix of the settings in a message, e.g. ``"optim.student"``.
+    ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
+    ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``. ``where`` is the prefix of the
+    settings in a message, e.g. ``"optim.student"``.
 
     Raises:
         UserError: a pattern that matches no name, or only names that earlier patterns match.
@@ -101,9 +99,10 @@ class RoleOptimizer:
         self.role, self.settings = role, settings
         named = role.named_parameters()
         self.groups = parameter_groups(named, settings, f"optim.{role.name}")
-        self._state: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, dict[str, Tensor]] = {}
+        """Adam's state by parameter name. Loading into these live tensors restores the state."""
         for name, parameter in named.items():
-            self._state[name] = {
+            self.state[name] = {
                 "step": torch.zeros((), dtype=torch.float32),  # on the CPU, where torch's foreach kernel expects it
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
@@ -124,10 +123,10 @@ class RoleOptimizer:
     def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:
         weights = local_shards(named.values())
         grads = local_shards(parameter.grad for parameter in named.values() if parameter.grad is not None)
-        means, squares = (local_shards(self._state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
+        means, squares = (local_shards(self.state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
         # Advance the step counter of empty shards too: a checkpoint must hold the same count on every rank to load on
         # another mesh.
-        steps = [self._state[name]["step"] for name in named]
+        steps = [self.state[name]["step"] for name in named]
         for piece in in_pieces([weight.numel() for weight in weights], _PIECE):
             adamw(
                 weights[piece],
@@ -152,10 +151,6 @@ class RoleOptimizer:
         """Clear the gradients without an update."""
         for parameter in self.role.parameters():
             parameter.grad = None
-
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return Adam's state by parameter name. The tensors are live, so loading into them restores the state."""
-        return {name: dict(state) for name, state in self._state.items()}
 
 
 @dataclass(kw_only=True)
@@ -199,7 +194,7 @@ class Trained:
 
     def tensors(self) -> dict[str, Any]:
         """Return the live tensors that a checkpoint holds: weights, Adam's state, and the average."""
-        tensors: dict[str, Any] = {"weights": self.weights(), "adamw": self.optimizer.state()}
+        tensors: dict[str, Any] = {"weights": self.weights(), "adamw": self.optimizer.state}
         if self.average is not None:
             tensors["ema"] = self.average.weights
         return tensors

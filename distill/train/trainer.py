@@ -23,7 +23,6 @@ from distill.data import ClipDataset
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
-from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
@@ -441,9 +440,10 @@ class Trainer:
             return
         self._save()
         self.checkpoints.wait()
+        instead = ", with checkpoint.resume=auto," if self.config.checkpoint.resume == "never" else ""
         raise Stopped(
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
-            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
+            f" saved in {self.run_dir / 'checkpoints'}; the same command{instead} resumes from there"
         )
 
 

@@ -80,11 +80,11 @@ def _replaced(how, folder):
             for name, weight in role.weights().items():
                 weight.to_local().copy_(saved[name].to_local())
     else:
-        tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state()}}
+        tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state}}
         Checkpoints(folder, keep=1).save(2, tensors, {})
         materialise(role.network, "cpu")
         optimizer = RoleOptimizer(role, OptimizerSettings(**SETTINGS))
-        load(step_folder(folder, 2), {"student": {"weights": role.weights(), "adamw": optimizer.state()}})
+        load(step_folder(folder, 2), {"student": {"weights": role.weights(), "adamw": optimizer.state}})
     _steps(role, optimizer, 2, 4)
     average.update(0)
     ours, theirs = _full(role, optimizer), _full(plain, straight)
@@ -104,7 +104,7 @@ def _local(role):
 
 
 def _full(role, optimizer):
-    state = {f"{n}.{key}": full_tensor(x).clone() for n, entry in optimizer.state().items() for key, x in entry.items()}
+    state = {f"{n}.{key}": full_tensor(x).clone() for n, entry in optimizer.state.items() for key, x in entry.items()}
     return {name: full_tensor(weight) for name, weight in role.weights().items()} | state
 
 
@@ -119,7 +119,7 @@ def _saved_on_one_mesh(folder):
     role = _role(build_mesh())
     optimizer = RoleOptimizer(role, OptimizerSettings(**SETTINGS))
     _steps(role, optimizer, 0, 2)
-    tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state()}}
+    tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state}}
     Checkpoints(folder, keep=1).save(2, tensors, {})
     return _full(role, optimizer)
 
@@ -127,10 +127,10 @@ def _saved_on_one_mesh(folder):
 def _loaded_on_another(folder, sizes):
     role = _role(build_mesh(**sizes))
     optimizer = RoleOptimizer(role, OptimizerSettings(**SETTINGS))
-    load(step_folder(folder, 2), {"student": {"weights": role.weights(), "adamw": optimizer.state()}})
+    load(step_folder(folder, 2), {"student": {"weights": role.weights(), "adamw": optimizer.state}})
     loaded = _full(role, optimizer)
     _steps(role, optimizer, 2, 3)
-    return loaded, {float(state["step"]) for state in optimizer.state().values()}
+    return loaded, {float(state["step"]) for state in optimizer.state.values()}
 
 
 @pytest.mark.slow

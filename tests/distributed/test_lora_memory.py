@@ -47,7 +47,7 @@ def _on_ranks(folder, strategy):
         name: {
             "weights": storage_bytes(trainer.roles[name].parameters()),
             "optimizer": storage_bytes(
-                x for state in network.optimizer.state().values() for x in state.values() if x.ndim
+                x for state in network.optimizer.state.values() for x in state.values() if x.ndim
             ),
             "average": storage_bytes(network.average.weights.values()) if network.average is not None else 0,
         }

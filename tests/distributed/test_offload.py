@@ -126,7 +126,7 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
         norms.append(grad_norm(role.parameters()))
         optimizer.step(1e-3)
         ema.update(update)
-    tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state(), "ema": ema.weights}}
+    tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state, "ema": ema.weights}}
     Checkpoints(out / "checkpoints", keep=1).save(1, tensors, {"configs": {"student": role.config}})
     with ema.swapped_in():
         export_weights(out / "export", [role.weights()], role.config, dtype=torch.float32, max_bytes=20_000)
@@ -142,7 +142,7 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
     devices = {
         "parameters": {p.to_local().device.type for p in role.parameters()},
         "gradients": {p.grad.to_local().device.type for p in role.parameters()},
-        "adamw": {x.device.type for s in optimizer.state().values() for n, x in s.items() if n != "step"},
+        "adamw": {x.device.type for s in optimizer.state.values() for n, x in s.items() if n != "step"},
         "ema": {w.to_local().device.type for w in ema.weights.values()},
         "buffers": {b.device.type for b in role.network.buffers()},
     }

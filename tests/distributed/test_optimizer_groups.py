@@ -78,7 +78,7 @@ def _sharded(sizes, strategy):
     empty = sum(p.to_local().numel() == 0 for p in model.parameters())
     state = {
         f"{name}.{key}": value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, entry in optimizer.state().items()
+        for name, entry in optimizer.state.items()
         for key, value in entry.items()
     }
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}, state, empty

@@ -41,7 +41,7 @@ def _run(setup, folder, run_dir, first, last):
     adam = {
         f"{role}.{name}.{key}": value
         for role, network in trainer.trained.items()
-        for name, state in network.optimizer.state().items()
+        for name, state in network.optimizer.state.items()
         for key, value in state.items()
     }
     trace.weights["adam"] = full_tensors(adam)

@@ -83,12 +83,12 @@ def test_updates_equal_torch_adamw_with_a_changing_rate():
 
 def test_state_is_complete_before_the_first_update_and_named_by_parameter():
     optimizer = RoleOptimizer(role(), OptimizerSettings())
-    state = optimizer.state()
+    state = optimizer.state
     assert state.keys() == {name for name, _ in optimizer.role.network.named_parameters()}
     shapes = {key: {k: tuple(v.shape) for k, v in entry.items()} for key, entry in state.items()}
     backward(optimizer.role.network, 0)
     optimizer.step(1e-2)
-    after = {key: {k: tuple(v.shape) for k, v in entry.items()} for key, entry in optimizer.state().items()}
+    after = {key: {k: tuple(v.shape) for k, v in entry.items()} for key, entry in optimizer.state.items()}
     assert after == shapes, "a checkpoint before the first update must have the same entries as one after it"
 
 
@@ -154,8 +154,8 @@ def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypat
             peaks.append(live.peak_bytes)
     for mine, theirs in zip(pieces.role.parameters(), whole.role.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    for name, state in whole.state().items():
-        assert all(torch.equal(pieces.state()[name][key], value) for key, value in state.items())
+    for name, state in whole.state.items():
+        assert all(torch.equal(pieces.state[name][key], value) for key, value in state.items())
     assert max(peaks[1::2]) < max(peaks[::2]) - 4 * 20, "bytes: a temporary of all but the largest parameters less"
 
 
@@ -166,6 +166,6 @@ def test_a_parameter_without_a_gradient_stays_and_does_not_count():
     optimizer.role.network[0].bias.grad = None
     optimizer.step(1e-2)
     moved = {name for name, p in optimizer.role.named_parameters().items() if not torch.equal(p, before[name])}
-    counted = {name for name, state in optimizer.state().items() if state["step"] == 1}
+    counted = {name for name, state in optimizer.state.items() if state["step"] == 1}
     assert moved == counted == before.keys() - {"0.bias"}
-    assert not optimizer.state()["0.bias"]["exp_avg_sq"].any()
+    assert not optimizer.state["0.bias"]["exp_avg_sq"].any()

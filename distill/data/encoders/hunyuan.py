@@ -154,7 +154,6 @@ class HunyuanEncoderFolder(EncoderFolder):
         return ImageInput(latents=FIRST_FRAME, encoder=inspect_image_encoder(self.path, where, SIGLIP))
 
     def text_key(self) -> dict[str, Any]:
-        """Return system message, cut-off and layer of the embedding: defaults of diffusers."""
         return _template()
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int]]:
@@ -172,8 +171,7 @@ class HunyuanEncoderFolder(EncoderFolder):
 
 
 def _diffusers() -> Any:
-    """Return the module (diffusers 0.42) with the functions for chat templates and quoted text, and with the pipeline
-    whose private static methods embed both."""
+    """Return the module (diffusers 0.42) with the pipeline, whose private methods embed captions and quoted text."""
     from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
 
     return pipeline_hunyuan_video1_5

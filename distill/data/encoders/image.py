@@ -45,11 +45,6 @@ class ImageEncoderFolder:
     width: int
     """D."""
 
-    @property
-    def parts(self) -> tuple[str, str]:
-        """Sub-folders that are read."""
-        return "image_encoder", self.processor
-
 
 def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:
     """Read the settings in a pipeline folder without loading weights. The encoder may have one of ``classes``.

@@ -85,7 +85,8 @@ class EncodeSettings(EncodingFields):
         folder = choose_encoders(self.encoders)
         image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
         parts = [*(["vae"] if has_clips else []), *folder.text_parts]
-        parts += image.encoder.parts if image is not None and image.encoder is not None else []
+        if image is not None and image.encoder is not None:
+            parts += ["image_encoder", image.encoder.processor]
         return fingerprint_of(folder.files(*parts))
 
     def described(self) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Source:
             except OSError as error:
                 return f"unreadable {type(error).__name__}"
 
-        hashes = Shares.all().run(len(files), look)
+        hashes = Shares().run(len(files), look)
         return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
 
     def table_hash(self) -> str:
@@ -197,7 +198,16 @@ class _Job:
         if rank() == 0:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
                 logger.warning("%s", remark)
-            logger.info("%s", self.estimate())
+            captions = len({row.caption for row in source.rows})
+            total = self._clip_bytes * len(self.files) + self._text_bytes * captions / _TEXT_FILL
+            logger.info(
+                "%s and %s take about %.2f GB; a million clips take %.3g TB, a million captions at most %.3g TB",
+                counted(len(self.files), "clip"),
+                counted(captions, "caption"),
+                total / 1e9,
+                self._clip_bytes / 1e6,
+                self._text_bytes / 1e6,
+            )
         self._texts: list[str] = []
 
     @cached_property
@@ -218,16 +228,6 @@ class _Job:
         for name in ("_codec", "_image_encoder", "_text_encoder"):
             self.__dict__.pop(name, None)
         release_memory(self.device)
-
-    def estimate(self) -> str:
-        """Say how many bytes the set takes."""
-        clip, text = self._clip_bytes, self._text_bytes
-        captions = len({row.caption for row in self.source.rows})
-        total = clip * len(self.files) + text * captions / _TEXT_FILL
-        return (
-            f"{counted(len(self.files), 'clip')} and {counted(captions, 'caption')} take about {total / 1e9:.2f} GB; a"
-            f" million clips take {clip * 1e6 / 1e12:.3g} TB, a million captions at most {text * 1e6 / 1e12:.3g} TB"
-        )
 
     def run(self) -> None:
         """Write clips, texts and index."""
@@ -261,7 +261,7 @@ class _Job:
 
     def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode clips; threads decode the next ones meanwhile."""
-        shares = Shares.all()
+        shares = Shares()
         with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
             shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
 

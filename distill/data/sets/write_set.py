@@ -128,7 +128,7 @@ class SetWriter:
                 done = {number for number in numbers if self._entry(kind, number).name in unfinished}
                 advance(len(done))
                 make([number for number in numbers if number not in done], partial(self._save, kind), advance)
-                Shares.all().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
+                Shares().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
 
     def _names(self, folder: Path) -> set[str]:
         """Return the names of a folder's files, on every rank."""
@@ -184,10 +184,8 @@ class SetWriter:
     ) -> None:
         """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs.
 
-        Args:
-            rows: clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`.
-            negative, encoders: the negative caption, and the folder of the encoders.
-            left_out: name and reason of each clip or caption.
+        ``rows`` are clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`. ``left_out`` has
+        name and reason of each clip or caption.
         """
         texts = texts_of(rows, negative)
         known = {text: number for number, text in enumerate(texts)}
@@ -295,7 +293,7 @@ def verify(path: Path, where: str) -> dict[str, list[int]]:
     encoded = EncodedSet(path, where)
     work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
     with progress(len(work), "verifying", "shard") as advance:
-        wrong = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
+        wrong = Shares().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
     damaged: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for (kind, _), numbers in zip(work, wrong, strict=True):
         damaged[kind] += numbers

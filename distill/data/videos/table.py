@@ -185,10 +185,7 @@ def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
 def _check_swallowed(
     inner: list[str], line: int, header: list[str], columns: Sequence[str], file: Path, where: str
 ) -> None:
-    """Refuse a quoted field whose later lines look like rows of the table: its quote was closed by another's.
-
-    The record begins at ``line``; ``inner`` are its lines after the first.
-    """
+    """Refuse a quoted field, begun at ``line``, whose ``inner`` lines look like rows: another's quote closed it."""
     names = columns[0] if len(columns) > 1 else "file_name"
     for number, text in enumerate(inner, start=line + 1):
         # Only text before the closing quote was swallowed; the record's own fields may follow it.

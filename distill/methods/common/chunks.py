@@ -26,12 +26,8 @@ def chunk_noise(
 ) -> Iterator[Tensor]:
     """Yield the noise of each chunk of ``role``, ``(B, C, frames of the chunk, H, W)``, drawn when it is asked for.
 
-    Args:
-        role: the role; a bidirectional one gets the noise of the whole clip.
-        random: random streams of the B samples.
-        purpose: name of the draws: chunk i of a causal role has ``PURPOSE/i``.
-        shape: ``(C, T, H, W)`` of a sample.
-        dtype: dtype of the noise.
+    ``shape`` is ``(C, T, H, W)`` of a sample. The draw of chunk i of a causal role is named ``PURPOSE/i``; a
+    bidirectional role gets the noise of the whole clip.
     """
     if role.causal is None:
         yield random.normal(purpose, shape, dtype)
@@ -44,14 +40,9 @@ def chunk_noise(
 def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose: str) -> Tensor:
     """Draw one number, such as a time, per chunk and sample.
 
-    Args:
-        role: the role.
-        frames: number of latent frames, T.
-        draw: draws the numbers ``(B,)`` of one chunk by name.
-        purpose: name of the draws: chunk i of a causal role has ``PURPOSE/i``.
-
-    Returns:
-        Number of each latent frame, ``(B, T)``; of each sample, ``(B,)``, for a bidirectional role.
+    ``draw`` draws the numbers ``(B,)`` of one chunk by name; chunk i of a causal role has the name ``PURPOSE/i``.
+    Return the number of each of the T = ``frames`` latent frames, ``(B, T)``; of each sample, ``(B,)``, for a
+    bidirectional role.
     """
     if role.causal is None:
         return draw(purpose)
@@ -85,13 +76,9 @@ def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> T
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
-    """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
+    """Raise ``UserError`` unless teacher and student see one history: both or neither are causal, with equal chunks.
 
-    Args:
-        causal: settings of each role, by role. Without a teacher, any student fits.
-
-    Raises:
-        UserError: they differ in a setting, by its name.
+    Without a teacher, any student fits.
     """
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()

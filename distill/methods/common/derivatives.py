@@ -27,8 +27,7 @@ def directional_derivative(
     """Return ``d/dh function(primals + h tangents)`` at ``h = 0``, without a graph.
 
     Args:
-        function: takes ``primals`` as its arguments.
-        primals: the point.
+        function: takes ``primals``, the point, as its arguments.
         tangents: the direction, in the shapes of ``primals``.
         mode: ``exact`` (one dual forward) or ``finite_difference`` (two plain forwards, central difference: its error
             is of order ``step^2``, plus the rounding error of the output divided by ``step``).
@@ -47,14 +46,7 @@ def directional_derivative(
 
 
 def check_exact(config: Any) -> None:
-    """Refuse a ``method.jvp`` that would fail, or be wrong, in the student's precision.
-
-    Args:
-        config: a :class:`distill.config.Config` whose method has the setting ``jvp``.
-
-    Raises:
-        UserError: a finite difference of a student that computes in bf16 or fp8.
-    """
+    """Raise ``UserError`` for ``method.jvp=finite_difference`` of a student that computes in bf16 or fp8."""
     for name, works in (("precision", "fp32"), ("fp8", "none")):
         value = getattr(config.student, name)
         # Measured on Wan: at every step size, rounding in bf16 is larger than the difference.

@@ -65,13 +65,8 @@ def fake_score_error(
 ) -> Tensor:
     """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample ``(B,)``, without guidance.
 
-    Args:
-        fake: the score that trains.
-        sample: ``x_G`` ``(B, C, T, H, W)``, without a gradient.
-        times: times of the noised samples.
-        noise: ``e``, in the shape of ``sample``.
-        condition: conditions of the B samples.
-        last_step: see :func:`distribution_matching`.
+    ``sample`` is ``x_G`` ``(B, C, T, H, W)``, without a gradient; ``noise`` is ``e``, in its shape. For ``last_step``
+    see :func:`distribution_matching`.
     """
     t, at = times
     v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)

@@ -52,7 +52,6 @@ def draw_times(
 
     Args:
         draw: pure function: the same streams and purpose must give the same times.
-        random: random streams of the step.
         purpose: name of the draw; redraws are named ``PURPOSE/again_N``.
         dtype: dtype of the times, fp32 or better.
         roles: roles that are evaluated at each of the times.

@@ -57,11 +57,7 @@ class FewStepSettings:
 
 
 def check_step_list(name: str, times: Sequence[float]) -> None:
-    """Check the setting ``method.NAME``, times of a student's steps.
-
-    Raises:
-        UserError: they do not descend from 1, or do not stay above 0.
-    """
+    """Raise ``UserError`` unless the times ``method.NAME`` of a student's steps descend from 1 and stay above 0."""
     if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in pairwise(times)):
         raise UserError(f"method.{name}={list(times)} must descend from 1.0 and stay above 0")
 
@@ -87,11 +83,7 @@ class FewStepMethod(Method):
     settings: FewStepSettings
 
     def sampling_times(self, steps: int) -> list[float]:
-        """Return ``steps`` of the student's times, evenly spaced over the list and starting with the first.
-
-        Raises:
-            UserError: more steps than times.
-        """
+        """Return ``steps`` of the student's times, evenly spaced over the list and starting with the first."""
         times = self.settings.student_times()
         if not 1 <= steps <= len(times):
             raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
@@ -100,9 +92,7 @@ class FewStepMethod(Method):
     def scheduler(self, pipeline_times: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
         """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.
 
-        Args:
-            pipeline_times: function that returns the times that this pipeline passes to its scheduler
-                (``Family.pipeline_times``).
+        ``pipeline_times`` returns the times that this pipeline passes to its scheduler (``Family.pipeline_times``).
 
         Raises:
             UserError: diffusers has no scheduler for the student's times, or no network like the student's.

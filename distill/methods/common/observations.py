@@ -13,14 +13,9 @@ class Observations:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
-        """Add one number per sample, or several.
+        """Add the ``values`` ``(B, ...)`` of a metric (``name``, without the role) that ``where`` selects, or all.
 
         The names in a step must not depend on the values: ranks sum them by position.
-
-        Args:
-            name: name of the metric, without the role.
-            values: ``(B, ...)``.
-            where: booleans of the same shape that select the values; all by default.
         """
         values = values.detach().double()
         counted = torch.ones_like(values) if where is None else where.double()
@@ -54,10 +49,8 @@ def per_sample_norm(x: Tensor) -> Tensor:
 def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
     """Add each sample's mean and standard deviation per channel, and its mean absolute change between frames.
 
-    Args:
-        observations: receives the values.
-        prefix: prefix of the names ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and ``PREFIX_motion``.
-        x: latents ``(B, C, T, H, W)``.
+    ``x`` are latents ``(B, C, T, H, W)``. Names are ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and
+    ``PREFIX_motion``.
     """
     x = x.detach()
     flat = x.flatten(2)

@@ -66,13 +66,10 @@ def guided_states(
     Args:
         role: the role; a bidirectional one has one chunk, the whole clip.
         noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
-        condition: conditions of the B samples.
         random: random streams of the noise on finished chunks, ``sample/context/CHUNK``.
-        sampler: ``euler`` or ``unipc``.
+        sampler, shift, states: as for :func:`integrate`.
         steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
-        shift: time shift.
         scale: guidance ``w``.
-        states: as for :func:`integrate`.
 
     Yields:
         States of the next chunk and last its clean latents, each in the shape of its noise.
@@ -111,8 +108,8 @@ def by_chunks(
     Args:
         cache: new cache of the role, for the B samples or for several branches of them (guidance).
         noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
-        random: random streams of the noise on finished chunks, if the role caches them at a ``context_time`` above 0.
-        purpose: name of these draws: chunk i has ``PURPOSE/i``.
+        random, purpose: random streams of the noise on finished chunks, if the role caches them at a ``context_time``
+            above 0; chunk i has the name ``PURPOSE/i``.
         sample: function of a chunk's number, noise and cache that returns its states, and last its clean latents.
         states: times of these states.
     """
@@ -138,7 +135,6 @@ def integrate(
     """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
 
     Args:
-        velocity: velocity of a state at a time.
         noise: ``(B, C, T, H, W)``.
         sampler: ``euler`` or ``unipc``; with ``states``, ``euler``.
         steps: number of steps without ``states``.
@@ -164,11 +160,7 @@ def unipc_sample(velocity: Velocity, noise: Tensor, *, steps: int, shift: float)
     training. diffusers' pipelines truncate ``1000 t`` to an integer for the network. On Gaussians, truncation keeps the
     error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
 
-    Args:
-        velocity: velocity of a state at a time.
-        noise: ``(B, C, T, H, W)``.
-        steps: number of network calls.
-        shift: time shift; Wan: 3 at 480p, 5 at 720p.
+    ``noise`` is ``(B, C, T, H, W)``. Wan's ``shift`` is 3 at 480p, 5 at 720p.
     """
     from diffusers import UniPCMultistepScheduler
 
@@ -198,20 +190,17 @@ def rollout(
     Args:
         student: the network; its last ``x0`` is the sample.
         noise: ``(B, C, T, H, W)``; the first input is the noise times the first time.
-        condition: conditions of the B samples.
         times: rectified-flow times, descending, above 0. Each is a number for all samples, or one per sample in the
             dtype of ``noise``.
-        random: random streams of the fresh noise.
-        purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
-        sampler: as for :func:`last_input`.
+        random, purpose, sampler: as for :func:`last_input`.
     """
+    steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
     def velocity(x: Tensor, step: Times) -> Tensor:
         return student.velocity(x, step.t, condition, at=step.at)
 
-    steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
-    x = last_input(velocity, noise, steps, random, purpose, sampler=sampler)
-    return denoise(x, velocity(x, steps[-1]), steps[-1].t)
+    x, (t, at) = last_input(velocity, noise, steps, random, purpose, sampler=sampler), steps[-1]
+    return denoise(x, student.velocity(x, t, condition, at=at), t)
 
 
 @torch.no_grad()
@@ -230,8 +219,7 @@ def last_input(
         velocity: the student's velocity of a state ``(B, C, T, H, W)`` at a time.
         noise: the first input is the noise times the first time.
         steps: descending times.
-        random: random streams of the fresh noise.
-        purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
+        random, purpose: random streams of the fresh noise; the k-th has the name ``PURPOSE_k``.
         sampler: step to the next time ``t'``: ``renoise`` is ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2);
             ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
     """
@@ -276,13 +264,10 @@ def rollout_chunks(
     """Sample a causal few-step student chunk by chunk (:func:`by_chunks`), each as :func:`rollout` samples a clip.
 
     Args:
-        student: a causal role.
         noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
-        condition: conditions of the B samples.
         times: function of a chunk's number that returns its times, descending, above 0.
-        random: random streams of the fresh noise.
-        purpose: name of the draws: the k-th fresh noise of chunk i is ``PURPOSE/renoise/i_k``, and the noise on its
-            finished latents ``PURPOSE/context/i``.
+        random, purpose: random streams of the draws. The k-th fresh noise of chunk i has the name
+            ``PURPOSE/renoise/i_k``, and the noise on its finished latents ``PURPOSE/context/i``.
         sampler: as for :func:`last_input`.
         last_steps: receives the last step of each chunk that is sampled, if given.
     """

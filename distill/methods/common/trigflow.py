@@ -52,10 +52,7 @@ def trig_field(
     This form avoids 0/0 at ``t -> 0``.
 
     Args:
-        role: a rectified-flow network.
-        x: ``x_t``.
-        t: TrigFlow times.
-        condition: conditions of the B samples.
+        x: ``x_t`` at the TrigFlow times ``t``.
         scale: guidance ``w``.
         at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
         clean: history of a causal role, a rectified-flow state (:meth:`models.roles.role.Role.velocity`).
