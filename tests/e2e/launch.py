@@ -19,6 +19,16 @@ QUICK = (
     "method.fake_updates_per_student_update=1", "optim.student.schedule=constant", "optim.fake.schedule=constant",
 )  # fmt: skip
 """Settings of a run whose steps take a fraction of a second, and do not depend on their number."""
+ONE_BLOCK = (
+    "{num_layers: 1, num_attention_heads: 2, attention_head_dim: 12, in_channels: 3, out_channels: 3, text_dim: 32,"
+    " freq_dim: 16, ffn_dim: 32, patch_size: [1, 4, 4], cross_attn_norm: true, rope_max_seq_len: 64}"
+)
+TINY = tuple(
+    word
+    for role in ("teacher", "student", "fake")
+    for word in (f"{role}.checkpoint=null", f"{role}.architecture={ONE_BLOCK}")
+)
+"""Random networks of one block instead of the shipped ones. A start then takes a third of the time."""
 T = TypeVar("T")
 
 

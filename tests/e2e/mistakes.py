@@ -20,7 +20,7 @@ from pathlib import Path
 from diffusers import AutoencoderKLWan
 
 import train
-from tests.e2e.launch import QUICK, ROOT
+from tests.e2e.launch import QUICK, ROOT, TINY
 
 DRY = {"dry_run": "true", "device": "cpu", "mesh.cp": "1", "run_dir": "{new}"}
 """Settings of every row of train.py that does not set them itself."""
@@ -40,7 +40,7 @@ def make_place(base: Path) -> Path:
     for name in ("things", "home", "work"):
         (base / name).mkdir(parents=True)
     with quiet():
-        assert train.main([*QUICK, "device=cpu", "mesh.cp=1", "steps=2", f"run_dir={base / 'run'}"]) == 0
+        assert train.main([*QUICK, *TINY, "device=cpu", "mesh.cp=1", "steps=2", f"run_dir={base / 'run'}"]) == 0
     shutil.copytree(base / "run", base / "other")
     things = base / "things"
     (things / "file.txt").write_text("mine\n")

@@ -13,6 +13,7 @@ from models import export
 from tests.e2e.launch import (
     QUICK,
     ROOT,
+    TINY,
     environment,
     forked,
     kill_all,
@@ -43,7 +44,7 @@ def status(run_dir):
 def test_a_signal_to_one_rank_stops_all(tmp_path):
     """All ranks save the same step and exit with 75. The same command then finishes the run."""
     run_dir = tmp_path / "run"
-    with forked(2, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=2", f"run_dir={run_dir}") as run:
+    with forked(2, "train", *QUICK, *TINY, *ENDLESS, "device=cpu", "mesh.cp=2", f"run_dir={run_dir}") as run:
         wait_for(lambda: trained(run_dir) >= 2, run.lives)
         assert status(run_dir)["state"] == "running"
         os.kill(run.processes[1].pid, signal.SIGTERM)
@@ -55,7 +56,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert step == trained(run_dir)
     about = status(run_dir)
     assert (about["state"], about["exit_code"], about["checkpoint"]) == ("stopped", 75, step)
-    train(2, *QUICK, "mesh.cp=2", "export.at_end=false", f"steps={step + 1}", f"run_dir={run_dir}")
+    train(2, *QUICK, *TINY, "mesh.cp=2", "export.at_end=false", f"steps={step + 1}", f"run_dir={run_dir}")
     assert (status(run_dir)["state"], status(run_dir)["exit_code"]) == ("finished", 0)
     assert [line["step"] for line in losses(run_dir)] == list(range(1, step + 2))
 
@@ -69,7 +70,7 @@ def test_torchrun_restarts_ranks_and_hands_signals_on(tmp_path):
         "--standalone", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "120",
         "--max-restarts", "1",
     )  # fmt: skip
-    words = torchrun_command(2, *QUICK, *ENDLESS, "checkpoint.every=2", "mesh.cp=2", marker, options=options)
+    words = torchrun_command(2, *QUICK, *TINY, *ENDLESS, "checkpoint.every=2", "mesh.cp=2", marker, options=options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     job = subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes)
 
@@ -96,6 +97,7 @@ def test_a_stalled_rank_ends_the_other(tmp_path):
     run_dir, seconds = tmp_path / "run", 9
     settings = (
         *QUICK,
+        *TINY,
         *ENDLESS,
         "checkpoint.every=3",
         "mesh.cp=2",
@@ -103,7 +105,7 @@ def test_a_stalled_rank_ends_the_other(tmp_path):
         f"run_dir={run_dir}",
     )
     with forked(2, "train", "device=cpu", *settings) as run:
-        wait_for(lambda: trained(run_dir) >= 5, run.lives)
+        wait_for(lambda: trained(run_dir) >= 5 and newest(run_dir), run.lives)
         waiting, stalled = run.processes
         os.kill(stalled.pid, signal.SIGSTOP)
         started = time.monotonic()

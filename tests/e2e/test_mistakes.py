@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from distill.config.schema import SETTINGS
 from tests.e2e import mistakes
-from tests.e2e.launch import QUICK, ROOT
+from tests.e2e.launch import QUICK, ROOT, TINY
 from train import main
 
 TEACHER, CAUSAL = ROOT / "assets" / "quickstart_teacher", ROOT / "assets" / "quickstart_causal_teacher"
@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line_and_changes_nothing(place, typed, name):
     assert mistakes.listing(place) == before
 
 
-QUICK_AND_DRY = dict(word.split("=", 1) for word in QUICK) | mistakes.DRY
+QUICK_AND_DRY = dict(word.split("=", 1) for word in (*QUICK, *TINY)) | mistakes.DRY
 
 
 @pytest.mark.parametrize(("typed", "key", "value"), _some_are_quick(ACCEPTED))

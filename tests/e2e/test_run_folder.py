@@ -10,7 +10,7 @@ import torch
 
 from distill.config import load_config
 from tests.e2e.families import weights
-from tests.e2e.launch import QUICK, ROOT, environment, losses
+from tests.e2e.launch import QUICK, ROOT, TINY, environment, losses
 from tests.e2e.mistakes import hashes
 from train import main
 
@@ -18,7 +18,7 @@ NOTHING = ("checkpoint.at_end=false", "checkpoint.every=0", "export.at_end=false
 
 
 def run(run_dir, *overrides):
-    return main([*QUICK, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}", *overrides])
+    return main([*QUICK, *TINY, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}", *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,8 @@ def test_a_run_with_unusual_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "ho me"))
     name = """it's (1) [2] {3} a=b, c "d" größe 数 #5 $x; \\ end"""
     shutil.copytree(ROOT / "assets" / "quickstart_teacher", tmp_path / "ho me" / name)
-    assert run(f"runs/{name}", "steps=1", "export.at_end=false", f"student.checkpoint=~/{name}", "data.fps=4") == 0
+    words = ("steps=1", "export.at_end=false", f"student.checkpoint=~/{name}", "data.fps=4")
+    assert main([*QUICK, "device=cpu", "mesh.cp=1", f"run_dir=runs/{name}", *words]) == 0
     config = load_config(tmp_path / "runs" / name / "config.yaml")
     assert config.run_dir == f"runs/{name}" and config.student.checkpoint == f"{tmp_path}/ho me/{name}"
     assert config.teacher.checkpoint == "assets/quickstart_teacher"

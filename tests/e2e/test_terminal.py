@@ -8,6 +8,7 @@ import termios
 
 import pytest
 
+from tests.e2e.launch import TINY
 from train import main
 
 WORDS = (
@@ -24,7 +25,7 @@ def test_step_lines_equal_the_metrics_and_a_bar_is_for_terminals(tmp_path, monke
         termios.tcsetwinsize(writing, (24, 80))
     with open(writing, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        assert main([*WORDS, f"run_dir={tmp_path}/run"]) == 0
+        assert main([*WORDS, *TINY, f"run_dir={tmp_path}/run"]) == 0
         monkeypatch.undo()
         print("END", file=stderr, flush=True)  # reading an empty pipe would block
         shown = b""

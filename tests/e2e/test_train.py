@@ -17,7 +17,18 @@ from distill.config import load_config
 from fsdp_cp.checkpoint.folder import saved_steps
 from models import export
 from tests.e2e.families import same_weights, weights
-from tests.e2e.launch import QUICK, ROOT, environment, forked, losses, run_command, torchrun_command, train, wait_for
+from tests.e2e.launch import (
+    QUICK,
+    ROOT,
+    TINY,
+    environment,
+    forked,
+    losses,
+    run_command,
+    torchrun_command,
+    train,
+    wait_for,
+)
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
 SAMPLES = ("sample.report_clips=0", "sample.prompts=2", "sample.teacher_steps=[1]", "sample.student_steps=[1]")
@@ -60,7 +71,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
-    words = (*QUICK, "device=cpu", "mesh.cp=1", "export.at_end=false")
+    words = (*QUICK, *TINY, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
         wait_for(lambda: len(saved_steps(run_dir / "checkpoints")) >= 2, first.lives)
         first.send(signal.SIGSTOP)
@@ -108,7 +119,7 @@ def test_two_nodes_meet(tmp_path):
     options = (
         "--nnodes", "2", "--rdzv-id", "17", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
     )  # fmt: skip
-    words = torchrun_command(1, *SMALL, *NO_END, "steps=1", f"run_dir={tmp_path}/run", options=options)
+    words = torchrun_command(1, *SMALL, *TINY, *NO_END, "steps=1", f"run_dir={tmp_path}/run", options=options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) for _ in range(2)]
     printed = [node.communicate(timeout=300)[0] for node in nodes]
@@ -139,7 +150,7 @@ def test_real_clips_are_encoded_once(tmp_path):
 @pytest.mark.slow
 def test_every_role_sharded_in_its_own_way(tmp_path):
     """The losses equal those with the defaults. Norms and profiles are written and survive a resume."""
-    arguments = (*SMALL, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")
+    arguments = (*SMALL, *TINY, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")
     own = (
         "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
         "student.activation_checkpointing=selective", "student.gather_early=true", "fake.activation_checkpointing=true",
@@ -220,7 +231,7 @@ def test_the_fake_score_has_an_average(tmp_path):
     """The fake score trains at steps 2 and 4: first before ``start``, then with weight one half. The run resumes."""
     run_dir = tmp_path / "run"
     words = (
-        *QUICK, "device=cpu", "mesh.cp=1", "checkpoint.keep=9", "fake.ema.enabled=true", "fake.ema.decay=0.5",
+        *QUICK, *TINY, "device=cpu", "mesh.cp=1", "checkpoint.keep=9", "fake.ema.enabled=true", "fake.ema.decay=0.5",
         "fake.ema.start=1", "export.at_end=false", f"run_dir={run_dir}",
     )  # fmt: skip
     for steps in (3, 5):
