@@ -20,8 +20,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import in_pieces, local_shards, scale_grads
 from fsdp_cp.rng import StepRandom
 from models.additions.base import PREFIX
-from models.roles.ema import Ema
-from models.roles.role import Role
+from models.roles.role import Ema, Role
 
 
 def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:

@@ -1,4 +1,5 @@
-"""A role: a purpose (teacher, student, fake score) with the sharded networks that serve it, called on full latents."""
+"""A role: a purpose (teacher, student, fake score) with the sharded networks that serve it, called on full latents; and
+the average of its weights."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.reduce import lerp_, local_shard, local_shards
 from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of
@@ -402,3 +404,47 @@ class Role:
     def weights(self) -> dict[str, Tensor]:
         """Return the sharded masters of :meth:`named_parameters` (DTensors that share their storage), by name."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
+
+
+class Ema:
+    """Exponential moving average (EMA) of ``role``'s fp32 masters: DTensors with the same sharding.
+
+    Args:
+        role: the trained role.
+        decay: constant factor ``b`` of the old average, or ``None`` for the power schedule.
+        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
+        start: first update that averages; before it the EMA copies the weights.
+    """
+
+    def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
+        self.role, self.decay, self.gamma, self.start = role, decay, gamma, start
+        weights = role.weights()
+        # In bf16 an average would stand still; the plan of a run refuses it.
+        assert all(weight.dtype in (torch.float32, torch.float64) for weight in weights.values())
+        self.weights: dict[str, Tensor] = {name: weight.clone() for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def update(self, update: int) -> None:
+        """Update the EMA after the role's ``update``-th optimizer step (0-based)."""
+        i = update - self.start
+        b = 0.0 if i < 0 else self.decay if self.decay is not None else (1 - 1 / (i + 1)) ** (self.gamma + 1)
+        current = self.role.weights()
+        lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Run the role with the EMA weights within this context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        current = self.role.weights()
+        for name, average in self.weights.items():
+            averaged, weight = local_shard(average), local_shard(current[name])
+            kept = weight.clone()
+            weight.copy_(averaged)
+            averaged.copy_(kept)

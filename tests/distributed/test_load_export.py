@@ -13,8 +13,8 @@ from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models.export import main as export
 from models.files.export_folder import export_weights
-from models.roles.ema import Ema
 from models.roles.load import build_role
+from models.roles.role import Ema
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition

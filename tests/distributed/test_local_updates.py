@@ -14,9 +14,8 @@ from fsdp_cp.reduce import full_tensor, local_shards
 from fsdp_cp.sharding.initialise import initialise
 from models.families.base import Flops
 from models.families.wan import Wan
-from models.roles.ema import Ema
 from models.roles.network import Network
-from models.roles.role import Role
+from models.roles.role import Ema, Role
 
 RATES = (1e-2, 3e-3, 2e-2, 5e-3)
 SETTINGS = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1, "no_decay": ["*.bias"]}

@@ -21,8 +21,8 @@ from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.files.export_folder import export_weights
-from models.roles.ema import Ema
 from models.roles.load import build_role
+from models.roles.role import Ema
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors

@@ -6,8 +6,8 @@ import torch
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.roles.ema import Ema
 from models.roles.load import build_role
+from models.roles.role import Ema
 from models.roles.role_plan import plan_role
 from tests.oracles.tiny_wan import text_condition
 

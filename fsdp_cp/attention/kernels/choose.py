@@ -14,11 +14,12 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.fake_world import device_type, is_fake
+from fsdp_cp.measure.fake_world import device_type
 from fsdp_cp.mesh import ContextGroups, group_by_name
 
 log = logging.getLogger("fsdp_cp.attention")
@@ -95,7 +96,7 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     fits = device_type(q) == "cuda" and q.dtype in FUSED_DTYPES and q.shape[-1] <= FUSED_HEAD_DIM
     if backend == "reference" or not fits:
         return attention_dual
-    if is_fake(q):
+    if isinstance(q, FakeTensor):
         return _fused_shapes
     return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_cp.measure.fake_world import device_type, is_fake
+from fsdp_cp.measure.fake_world import device_type
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,7 +132,7 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 def _starts(x: Tensor, step: int) -> range:
     """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of two tiles, which reach the peak memory
     of all."""
-    return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
+    return range(0, min(x.shape[2], 2 * step) if isinstance(x, FakeTensor) else x.shape[2], step)
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
