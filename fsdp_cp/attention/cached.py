@@ -116,9 +116,8 @@ def cached_attention(
         heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
         received.append((k[:, : stop - start].detach(), v[:, : stop - start].detach()))  # only the tail has pads
         held = [x[:, :, heads] for entry in past for x in (entry.k, entry.v)]
-        no_mask: list[int] = []
-        sizes = (list(segments), list(segments), no_mask, groups.ulysses_size, groups.ring_size, groups.ring_rank)
-        return attend_to_cache(held, (scale, *sizes, groups.ring_group, backend), x)
+        layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
+        return attend_to_cache(held, (scale, *layout, groups.ring_rank, groups.ring_group, backend), x)
 
     (out,) = with_all_tokens((q, k, v), attend, 1, groups, head_groups)
     keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too

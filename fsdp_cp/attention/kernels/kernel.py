@@ -98,7 +98,7 @@ def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
     return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)
 
 
-_ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
+_TILES = {"cpu": (256, 512), "cuda": (1024, 2048)}
 """Rows and columns of a tile of the attention matrix, by device type."""
 
 
@@ -126,7 +126,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tile_sizes(x: Tensor) -> tuple[int, int]:
-    return _ROWS.get(device_type(x), 256), _COLUMNS.get(device_type(x), 512)
+    return _TILES.get(device_type(x), _TILES["cpu"])
 
 
 def _starts(x: Tensor, step: int) -> range:
