@@ -47,7 +47,6 @@ class GanHead(Addition):
     It computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
 
     Args:
-        family, config: family and configuration of the network.
         blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
 
     Raises:
