@@ -25,6 +25,8 @@ from fsdp_cp.attention.layout import Chunk, Layout, Tile
 from fsdp_cp.mesh import group_by_name
 
 T = TypeVar("T", Tensor, Tensor | None)
+TileGrads = list[tuple[int, Tensor, Tensor]]
+"""First key, dK and dV of each tile of a chunk of keys."""
 _KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
 
 
@@ -269,10 +271,6 @@ def ring_backward(
     tile_grads = partial(_tile_grads, ring, kernel, dq, (g_own, q_own, out_own, lse_own), mask, scale)
     dk, dv = _key_grads(ring, k, v, tile_grads)
     return local.put(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
-
-
-TileGrads = list[tuple[int, Tensor, Tensor]]
-"""First key, dK and dV of each tile of a chunk of keys."""
 
 
 def _tile_grads(
