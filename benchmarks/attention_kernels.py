@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import Mesh, build_mesh
 from tests.oracles.long_attention import TOLERANCE, exact_attention, exact_tangent, random_inputs
@@ -174,7 +174,7 @@ def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
         return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, backend=backend)
 
     kernels = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
-    for name, kernel in all_kernels().items():
+    for name, kernel in KERNELS.items():
         refusal = kernel.refuses(torch.device(device), torch.bfloat16, HEAD_DIM, False)
         kernels.append((name, ours(name), refusal))
     return kernels

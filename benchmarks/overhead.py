@@ -37,7 +37,7 @@ from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import microbatch
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
-from fsdp_cp.reduce import full_tensor, grad_norm, multiply_, scale_grads, squared_norms
+from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads, squared_norms
 from models.families import wan_attention
 from models.families.wan import Wan
 from models.roles.condition import Condition
@@ -166,7 +166,7 @@ class NotSharded(Plain):
         with torch.no_grad():
             grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             norm = float(squared_norms(grads).sum().sqrt())
-            multiply_(grads, CLIP / (norm + 1e-6))
+            torch._foreach_mul_(grads, CLIP / (norm + 1e-6))
         clock("clip")
         self.adamw.step()
         self.adamw.zero_grad()

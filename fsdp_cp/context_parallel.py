@@ -322,12 +322,11 @@ def output_values(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if isinstance(output, (list, tuple)):
         kind = type(output)
         return list(output), kind._make if hasattr(kind, "_make") else kind
-    fields = None
     if dataclasses.is_dataclass(output):  # check before Mapping: ModelOutput is both, and its items omit None fields
         fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     elif isinstance(output, Mapping):
         fields = dict(output)
-    if fields is None:
+    else:
         return [output], lambda values: values[0]
     names = [name for name, value in fields.items() if value is not None]
 

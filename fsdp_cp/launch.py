@@ -245,16 +245,9 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:
-            _end_soon()
-
-
-def _end_soon() -> None:
-    """End this process after :data:`GRACE` with exit code 1 and its stack, if it has not ended by then.
-
-    Without this an interpreter that ends waits for collectives on their way: gloo's threads are joined.
-    """
-    with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
-        faulthandler.dump_traceback_later(GRACE, exit=True)
+            # The end of the interpreter waits for gloo's threads: after a while print the stack and exit with code 1.
+            with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
+                faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
 def recorded(main: Callable[P, T]) -> Callable[P, T | None]:

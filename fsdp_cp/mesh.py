@@ -330,18 +330,9 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
     overrides: dict[int | str, Any] = {
         axis: backend for axis, size in (("ring", ring), ("ulysses", ulysses)) if size == world > 1
     }
-    options = high_priority(backend) if ring > 1 else None
-    if options is not None:
-        overrides["ring"] = (backend, options)
+    if ring > 1 and "nccl" in backend:  # torch without CUDA lacks ProcessGroupNCCL
+        overrides["ring"] = (backend, dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
     return overrides
-
-
-def high_priority(backend: str) -> Any:
-    """Return options that give an NCCL communicator a high-priority CUDA stream; ``None`` for another backend.
-
-    The ``backend`` is a string such as ``"cpu:gloo,cuda:nccl"``. torch without CUDA lacks ``ProcessGroupNCCL``.
-    """
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if "nccl" in backend else None
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -14,12 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.measure.fake_world import is_fake
 from fsdp_cp.runtime.torch_versions import all_gather_single
 
 T = TypeVar("T")
@@ -157,8 +157,9 @@ def full_tensor(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by ``factor``, in place."""
-    multiply_(local_shards(p.grad for p in parameters if p.grad is not None), factor)
+    """Multiply every gradient by ``factor``, in place. On the CPU torch rounds ``factor`` to the dtype of bf16 ones."""
+    if grads := local_shards(p.grad for p in parameters if p.grad is not None):
+        torch._foreach_mul_(grads, factor)
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -199,28 +200,14 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
     Args:
         tensors: at least one plain tensor, all on one device; any dtypes, and tensors may be empty.
-
-    Raises:
-        ValueError: an empty list.
     """
-    if not tensors:
-        raise ValueError("squared_norms() needs at least one tensor")
     # Do not split fake tensors: each piece is one call, and the planner of a 14B network would make half a million.
-    if tensors[0].device.type != "cpu" or is_fake(tensors[0]):
+    if tensors[0].device.type != "cpu" or isinstance(tensors[0], FakeTensor):
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     # On the CPU torch first casts each whole tensor into new memory, which takes three times as long as the rest.
     pieces = [x.reshape(-1).split(_CAST_AT_A_TIME) if x.numel() > _CAST_AT_A_TIME else (x,) for x in tensors]
     squares = torch.stack(torch._foreach_norm([piece for split in pieces for piece in split], 2, dtype=torch.float64))
     return torch.stack([x.sum() for x in squares.square().split([len(split) for split in pieces])])
-
-
-def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor by ``factor`` in place. The list may be empty.
-
-    On the CPU torch rounds ``factor`` to bf16 for bf16 tensors; it does not when multiplying a single tensor.
-    """
-    if tensors:
-        torch._foreach_mul_(list(tensors), factor)
 
 
 def lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:

@@ -70,11 +70,9 @@ class CausalSettings:
         return self.first_chunk if number == 0 and self.first_chunk is not None else self.chunk
 
     def chunks(self, frames: int, where: str = "") -> tuple[int, ...]:
-        """Return the number of latent frames in each chunk of a clip.
+        """Return the number of latent frames in each chunk of a clip of ``frames`` latent frames.
 
-        Args:
-            frames: number of latent frames of the clip.
-            where: prefix of the settings in messages, e.g. ``"student.causal."``.
+        ``where`` is the prefix of the settings in messages, e.g. ``"student.causal."``.
 
         Raises:
             UserError: the frames are not whole chunks.
@@ -113,10 +111,7 @@ class CausalSettings:
     def merged(self, saved: CausalSettings, where: str, folder: Path) -> CausalSettings:
         """Return the settings ``saved`` with a checkpoint, which these must not contradict.
 
-        Args:
-            saved: settings of the checkpoint.
-            where: prefix of the settings in messages.
-            folder: folder of the checkpoint, for messages.
+        Messages name the settings with the prefix ``where`` and the checkpoint's ``folder``.
 
         Raises:
             UserError: a setting that is not at its default has another value in the checkpoint.

@@ -28,7 +28,7 @@ from models.families.registry import family_of
 from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.files.export_folder import write_folder
-from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
+from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
@@ -124,7 +124,10 @@ def export_checkpoint(
         chosen, experts, boundaries = [networks[f"{role}.{expert}"]], [expert], []
     if kind in FORMATS:
         (adapters_only,) = chosen
-        refuse_whole(adapters_only.shapes, f"{name} in {checkpoint}")
+        if whole := sorted(key for key in adapters_only.shapes if ".lora_" not in key):
+            raise UserError(
+                f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
+            )
         family = family_of(state["settings"][role]["family"], role)
         tensors = file_tensors(
             kind, adapters_only.shapes, adapters_only.read, family=family, scale=adapters["scale"], dtype=dtype

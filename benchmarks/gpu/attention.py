@@ -24,7 +24,7 @@ from benchmarks.attention_kernels import (
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.kernels import refused_at_once
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.mesh import build_mesh
 
 SIZES, TINY_SIZES = ((32760, 12), (75600, 5), (32760, 3), (8192, 12)), ((384, 2), (512, 2))
@@ -53,9 +53,9 @@ def attention(context: Context) -> None:
     rates = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
     rate = repr(rates[0] * 1e12) if rates else "nan"
     # Measure the derivatives first: if time runs out, only kernels to compare with may be missing.
-    names = [*DERIVATIVES, *(name for name in all_kernels() if name not in DERIVATIVES), "torch SDPA", MATH]
+    names = [*DERIVATIVES, *(name for name in KERNELS if name not in DERIVATIVES), "torch SDPA", MATH]
     for i, name in enumerate(names):
-        kernel = all_kernels().get(name)
+        kernel = KERNELS.get(name)
         refusal = refused_at_once(kernel, context.device_type, HEAD_DIM) if kernel else None
         if refusal is not None:
             context.row(name, refused=refusal)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.child import Context, DeviceLost, error_line
-from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.attention.kernels.kernel import Kernel
 from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
 
@@ -23,7 +23,7 @@ HEAD_DIM = 32
 
 def kernels(context: Context) -> None:
     """Write a row for each kernel and dtype, without and with masks."""
-    for name, kernel in all_kernels().items():
+    for name, kernel in KERNELS.items():
         refusal = refused_at_once(kernel, context.device_type, HEAD_DIM)
         if refusal is not None:
             context.row(name, refused=refusal)
@@ -46,7 +46,7 @@ def refused_at_once(kernel: Kernel, device_type: str, head_dim: int) -> str | No
 
 def one_kernel(context: Context, name: str) -> None:
     """Write the rows of one kernel. Only the reference has a derivative, and rows for it."""
-    kernel = all_kernels()[name]
+    kernel = KERNELS[name]
     for dtype in DTYPES:
         for masked in (False, True):
             label = f"{name}, {str(dtype).removeprefix('torch.')}{', masked' if masked else ''}"

@@ -20,7 +20,7 @@ from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
 from fsdp_cp.measure.fake_world import fake_tensors
-from fsdp_cp.measure.memory import AttributedStorages, Peak
+from fsdp_cp.measure.memory import LiveStorages, Peak
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
 
@@ -151,11 +151,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
     """Measure the peak memory of one encoder call."""
-    storages = AttributedStorages(fakes=True)
+    storages = LiveStorages(fakes=True)
     with fake_tensors(), storages, torch.no_grad():
         with storages.labelled(("encoders", "parameters")):
             network = build().eval()
-        storages.reset_peaks()  # leave out the memory for drawing random weights
+        storages.reset_peak()  # leave out the memory for drawing random weights
         with storages.labelled(("encoders", "activations")):
             call(network)
     return storages.peaks[""]

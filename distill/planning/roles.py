@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill.run.setup import RunPlan
-from fsdp_cp.measure.memory import AttributedStorages
+from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_allocations import watch_allocations
 from fsdp_cp.mesh import Mesh
@@ -44,7 +44,7 @@ _SHARDING_KINDS = {
 class WatchedRole(Role):
     """A role that labels the allocations of its forwards with its name, also while another role trains."""
 
-    storages: AttributedStorages
+    storages: LiveStorages
     recomputed: float = 0.0
     queries: dict[str, int]
     """:attr:`Simulation.queries`, shared by all roles."""
@@ -84,7 +84,7 @@ class WatchedRole(Role):
         return velocity
 
 
-def watch_sharding(role: WatchedRole, storages: AttributedStorages) -> AbstractContextManager:
+def watch_sharding(role: WatchedRole, storages: LiveStorages) -> AbstractContextManager:
     """Label FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
     pool = pool_at(role.network)
 
@@ -110,7 +110,7 @@ def is_offloaded(role: Role) -> bool:
 def build_watched(
     plan: RunPlan,
     mesh: Mesh,
-    storages: AttributedStorages,
+    storages: LiveStorages,
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
@@ -150,7 +150,7 @@ def build_watched(
     return {role_plan.name: roles[role_plan.name] for role_plan in plan.roles}
 
 
-def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:
+def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: LiveStorages) -> None:
     """Allocate the weights; label adapters with their role and other weights with ``holder``."""
     held = HOST if group[0].sharding.offload == "cpu" else "parameters"
     with storages.labelled((holder, "parameters")):

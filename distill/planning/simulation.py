@@ -25,7 +25,7 @@ from distill.run.setup import RunPlan
 from distill.train.gradients import accumulate_gradients
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.fake_world import fake_world
-from fsdp_cp.measure.memory import AttributedStorages, Peak
+from fsdp_cp.measure.memory import LiveStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
 from fsdp_cp.measure.sharding_allocations import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -135,9 +135,7 @@ def run_steps(
     ``every_micro_batch``, run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
     """
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
-    storages = AttributedStorages(
-        place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
-    )
+    storages = LiveStorages(place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True)
     sent, queries = CollectiveCounter(), {}
     method = build_method(config.method, build_watched(plan, mesh, storages, tensors, queries))
     with tensors, sent, storages:
@@ -156,7 +154,7 @@ def run_steps(
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
                         stack.enter_context(watch_sharding(role, storages))
-                storages.reset_peaks()
+                storages.reset_peak()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
                 run.sample()
@@ -164,7 +162,7 @@ def run_steps(
 
 
 @contextmanager
-def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[bool]:
+def _planned_pools(method: Method, storages: LiveStorages) -> Iterator[bool]:
     """Record the collectives' buffers of networks that pool them, and plan the pools on exit. Yield whether any pools.
 
     Every kind of step must run in this context with a second micro-batch: fake tensors that share memory do not show
@@ -191,7 +189,7 @@ class _Run:
         config: Config,
         plan: RunPlan,
         method: Method,
-        storages: AttributedStorages,
+        storages: LiveStorages,
         sent: CollectiveCounter,
     ):
         self.config, self.plan, self.method = config, plan, method

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_cp.attention import check_options, check_split, check_tensors
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.operators import AttentionOperator
-from fsdp_cp.attention.ring import Merged, Ring, attend_tile, put_rows
+from fsdp_cp.attention.ring import Merged, Ring
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.context.sequence_lengths import segments_of
@@ -116,9 +116,8 @@ def cached_attention(
         heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
         received.append((k[:, : stop - start].detach(), v[:, : stop - start].detach()))  # only the tail has pads
         held = [x[:, :, heads] for entry in past for x in (entry.k, entry.v)]
-        no_mask: list[int] = []
-        sizes = (list(segments), list(segments), no_mask, groups.ulysses_size, groups.ring_size, groups.ring_rank)
-        return attend_to_cache(held, (scale, *sizes, groups.ring_group, backend), x)
+        layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
+        return attend_to_cache(held, (scale, *layout, groups.ring_rank, groups.ring_group, backend), x)
 
     (out,) = with_all_tokens((q, k, v), attend, 1, groups, head_groups)
     keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too
@@ -163,11 +162,11 @@ def cached_forward(
     (queries,) = _from_all(ring, q)
     merged = Merged(queries)
     for keys, values in _held(ring, k, v, past):
-        merged.add(slice(0, queries.shape[1]), attend_tile(kernel, queries, keys, values, None, scale))
+        merged.add(slice(0, queries.shape[1]), Dual(*kernel.forward(queries, keys, values, None, scale)))
     out, lse, *_ = merged.result()
     if ring.size > 1:
         out, lse = _merge_returned(ring, chunk.take(q), out, lse)
-    return chunk.put(out), put_rows(chunk, lse)
+    return chunk.put(out).contiguous(), chunk.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def cached_backward(
@@ -249,7 +248,7 @@ def _merge_returned(ring: Ring, queries: Tensor, out: Tensor, lse: Tensor) -> tu
     merged = Merged(queries)
     for x in received:
         returned, features = chunk.take(x).split((width, x.shape[-1] - width), dim=-1)
-        merged.add(slice(0, chunk.size), Dual(returned, _as_rows(features, lse.dtype), None, None))
+        merged.add(slice(0, chunk.size), Dual(returned, _as_rows(features, lse.dtype)))
     out, lse, *_ = merged.result()
     return out, lse
 

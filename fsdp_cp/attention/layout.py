@@ -40,10 +40,7 @@ class Chunk:
 
     def take(self, x: Tensor) -> Tensor:
         """Return the true tokens of ``(B, padded, ...)``, as a view if they are one range."""
-        if self.is_whole:
-            return x
-        pieces = [x[:, start:stop] for start, stop in self.positions]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else x[:, :0]
+        return x if self.is_whole else _cut(x, self.positions)
 
     def put(self, x: Tensor) -> Tensor:
         """Return ``(B, padded, ...)`` with ``x`` ``(B, size, ...)`` at the true tokens and zeros at the pads."""
@@ -56,7 +53,7 @@ class Chunk:
             offset += stop - start
         return out
 
-    def add_into(self, buffer: Tensor, x: Tensor, start: int = 0) -> None:
+    def add_into(self, buffer: Tensor, x: Tensor, start: int) -> None:
         """Add ``x`` in place to the true tokens from ``start`` on in a buffer ``(B, padded, ...)``."""
         first, end = start, start + x.shape[1]
         offset = 0
@@ -69,8 +66,12 @@ class Chunk:
 
     def select(self, mask: Tensor) -> Tensor:
         """Return the columns of a mask ``(B, all tokens)`` that belong to this chunk, ``(B, size)``."""
-        pieces = [mask[:, start:stop] for start, stop in self.tokens]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else mask[:, :0]
+        return _cut(mask, self.tokens)
+
+
+def _cut(x: Tensor, ranges: Sequence[Range]) -> Tensor:
+    pieces = [x[:, start:stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else x[:, :0]
 
 
 @dataclass(frozen=True)

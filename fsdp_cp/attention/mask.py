@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from fsdp_cp.errors import UserError
@@ -135,10 +136,7 @@ def _bounds(blocks: Sequence[int], window: Any, sink: Any) -> list[int]:
     for name, x in (("window", window), ("sink", sink)):
         if not (is_count(x) or (x == 0 and type(x) is int) or (x is None and name == "window")):
             raise UserError(f"{name} must be a number of blocks of at least 0, got {x!r}")
-    bounds = [0]
-    for n in blocks:
-        bounds.append(bounds[-1] + n)
-    return bounds
+    return [0, *accumulate(blocks)]
 
 
 def _visible(bounds: list[int], block: int, stop: int, window: int | None, sink: int) -> tuple[Range, ...]:

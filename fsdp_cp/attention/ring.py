@@ -25,6 +25,8 @@ from fsdp_cp.attention.layout import Chunk, Layout, Tile
 from fsdp_cp.mesh import group_by_name
 
 T = TypeVar("T", Tensor, Tensor | None)
+TileGrads = list[tuple[int, Tensor, Tensor]]
+"""First key, dK and dV of each tile of a chunk of keys."""
 _KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
 
 
@@ -109,8 +111,13 @@ class Merged:
         self.q, self.moves = q, moves
         self.sum: Dual | None = None
 
-    def add(self, rows: slice, other: Dual) -> None:
-        """Merge the attention of some ``rows`` of the queries to further keys."""
+    def add(self, rows: slice, other: Dual, mask: Tensor | None = None) -> None:
+        """Merge the attention of some ``rows`` of the queries to further keys; ``mask`` ``(B, Sk)`` is theirs."""
+        if mask is not None:
+            # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
+            empty = ~mask.any(1)[:, None, None]
+            lse, out = other.lse.masked_fill(empty, -torch.inf), other.out.masked_fill(empty[..., None], 0)
+            other = other._replace(out=out, lse=lse)
         if self.sum is None and other.out.shape[1] == self.q.shape[1]:
             # Cast to fp32 only at a merge: a ring of one never needs it.
             self.sum = other
@@ -154,17 +161,6 @@ def _weight(lse: Tensor, other: Tensor) -> Tensor:
 
 def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> Tensor | None:
     return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
-
-
-def attend_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Dual:
-    """Compute attention of some queries to some keys. Rows without a key give 0 and a log-sum-exp of -inf."""
-    out, lse = kernel.forward(q, k, v, mask, scale)
-    if mask is not None:
-        # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
-        empty = ~mask.any(1)[:, None, None]
-        lse = lse.masked_fill(empty, -torch.inf)
-        out = out.masked_fill(empty[..., None], 0)
-    return Dual(out, lse, None, None)
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
@@ -231,21 +227,13 @@ def ring_forward(
                 rows, columns = slice(*tile.queries), slice(*tile.keys)
                 seen = _tile_mask(mask, layout, chunk, tile)
                 merged.add(
-                    rows, attend_tile(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale)
+                    rows,
+                    Dual(*kernel.forward(merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale)),
+                    seen,
                 )
             del tensors, keys, values  # otherwise three chunks are in memory while the next one arrives
     out, lse, *_ = merged.result()
-    return local.put(out), put_rows(local, lse)
-
-
-def put_rows(chunk: Chunk, lse: Tensor) -> Tensor:
-    """Apply :meth:`Chunk.put` to ``(B, H, S)``."""
-    return lse if chunk.is_whole else chunk.put(lse.transpose(1, 2)).transpose(1, 2)
-
-
-def take_rows(chunk: Chunk, lse: Tensor) -> Tensor:
-    """Apply :meth:`Chunk.take` to ``(B, H, S)``."""
-    return lse if chunk.is_whole else chunk.take(lse.transpose(1, 2)).transpose(1, 2)
+    return local.put(out).contiguous(), local.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def ring_backward(
@@ -265,12 +253,10 @@ def ring_backward(
     ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Sums over chunks
     are in fp32 (fp64 for fp64).
     """
-    layout, me, size = ring.layout, ring.rank, ring.size
+    layout, me = ring.layout, ring.rank
     local = layout.chunk(me)
-    sums = accumulation_dtype(q.dtype)
-
     g_own, q_own, out_own = (local.take(x) for x in (grad_out, q, out))
-    lse_own = take_rows(local, lse)
+    lse_own = local.take(lse.transpose(1, 2)).transpose(1, 2)
     if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
         lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
     if layout.alone(me):
@@ -281,37 +267,60 @@ def ring_backward(
             g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_own, seen_by_all, scale
         )
         return local.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
+    dq = torch.zeros_like(q_own, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
+    tile_grads = partial(_tile_grads, ring, kernel, dq, (g_own, q_own, out_own, lse_own), mask, scale)
+    dk, dv = _key_grads(ring, k, v, tile_grads)
+    return local.put(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
 
-    dq = torch.zeros_like(q_own, dtype=sums, memory_format=torch.contiguous_format)
 
-    def chunk_grads(chunk: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-        """Add to ``dq``; return (first key, dK, dV) of each tile."""
-        keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
-        tile_grads = []
-        for tile in layout.tiles(me, chunk):
-            rows, columns = slice(*tile.queries), slice(*tile.keys)
-            g, queries, o = (x[:, rows] for x in (g_own, q_own, out_own))
-            seen = _tile_mask(mask, layout, chunk, tile)
-            dq_tile, dk, dv = kernel.backward(
-                g, queries, keys[:, columns], values[:, columns], o, lse_own[:, :, rows], seen, scale
-            )
-            dq[:, rows] += dq_tile
-            tile_grads.append((tile.keys[0], dk, dv))
-            del dq_tile, dk, dv
-        return tile_grads
+def _tile_grads(
+    ring: Ring,
+    kernel: Kernel,
+    dq: Tensor,
+    own: tuple[Tensor, Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    scale: float,
+    chunk: int,
+    tensors: Sequence[Tensor],
+) -> TileGrads:
+    """Add the gradients of the rank's queries to ``dq``; return those of the keys and values of ``chunk``.
 
-    def add_tile_grads(total: Tensor, chunk: int, tile_grads: list[tuple[int, Tensor, Tensor]]) -> None:
-        for start, dk, dv in tile_grads:
-            layout.key_chunk(chunk).add_into(total[0], dk, start)
-            layout.key_chunk(chunk).add_into(total[1], dv, start)
-        tile_grads.clear()
+    ``own`` has the queries' ``grad_out``, ``q``, ``out`` and log-sum-exp; ``tensors`` are the padded keys and values.
+    """
+    layout, (grad_out, q, out, lse) = ring.layout, own
+    keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
+    tile_grads = []
+    for tile in layout.tiles(ring.rank, chunk):
+        rows, columns = slice(*tile.queries), slice(*tile.keys)
+        g, queries, o = (x[:, rows] for x in (grad_out, q, out))
+        seen = _tile_mask(mask, layout, chunk, tile)
+        dq_tile, dk, dv = kernel.backward(
+            g, queries, keys[:, columns], values[:, columns], o, lse[:, :, rows], seen, scale
+        )
+        dq[:, rows] += dq_tile
+        tile_grads.append((tile.keys[0], dk, dv))
+        del dq_tile, dk, dv
+    return tile_grads
 
-    heads_first = _prefers_heads_first(k, backward=True)
+
+def _add_tile_grads(total: Tensor, chunk: Chunk, tile_grads: TileGrads) -> None:
+    for start, dk, dv in tile_grads:
+        chunk.add_into(total[0], dk, start)
+        chunk.add_into(total[1], dv, start)
+    tile_grads.clear()  # frees them before the next chunk arrives
+
+
+def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, Sequence[Tensor]], TileGrads]) -> Tensor:
+    """Return dK and dV of the rank's own chunk, ``(2, B, S, Hk, D)`` in fp32 (fp64 for fp64), summed over all ranks.
+
+    Each chunk's keys and values travel around the ring, and their gradients after them.
+    """
+    layout, me, size = ring.layout, ring.rank, ring.size
+    sums, heads_first = accumulation_dtype(k.dtype), _prefers_heads_first(k, backward=True)
     kv = _packed((k, v), heads_first) if size > 1 else None
+    kv_shape = k.shape if kv is None else kv.shape
     with (
-        _Travelling(
-            ring, _KEYS_TAG, layout.keys_travel, k.shape if kv is None else kv.shape, k.dtype, k.device
-        ) as keys,
+        _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv_shape, k.dtype, k.device) as keys,
         _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device) as grads,
     ):
         if size > 1:
@@ -322,18 +331,18 @@ def ring_backward(
             kv = None if is_last else keys.wait()  # overwrite the sent chunk, or a third one would stay in memory
             if step < size - 2:
                 keys.start(kv, chunk, step + 1)
-            tile_grads: list[tuple[int, Tensor, Tensor]] = []
+            tile_grads: TileGrads = []
             if layout.tiles(me, chunk):
-                tile_grads = chunk_grads(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
+                tile_grads = tile_grads_of(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
             total = grads.wait() if step > 0 else None
             if total is None and (tile_grads or is_last):
                 total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
             if total is not None:
-                add_tile_grads(total, chunk, tile_grads)
+                _add_tile_grads(total, layout.key_chunk(chunk), tile_grads)
             if not is_last:
                 grads.start(total, chunk, step)
     assert total is not None
-    return local.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
+    return total
 
 
 def ring_dual(

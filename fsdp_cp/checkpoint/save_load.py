@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -260,14 +260,14 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
         UserError: a tensor is missing, unexpected or of another shape, or a file is damaged.
     """
     saved = on_first_rank(lambda: reader(checkpoint).read_metadata().state_dict_metadata)
-    assert saved is not None, "rank 0 has answered"
+    shapes = {name: tuple(cast(TensorStorageMetadata, about).size) for name, about in saved.items()}
     wanted = _flat(tensors)
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - saved.keys())]
     problems += [f"has the unexpected {name}" for name in sorted(saved.keys() - wanted.keys())]
     problems += [
-        f"has {name} as {_shape(saved[name])}, not {tuple(wanted[name].shape)}"
+        f"has {name} as {shapes[name]}, not {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() & saved.keys())
-        if _shape(saved[name]) != tuple(wanted[name].shape)
+        if shapes[name] != tuple(wanted[name].shape)
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -276,11 +276,6 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
         )
     with readable(checkpoint):
         dcp.load(dict(tensors), storage_reader=reader(checkpoint))
-
-
-def _shape(about: TensorStorageMetadata | BytesStorageMetadata) -> tuple[int, ...]:
-    assert isinstance(about, TensorStorageMetadata), "a checkpoint holds tensors alone"
-    return tuple(about.size)
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -57,11 +57,6 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_fake(x: Tensor) -> bool:
-    """Return whether ``x`` is a fake tensor, which has a shape but no data."""
-    return isinstance(x, FakeTensor)
-
-
 def device_type(x: Tensor) -> str:
     """Return ``cpu`` or ``cuda``; for a tensor of a :func:`fake_world`, the device type that it stands for."""
     return getattr(x.fake_mode, "stands_for", x.device.type) if isinstance(x, FakeTensor) else x.device.type
@@ -81,7 +76,7 @@ def layer_norm(
     """
     # fsdp_cp.context.duals explains ``_current_level``.
     primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
-    if tangent is None or weight is None or not is_fake(primal):
+    if tangent is None or weight is None or not isinstance(primal, FakeTensor):
         return _LAYER_NORM(input, normalized_shape, weight, bias, eps)
     out, mean, scale = torch.native_layer_norm(primal, normalized_shape, weight, bias, eps)
     return forward_ad.make_dual(out, _tangent(primal, tangent, mean, scale, weight, bias))

@@ -1,4 +1,4 @@
-"""Peak memory and peak arithmetic rate of a device, memory of this host, and live bytes of tensors, also by label."""
+"""Peak memory and peak arithmetic rate of a device, memory of this host, and live bytes of tensors by label."""
 
 from __future__ import annotations
 
@@ -82,17 +82,30 @@ def peak_flops(device: torch.device) -> float | None:
     return next((rate * 1e12 for name, rate in _DENSE_BF16_TFLOPS.items() if name in words), None)
 
 
+@dataclass(frozen=True)
+class Peak:
+    """Bytes alive at the peak."""
+
+    bytes: int
+    by: dict[Hashable, int]
+    """Bytes by label."""
+
+
 class LiveStorages(TorchDispatchMode):
     """Bytes of the tensor storages that were allocated inside the context and are still alive, and their peak.
 
     Each storage counts once, however many views it has, from the operation that returns it to its release, in forward
     and in backward (on the CPU, where autograd runs in the calling thread). Storages are watched, not kept alive.
-    Allocations inside operators outside of aten (custom ones, functional collectives) count too.
+    Allocations inside operators outside of aten (custom ones, functional collectives) count too. A storage gets the
+    label that is current at its allocation.
 
     Not counted: temporary memory of aten kernels and communication backends, allocations in other threads, and tensors
     that no operation touched (``torch.from_numpy``).
 
     Args:
+        place: function that returns the name of the current part of the work. Each part has a separate peak.
+        elsewhere: function that returns whether storages with a label are in another memory, whatever their torch
+            device. :attr:`bytes` and the peaks exclude them.
         fakes: whether fake tensors count like the tensors they stand for. Enter the ``FakeTensorMode`` first.
 
     >>> with LiveStorages() as live:
@@ -101,14 +114,29 @@ class LiveStorages(TorchDispatchMode):
     (4096, 4096)
     """
 
-    def __init__(self, *, fakes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        place: Callable[[], str] = lambda: "",
+        elsewhere: Callable[[Hashable], bool] = lambda label: False,
+        fakes: bool = False,
+    ) -> None:
         super().__init__()
-        self.fakes = fakes
+        self.place, self.elsewhere, self.fakes = place, elsewhere, fakes
         self.bytes = 0
         """Bytes alive now; updated after the context too."""
         self.peak_bytes = 0
         """Most bytes alive at once inside the context."""
+        self.label: Hashable = None
+        """Label for new storages."""
+        self.by: Counter[Hashable] = Counter()
+        """Bytes alive now, by label."""
+        self.peaks: dict[str, Peak] = {}
+        """Peak of each place."""
+        self.away = Peak(0, {})
+        """Peak of the storages in another memory."""
         self._sizes: dict[int, int] = {}
+        self._labels: dict[int, Hashable] = {}
         self._watched: dict[int, weakref.ref] = {}
         self._depth = 0
 
@@ -126,8 +154,28 @@ class LiveStorages(TorchDispatchMode):
         return super().__exit__(*error)
 
     def reset_peak(self) -> None:
-        """Restart the peak from the bytes alive now."""
+        """Restart the peaks of all places from the bytes alive now."""
         self.peak_bytes = self.bytes
+        self.peaks, self.away = {}, Peak(0, {})
+        self._note_peak_away()
+
+    @contextmanager
+    def labelled(self, label: Hashable) -> Iterator[None]:
+        """Within this context, give new storages ``label``."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def relabel(self, tensor: Tensor, label: Hashable) -> None:
+        """Give ``tensor``'s storage (for a DTensor, its shard's) another ``label``."""
+        key = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+        if key in self._sizes:
+            size = self._sizes[key]
+            self._changed(key, -size)
+            self._labels[key] = label
+            self._changed(key, size)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
@@ -148,7 +196,7 @@ class LiveStorages(TorchDispatchMode):
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
             if counts:
-                self._sizes[key] = 0
+                self._sizes[key], self._labels[key] = 0, self.label
         if key in self._sizes:
             self._resized(key, storage.nbytes())
 
@@ -160,11 +208,30 @@ class LiveStorages(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         del self._watched[key]
         self._changed(key, -self._sizes.pop(key, 0))
+        self._labels.pop(key, None)
 
     def _changed(self, key: int, change: int) -> None:
         """Add ``change`` bytes of the storage ``key``."""
-        self.bytes += change
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if not change:
+            return
+        label = self._labels[key]
+        self.by[label] += change
+        if self.elsewhere(label):
+            self._note_peak_away()
+        else:
+            self.bytes += change
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        place = self.place()
+        if place not in self.peaks or self.bytes > self.peaks[place].bytes:
+            self.peaks[place] = Peak(self.bytes, self._alive(elsewhere=False))
+
+    def _note_peak_away(self) -> None:
+        alive = self._alive(elsewhere=True)
+        if (size := sum(alive.values())) > self.away.bytes:
+            self.away = Peak(size, alive)
+
+    def _alive(self, elsewhere: bool) -> dict[Hashable, int]:
+        return {label: size for label, size in self.by.items() if size and self.elsewhere(label) == elsewhere}
 
     def _see_resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._sizes:
@@ -190,7 +257,7 @@ def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-def _tensors(tree: Any, fakes: bool = False) -> list[Tensor]:
+def _tensors(tree: Any, fakes: bool) -> list[Tensor]:
     """Return the tensors that have memory, not wrappers nor tensors on meta; ``fakes`` includes fake tensors."""
     leaves: list[Tensor] = []
     _collect(tree, leaves)
@@ -284,96 +351,3 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
         for folder in (group, *group.parents):
             if folder == root or root in folder.parents:
                 yield folder, limit, usage
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes alive at the peak."""
-
-    bytes: int
-    by: dict[Hashable, int]
-    """Bytes by label."""
-
-
-class AttributedStorages(LiveStorages):
-    """:class:`LiveStorages` with a label for every storage: the label current at its allocation, unless relabeled.
-
-    Args:
-        place: function that returns the name of the current part of the work. Each part has a separate peak.
-        elsewhere: function that returns whether storages with a label are in another memory, whatever their torch
-            device. :attr:`bytes` and the peaks exclude them.
-        fakes: whether fake tensors count (:class:`LiveStorages`).
-    """
-
-    def __init__(
-        self,
-        *,
-        place: Callable[[], str] = lambda: "",
-        elsewhere: Callable[[Hashable], bool] = lambda label: False,
-        fakes: bool = False,
-    ) -> None:
-        super().__init__(fakes=fakes)
-        self.place, self.elsewhere = place, elsewhere
-        self.label: Hashable = None
-        """Label for new storages."""
-        self.by: Counter[Hashable] = Counter()
-        """Bytes alive now, by label."""
-        self.peaks: dict[str, Peak] = {}
-        """Peak of each place."""
-        self.away = Peak(0, {})
-        """Peak of the storages in another memory."""
-        self._labels: dict[int, Hashable] = {}
-
-    @contextmanager
-    def labelled(self, label: Hashable) -> Iterator[None]:
-        """Within this context, give new storages ``label``."""
-        before, self.label = self.label, label
-        try:
-            yield
-        finally:
-            self.label = before
-
-    def relabel(self, tensor: Tensor, label: Hashable) -> None:
-        """Give ``tensor``'s storage (for a DTensor, its shard's) another ``label``."""
-        key = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
-        if key in self._sizes:
-            size = self._sizes[key]
-            self._changed(key, -size)
-            self._labels[key] = label
-            self._changed(key, size)
-
-    def reset_peaks(self) -> None:
-        """Restart the peaks of all places from the bytes alive now."""
-        self.reset_peak()
-        self.peaks, self.away = {}, Peak(0, {})
-        self._note_peak_away()
-
-    def _see(self, storage: torch.UntypedStorage, counts: bool) -> None:
-        if counts and storage._cdata not in self._watched:
-            self._labels[storage._cdata] = self.label
-        super()._see(storage, counts)
-
-    def _forget(self, key: int) -> None:
-        super()._forget(key)
-        self._labels.pop(key, None)
-
-    def _changed(self, key: int, change: int) -> None:
-        if not change:
-            return
-        label = self._labels[key]
-        self.by[label] += change
-        if not self.elsewhere(label):
-            super()._changed(key, change)
-        else:
-            self._note_peak_away()
-        place = self.place()
-        if place not in self.peaks or self.bytes > self.peaks[place].bytes:
-            self.peaks[place] = Peak(self.bytes, self._alive(elsewhere=False))
-
-    def _note_peak_away(self) -> None:
-        alive = self._alive(elsewhere=True)
-        if (size := sum(alive.values())) > self.away.bytes:
-            self.away = Peak(size, alive)
-
-    def _alive(self, elsewhere: bool) -> dict[Hashable, int]:
-        return {label: size for label, size in self.by.items() if size and self.elsewhere(label) == elsewhere}

@@ -60,9 +60,6 @@ class PhaseTimes:
     stream measure device time: the host runs ahead of its kernels, and its clock would count them in the phase that
     next waits for the device. Nothing waits for the device before :meth:`seconds`.
 
-    Args:
-        device: device whose time is measured.
-
     >>> with PhaseTimes(torch.device("cpu")) as times:
     ...     with phase("a"):
     ...         work()

@@ -41,7 +41,6 @@ class RankPool:
     def __init__(self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] | None = None):
         """
         Args:
-            world_size: number of processes.
             timeout: seconds for one :meth:`run`; ranks that hang are killed.
             preload: modules that the fork server imports once; ``PRELOAD`` by default.
         """

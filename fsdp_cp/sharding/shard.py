@@ -75,12 +75,11 @@ def shard_module(
         wrap_unit(unit, settings)
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
-    attributes = _attributes(model)
     _refuse_double_backward(model, settings)  # before FSDP2 registers its hooks, to raise before any gather
     shard_mesh = _shard_mesh(mesh, settings)
-    _fully_shard(model, units, full_precision_units, settings, shard_mesh)
+    with _kept_attributes(model):
+        _fully_shard(model, units, full_precision_units, settings, shard_mesh)
     root = cast(ShardedModule, model)  # fully_shard changed its class in place
-    _set_attributes(root, attributes)
     _configure(root, settings, shard_mesh)
     ranks = shard_mesh.size(shard_mesh.ndim - 1)
     if settings.communication_buffers == "pooled" and ranks > 1:  # one rank has no collectives
@@ -145,12 +144,11 @@ def _cast_masters(model: nn.Module, settings: ShardSettings, full_precision_unit
             parameter.data = parameter.data.to(COMPUTE_DTYPE[settings.master_dtype])
 
 
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes that users set on the parameters (``parameter.no_decay = True``), by name."""
-    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-
-
-def _set_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+@contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Keep the attributes that users set on parameters (``parameter.no_decay = True``) while torch replaces these."""
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    yield
     for name, parameter in model.named_parameters():
         vars(parameter).update(attributes[name])
 
@@ -279,9 +277,8 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     Unlike ``to_empty`` it keeps the attributes of parameters (torch creates new parameters). It frees gathered ones.
     Under ``offload="cpu"`` the ``device`` is the CPU.
     """
-    attributes = _attributes(model)
-    model.to_empty(device=device)
-    _set_attributes(model, attributes)
+    with _kept_attributes(model):
+        model.to_empty(device=device)
 
 
 def settings_of(model: nn.Module) -> ShardSettings:

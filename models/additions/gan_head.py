@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,6 @@ class GanHead(Addition):
     It computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
 
     Args:
-        family, config: family and configuration of the network.
         blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
 
     Raises:
@@ -104,8 +103,3 @@ class GanHead(Addition):
         logits = self([self._features[block] for block in self.blocks])
         # Use no parameters after the gather: their gradients would be cp times too large.
         return *output, gather_tokens(logits, mesh, self._tokens).mean(1)
-
-
-def gan_head_of(network: nn.Module, role: str) -> GanHead:
-    """Return the head of a role that has the addition ``gan_head``."""
-    return cast(GanHead, network.get_submodule(f"additions.{role}.gan_head"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp_cp.mesh import Mesh
-from models.additions.base import Addition, additions_of
+from models.additions.base import Addition
 from models.families.base import Family
 
 NAME = "second_time"
@@ -94,10 +94,3 @@ class LastStep(SecondTime):
     def argument(t: Tensor, r: Tensor) -> Tensor:
         """``d``, ``(B,)``."""
         return r
-
-
-def second_time_of(network: nn.Module, role: str) -> SecondTime | None:
-    """Return the embedding of a second time that ``role`` adds to a network, if it has one."""
-    return next(
-        (addition for addition in additions_of(network, role).values() if isinstance(addition, SecondTime)), None
-    )

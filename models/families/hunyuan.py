@@ -23,6 +23,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb, get_1d_rotary_pos_embed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
+from einops import rearrange
 from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
@@ -278,11 +279,9 @@ class OwnForward:
     def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
         """Convert ``(B, S, features of a patch)`` to ``(B, C, T, H, W)``."""
         frames, pixels = self.network.config.patch_size_t, self.network.config.patch_size
-        patch = (frames, pixels, pixels)
-        grid = [size // patch_size for size, patch_size in zip(latents.shape[2:], patch, strict=True)]
-        x = tokens.unflatten(1, grid).unflatten(4, (-1, *patch))
-        # (B, t, h, w, C, pt, ph, pw) to (B, C, t, pt, h, ph, w, pw)
-        return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        grid = {"t": latents.shape[2] // frames, "h": latents.shape[3] // pixels}
+        patch = {"pt": frames, "ph": pixels, "pw": pixels}
+        return rearrange(tokens, "b (t h w) (c pt ph pw) -> b c (t pt) (h ph) (w pw)", **grid, **patch)
 
 
 class HunyuanJointAttention:

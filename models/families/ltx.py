@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoAttnProcessor
+from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoAttnProcessor, apply_rotary_emb
 from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
@@ -197,8 +197,8 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
         """Attend within ``hidden_states`` ``(B, S_local, dim)``, with tables ``(B, S_local, dim)`` of the rank's own
         tokens."""
         assert encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
-        q = _rotate(attn.norm_q(attn.to_q(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
-        k = _rotate(attn.norm_k(attn.to_k(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
+        q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
+        k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
         # Name the split tokens explicitly ("hidden_states"): a caption can have as many tokens as a rank's share.
         out = context_parallel_attention(
@@ -239,13 +239,6 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
         # video.
         out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighboring pairs of all heads' features ``(B, S, dim)`` in the tables' fp32, as LTX does."""
-    x1, x2 = x.unflatten(2, (-1, 2)).unbind(-1)
-    turned = torch.stack((-x2, x1), dim=-1).flatten(2)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
 def video_coordinates(spacing: Tensor, grid: tuple[int, int, int]) -> Tensor:

@@ -139,7 +139,6 @@ def write_folder(
         folder, about, move_aside: as for :func:`models.files.atomic_folder.atomic_folder`.
         networks: weights of each network; each tensor is read once.
         config: contents of their ``config.json``.
-        dtype: dtype of the files.
         boundaries: times between experts (:class:`models.roles.role.Role`).
         max_bytes: maximum size of a file.
         causal: contents of the ``causal.json`` of a causal network (:attr:`models.roles.role.Role.causal_file`).

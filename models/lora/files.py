@@ -25,17 +25,6 @@ NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
 
 
-def refuse_whole(names: Iterable[str], source: str) -> None:
-    """Refuse parameters of a role that an adapter file cannot hold; ``source`` is their owner, for the message.
-
-    Raises:
-        UserError: a module was added to the network.
-    """
-    whole = sorted(name for name in names if ".lora_" not in name)
-    if whole:
-        raise UserError(f"{source} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
-
-
 def file_tensors(
     kind: str, names: Iterable[str], read: Callable[[str], Tensor], *, family: Family, scale: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:

@@ -55,8 +55,6 @@ def build_roles(
     Args:
         plans: plans from :func:`plan_role`.
         trained: names of the roles that train. Others are frozen: stored in their compute dtype, without gradients.
-        mesh: mesh of all ranks.
-        device: this rank's device.
         precision: replaces the plans' precision; the only way to use ``"fp64"``.
         latent_shape: ``(C, T, H, W)`` of a sample.
         condition_shapes: shape of each tensor of a sample's condition, by name.

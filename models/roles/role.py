@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
-from models.additions.gan_head import gan_head_of
-from models.additions.time_conditioning import SecondTime, second_time_of
+from models.additions.base import additions_of
+from models.additions.gan_head import GanHead
+from models.additions.time_conditioning import SecondTime
 from models.causal import Cache, CausalForward, CausalSettings, Record, whole_clip
 from models.families.base import Family, Flops
 from models.roles.condition import FIRST_FRAME, Condition
@@ -81,8 +82,12 @@ class Role:
             self.trained_experts = tuple(range(len(self.networks)))
         modules = [network.module for network in self.networks]
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        additions = {network: second_time_of(network.module, self.name) for network in self.networks}
-        self.second_times = {network: addition for network, addition in additions.items() if addition is not None}
+        self.second_times = {
+            network: addition
+            for network in self.networks
+            for addition in additions_of(network.module, self.name).values()
+            if isinstance(addition, SecondTime)
+        }
 
     @property
     def family(self) -> Family:
@@ -263,7 +268,7 @@ class Role:
             Logits ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
         network = self.network_at(t, at)
-        head = gan_head_of(network.module, self.name)
+        head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
         with head.wanted(self.tokens), self._at_second_time(network, t, r):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 

@@ -93,18 +93,14 @@ class RolePlan:
         folders = self.folders[index : index + 1]
         return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
 
-    @property
-    def setting(self) -> str:
-        """Setting that determines the networks, as users write it."""
-        return f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
-
     def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
         """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
 
         Raises:
             UserError: the network cannot take these shapes, or they are not whole chunks of a causal role.
         """
-        self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
+        setting = f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
+        self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
         if self.causal is not None:
             self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
@@ -163,14 +159,11 @@ def plan_role(
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
     Args:
-        name: the role.
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
         architecture: the network's configuration if there is no checkpoint.
         boundary: time from which the first of two experts serves, without a checkpoint; a checkpoint has its own.
-        family: the model family.
         sharding: sharding settings; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
-        additions: additions of the network.
         lora: settings of the adapters that the role trains on a frozen network.
         saved: file with the adapters' first values.
         experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distill.train.trainer import Trainer
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.mesh import build_mesh, first_collectives, groups_of, high_priority
+from fsdp_cp.mesh import build_mesh, context_overrides, first_collectives, groups_of
 from fsdp_cp.reduce import full_tensor, parameter_norms
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
@@ -96,8 +96,11 @@ def test_ring_and_ulysses_never_share_a_group_with_fsdp(pools, sizes):
 
 
 def test_only_nccl_has_such_a_stream(monkeypatch):
-    assert [high_priority(backend) for backend in ("cpu:gloo,cuda:gloo", "cpu:gloo", "fake")] == [None] * 3
     options = SimpleNamespace(Options=lambda **given: given)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
-    for backend in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
-        assert high_priority(backend) == {"is_high_priority_stream": True}
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    for backend in ("cpu:gloo,cuda:gloo", "cpu:gloo", "fake", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backend=backend: backend)
+        high_priority = {"ring": (backend, {"is_high_priority_stream": True})} if "nccl" in backend else {}
+        assert context_overrides(ring=4, ulysses=1) == high_priority
+        assert context_overrides(ring=1, ulysses=4) == {}

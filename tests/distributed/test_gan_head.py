@@ -8,7 +8,6 @@ import torch
 from benchmarks.sharding_memory import ShardingMemory
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
-from models.additions.gan_head import gan_head_of
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
@@ -128,7 +127,7 @@ def test_the_fake_score_gets_no_gradient_from_the_student(pools, checkpoints, st
 def _in_bf16(folder, setup):
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     seen = []
-    head = gan_head_of(trainer.roles["fake"].network, "fake")
+    head = trainer.roles["fake"].network.get_submodule("additions.fake.gan_head")
     head.register_forward_hook(
         lambda module, args, output: seen.append((module.heads[1].out.weight.dtype, args[0][1].dtype, output.dtype))
     )

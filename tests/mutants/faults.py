@@ -35,7 +35,7 @@ FAULTS = (
         name="ring_dq_dtype",
         room="attention: backward of the ring",
         harm="bf16: dQ is summed over the ring's chunks in bf16; the error grows with the ring",
-        old="dq = torch.zeros_like(q_own, dtype=sums, memory_format=torch.contiguous_format)",
+        old="dq = torch.zeros_like(q_own, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)",
         new="dq = torch.zeros_like(q_own, dtype=q.dtype, memory_format=torch.contiguous_format)",
         killed_by="distributed/test_attention.py::test_a_ring_sums_in_fp32",
     ),

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fsdp_cp.attention.kernels.choose import _explain, all_kernels, choose_dual, choose_kernel
+from fsdp_cp.attention.kernels.choose import KERNELS, _explain, choose_dual, choose_kernel
 from fsdp_cp.attention.kernels.kernel import attention_dual
 from fsdp_cp.mesh import ContextGroups
 
@@ -27,7 +27,7 @@ def test_auto_takes_the_first_kernel_that_can_and_logs_it_once(caplog):
 
 def test_a_derivative_is_refused_by_every_kernel_that_has_none():
     one_rank, q = ContextGroups("", 0, 1, "", 0, 1), torch.zeros(1, 1, 1, 8)
-    for name in all_kernels():
+    for name in KERNELS:
         if name != "reference":
             with pytest.raises(ValueError, match=name):
                 choose_dual(name, q, one_rank)

@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, SM_MARGIN
 from fsdp_cp.runtime import packages
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
@@ -127,7 +126,7 @@ def test_flash_attention_3_leaves_sms_free_during_messages(install):
     kernel = _install_flash(install, forward, backward)
     plain, ring = (check_kernel(x, "cpu", torch.float32, 2e-5, False) for x in (kernel, kernel.next_to_messages()))
     assert plain == ring, "the same numbers"
-    assert all(k.next_to_messages() is k for k in all_kernels().values() if k.name != "flash_attn_3")
+    assert all(k.next_to_messages() is k for k in KERNELS.values() if k.name != "flash_attn_3")
     assert margins == [0] * 4 + [SM_MARGIN] * 4, "two chunks, forward and backward"
     assert SM_MARGIN % 2 == 0, "an odd number of SMs holds no whole clusters"
 

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from distill.planning.roles import build_watched
 from fsdp_cp import ShardSettings
 from fsdp_cp.measure.fake_world import fake_world
-from fsdp_cp.measure.memory import AttributedStorages
+from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
 from models.causal import CausalSettings, read_causal
 from models.families.wan import Wan
@@ -158,7 +158,7 @@ def test_a_plan_counts_the_cache(cp):
     run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan], shapes=shapes)
     with fake_world(cp) as fakes:
         mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
-        storages = AttributedStorages(fakes=True)
+        storages = LiveStorages(fakes=True)
         role = build_watched(run, mesh, storages, fakes, {})["student"]
         with fakes, storages:
             x, condition = torch.zeros(2, *shapes[0]), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))

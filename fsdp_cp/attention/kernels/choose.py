@@ -14,11 +14,12 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
 from fsdp_cp.errors import UserError
-from fsdp_cp.measure.fake_world import device_type, is_fake
+from fsdp_cp.measure.fake_world import device_type
 from fsdp_cp.mesh import ContextGroups, group_by_name
 
 log = logging.getLogger("fsdp_cp.attention")
@@ -29,12 +30,8 @@ FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
-
-
-@lru_cache(maxsize=1)
-def all_kernels() -> dict[str, Kernel]:
-    """Return every kernel by its name, installed or not."""
-    return {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
+"""Every kernel by its name, installed or not."""
 
 
 @lru_cache(maxsize=256)
@@ -51,7 +48,7 @@ def check_backend(backend: str) -> None:
     """
     if backend == "flash_attn_2":
         raise UserError("backend='flash_attn_2' was removed; use flash, torch's own FlashAttention 2")
-    names = ("auto", *all_kernels())
+    names = ("auto", *KERNELS)
     if backend not in names:
         raise UserError(f"backend={backend!r} is unknown; use {', '.join(names)}")
 
@@ -63,21 +60,19 @@ def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, hea
         UserError: an unknown name, or a kernel that cannot run these tensors.
     """
     check_backend(backend)
-    kernels = all_kernels()
     what = f"{dtype} on {device.type}{', masked' if masked else ''}"
     if backend != "auto":
-        if reason := kernels[backend].refuses(device, dtype, head_dim, masked):
-            able = [name for name, other in kernels.items() if not other.refuses(device, dtype, head_dim, masked)]
+        if reason := KERNELS[backend].refuses(device, dtype, head_dim, masked):
+            able = [name for name, other in KERNELS.items() if not other.refuses(device, dtype, head_dim, masked)]
             raise UserError(f"backend={backend!r} {reason}; use auto or {', '.join(able)}")
-        return kernels[backend]
-    order = preferred(device) if device.type == "cuda" else (kernels["cpu_flash"],)
+        return KERNELS[backend]
     reasons: list[str] = []
-    for kernel in (*order, kernels["reference"]):
-        reason = kernel.refuses(device, dtype, head_dim, masked)
+    for name in (*(preferred(device) if device.type == "cuda" else ("cpu_flash",)), "reference"):
+        reason = KERNELS[name].refuses(device, dtype, head_dim, masked)
         if reason is None:
-            _explain(kernel.name, what, "; ".join(reasons) or "first choice")
-            return kernel
-        reasons.append(f"{kernel.name} {reason}")
+            _explain(name, what, "; ".join(reasons) or "first choice")
+            return KERNELS[name]
+        reasons.append(f"{name} {reason}")
     raise UserError(f"no attention kernel takes q of {what}: {'; '.join(reasons)}; cast q, k and v")
 
 
@@ -95,7 +90,7 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     fits = device_type(q) == "cuda" and q.dtype in FUSED_DTYPES and q.shape[-1] <= FUSED_HEAD_DIM
     if backend == "reference" or not fits:
         return attention_dual
-    if is_fake(q):
+    if isinstance(q, FakeTensor):
         return _fused_shapes
     return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
 

@@ -408,11 +408,9 @@ class TransformerEngine(_CudnnKernel):
 CUDA_KERNELS = (FlashAttention3(), FlashAttention4(), Cudnn(), Flash(), Efficient(), TransformerEngine())
 
 
-def preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Return the kernels in the order in which ``auto`` tries them on ``device``, without Transformer Engine."""
-    kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
+def preferred(device: torch.device) -> tuple[str, ...]:
+    """Return the names of kernels in the order in which ``auto`` tries them on ``device``."""
     capability = _capability(device)
-    names = ["flash", "cudnn", "efficient"]
     if capability is not None and capability[0] in (9, 10):
-        names = ["flash_attn_3", "cudnn", "flash", "efficient"]
-    return tuple(kernels[name] for name in names)
+        return "flash_attn_3", "cudnn", "flash", "efficient"
+    return "flash", "cudnn", "efficient"

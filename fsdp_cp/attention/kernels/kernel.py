@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_cp.measure.fake_world import device_type, is_fake
+from fsdp_cp.measure.fake_world import device_type
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,7 +98,7 @@ def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
     return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)
 
 
-_ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
+_TILES = {"cpu": (256, 512), "cuda": (1024, 2048)}
 """Rows and columns of a tile of the attention matrix, by device type."""
 
 
@@ -106,8 +107,8 @@ class Dual(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    t_out: Tensor | None
-    t_lse: Tensor | None
+    t_out: Tensor | None = None
+    t_lse: Tensor | None = None
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -125,18 +126,27 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tile_sizes(x: Tensor) -> tuple[int, int]:
-    return _ROWS.get(device_type(x), 256), _COLUMNS.get(device_type(x), 512)
+    return _TILES.get(device_type(x), _TILES["cpu"])
 
 
 def _starts(x: Tensor, step: int) -> range:
     """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of two tiles, which reach the peak memory
     of all."""
-    return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
+    return range(0, min(x.shape[2], 2 * step) if isinstance(x, FakeTensor) else x.shape[2], step)
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     logits = _product(q, k.mT).mul_(scale)
     return logits if mask is None else logits.masked_fill_(~mask[:, None, None, :], -torch.inf)
+
+
+def _tangent_of_logits(q: Tensor, k: Tensor, t_q: Tensor | None, t_k: Tensor | None) -> Tensor | None:
+    """Return the tangent of ``q k'``; ``None`` for 0."""
+    from_q = None if t_q is None else _product(t_q, k.mT)
+    if t_k is None:
+        return from_q
+    from_k = _product(q, t_k.mT)
+    return from_k if from_q is None else from_k + from_q
 
 
 class Reference(Kernel):
@@ -207,35 +217,31 @@ def attention_dual(
     rows, columns = _tile_sizes(q)
     for i in _starts(q, rows):
         r = slice(i, i + rows)
+        queries, t_queries = q[:, :, r], None if t_q is None else t_q[:, :, r]
         o = torch.zeros_like(out[:, :, r])
         largest = o.new_full((*o.shape[:3], 1), -torch.inf)
         total = torch.zeros_like(largest)
         t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
         for j in _starts(k, columns):
             c = slice(j, j + columns)
-            logits = _logits(q[:, :, r], k[:, :, c], None if mask is None else mask[:, c], scale)
+            keys, values, t_keys, t_values = (None if x is None else x[:, :, c] for x in (k, v, t_k, t_v))
+            assert keys is not None and values is not None
+            logits = _logits(queries, keys, None if mask is None else mask[:, c], scale)
             raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
             # A row without a key so far has -inf here, and -inf - -inf is NaN.
             shift = raised.masked_fill(raised == -torch.inf, 0)
             fade, largest = (largest - shift).exp_(), raised
             p = logits.sub_(shift).exp_()
-            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(_product(p, v[:, :, c]))
+            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(_product(p, values))
             if not moves:
                 continue
             t_o.mul_(fade)
-            if t_v is not None:
-                t_o += _product(p, t_v[:, :, c])
-            if t_q is None and t_k is None:
-                continue
-            t_logits: Tensor | int = 0
-            if t_q is not None:
-                t_logits = _product(t_q[:, :, r], k[:, :, c].mT)
-            if t_k is not None:
-                t_logits = _product(q[:, :, r], t_k[:, :, c].mT) + t_logits
-            assert isinstance(t_logits, Tensor)
-            p_t = t_logits.mul_(scale).mul_(p)
-            t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
-            t_o += _product(p_t, v[:, :, c])
+            if t_values is not None:
+                t_o += _product(p, t_values)
+            if (t_logits := _tangent_of_logits(queries, keys, t_queries, t_keys)) is not None:
+                p_t = t_logits.mul_(scale).mul_(p)
+                t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
+                t_o += _product(p_t, values)
         lse[:, :, r] = (total.log() + largest).squeeze(-1)
         total = total.masked_fill_(total == 0, 1)
         out[:, :, r] = o.div_(total)
