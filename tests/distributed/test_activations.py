@@ -179,6 +179,7 @@ def _check(ranks, truth, settings, cp):
                 assert error < 1e-12, (settings, name, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.long)]
 )

@@ -82,6 +82,7 @@ def test_resume(pools, checkpoints, straight, tmp_path, sizes):
     assert compare(trace, rest).largest < (1e-5 if sizes else 1e-30)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_refuses_others(checkpoints, straight):
     checkpoint = step_folder(straight[0] / "checkpoints", STEPS)
     saved = reader(checkpoint).read_metadata().state_dict_metadata

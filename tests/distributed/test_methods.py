@@ -45,10 +45,9 @@ def test_four_steps(pools, checkpoints, method, sizes):
     assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"
 
 
+@slow
 @pytest.mark.parametrize(
-    ("method", "sizes"),
-    [("dcm", FAST), pytest.param("dcm", RING, marks=slow), pytest.param("scm", RING, marks=slow)],
-    ids=str,
+    ("method", "sizes"), [("dcm", RING), ("scm", RING), pytest.param("dcm", FAST, marks=long)], ids=str
 )
 def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, sizes):
     causal, lora = CausalSettings(chunk=1, window=1, context_time=0.1), {"student": LoraSettings(rank=2)}

@@ -97,6 +97,7 @@ def profiled(pools, checkpoints, tmp_path_factory):
     return run_dir, _on_ranks(pools, checkpoints, run_dir, 4, profile=settings)[0]
 
 
+@pytest.mark.slow
 def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
     """The remainder is a phase too. A little time passes between the clock's readings."""
     run_dir, _ = plain

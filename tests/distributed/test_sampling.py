@@ -148,6 +148,7 @@ def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints)
         assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
 
 
+@pytest.mark.slow
 def test_causal_roles_of_a_few_step_method_make_the_same_clips(pools, checkpoints):
     method = DcmSettings(step_list=[1.0, 0.8, 0.5], guidance_scale=2.0, shift=3.0)
     setup = Setup(dp_shard=2, cp=2, method=method, causal=CAUSAL)

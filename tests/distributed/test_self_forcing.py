@@ -33,8 +33,9 @@ CASES = {
 }
 SLOW = pytest.mark.slow
 REPLICAS = {"dp_replicate": 2, "cp": 2, "changes": {"fake": {"reduce_unused": True}}}
+SELECTIVE = {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}
 MESHES = [
-    ("shared exit", {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}),
+    pytest.param("shared exit", SELECTIVE, marks=SLOW),
     ("an exit each, GAN, window", {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}),
     pytest.param("shared exit", {}, marks=SLOW),
     pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=SLOW),
@@ -60,6 +61,7 @@ def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, case, sizes):
     assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
 
 
+@pytest.mark.slow
 def test_adapters(pools, checkpoints):
     """Student and fake score are adapters on the teacher's network, on a ring."""
     lora = {name: LoraSettings(rank=2) for name in ("student", "fake")}
@@ -117,6 +119,7 @@ def _gathers(folder, keep):
     return len(calls), sent.calls["all_gather"], len(fsdp_modules(student)), len(gathered_units(student))
 
 
+@pytest.mark.slow
 def test_weights_stay_gathered_in_the_rollout_of_a_fake_step(pools, checkpoints):
     """Each unit is gathered once with ``keep_gathered``, and freed after the rollout."""
     calls, gathers, units, _ = pools[2].run(_gathers, checkpoints, False)[0]

@@ -66,6 +66,7 @@ def brightness(path):
         return np.mean([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
+@pytest.mark.slow
 def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     method = Painter()
     evaluate = evaluator(tmp_path, method)

@@ -87,6 +87,7 @@ def imports_of(path: Path, *, at_import_time: bool = False) -> list[tuple[str, s
     return [(module, f"{place}:{line}") for module, line in imports(parsed(path), at_import_time=at_import_time)]
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path):
     """The test builds from a copy of the tree: a ``build/lib`` in the checkout would put deleted files in the wheel."""
     tree, out = tmp_path / "tree", tmp_path / "wheel"
