@@ -150,7 +150,7 @@ class Trainer:
             UserError: it was made with other data or networks, or cannot be read.
         """
         state = read_state(folder)
-        accepted = any(name.startswith(("data.", "method.")) for name in self.config.checkpoint.accept)
+        accepted = any(name.startswith("data.") for name in self.config.checkpoint.accept)
         if state["data"] != self.training_data.fingerprint and not accepted:
             raise UserError(
                 f"checkpoint.resume: {folder} was made with other data; use the same settings, another run_dir, or"
