@@ -126,7 +126,7 @@ def test_how_it_is_sharded_changes_nothing(pools, checkpoints, changes, cases):
         assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
 
 
-@pytest.mark.parametrize("changes", [GATHER, TE])
+@pytest.mark.parametrize("changes", [pytest.param(GATHER, marks=pytest.mark.long), TE])
 def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
     """The three roles share one base. Its layers compute in fp8; the adapters do not."""
     sizes = {"cp": 2, "lora": LORA, "activation_checkpointing": True}
@@ -232,7 +232,8 @@ def _saved(folder, run_dir, setup, first=0):
     return trace, {name: list(get_model_state_dict(role.network)) for name, role in trainer.roles.items()}
 
 
-@pytest.mark.parametrize("dp_shard", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dp_shard", [1, 2])
 def test_checkpoints_and_exports_do_not_know_transformer_engine(pools, checkpoints, tmp_path, dp_shard):
     """A resume continues bit by bit. Without fp8 the same checkpoint has the same names and values."""
     setup = Setup(dp_shard=dp_shard, cp=2, precision="bf16", steps=3, ema=EMA, changes={"all": TE})

@@ -49,7 +49,10 @@ def oracle(checkpoints):
     [
         {"dp_shard": 2, "cp": 2, "micro_batch_size": 2},
         {"cp": 3, "micro_batch_size": 2, "activation_checkpointing": True},
-        {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "changes": {"fake": {"reduce_unused": True}}},
+        pytest.param(
+            {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "changes": {"fake": {"reduce_unused": True}}},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

@@ -68,7 +68,7 @@ def straight(pools, checkpoints, tmp_path_factory):
     "sizes",
     [
         pytest.param({}, marks=slow),
-        pytest.param({"dp_shard": 1, "cp": 2}, marks=slow),
+        pytest.param({"dp_shard": 1, "cp": 2}, marks=pytest.mark.long),
         pytest.param({"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}, marks=pytest.mark.long),
     ],
     ids=str,

@@ -37,7 +37,6 @@ def _check(pools, checkpoints, oracle, **changes):
             pytest.param(sizes, changes, marks=slow)
             for sizes, changes in (
                 (SPLIT, {}),
-                ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
                 # Replicas add the gradients of a unit by position.
                 (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
             )
@@ -46,6 +45,7 @@ def _check(pools, checkpoints, oracle, **changes):
             pytest.param(sizes, changes, marks=long)
             for sizes, changes in (
                 (SPLIT, {"activation_checkpointing": "full"}),
+                ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
                 (REPLICAS, {"strategy": "optim"}),
                 (REPLICAS, {"strategy": "optim_grads"}),
@@ -75,8 +75,8 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
 @pytest.mark.parametrize(
     "method",
     [
-        *(pytest.param(name, marks=slow) for name in ("dmd2, GAN", "rcm")),
-        *(pytest.param(name, marks=long) for name in ("scm", "meanflow", "flow_matching")),
+        pytest.param("dmd2, GAN", marks=slow),
+        *(pytest.param(name, marks=long) for name in ("rcm", "scm", "meanflow", "flow_matching")),
     ],
 )
 def test_methods(pools, checkpoints, method):

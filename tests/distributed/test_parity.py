@@ -33,7 +33,7 @@ def oracle(checkpoints):
         {"dp_shard": 2},
         {"cp": 3, "micro_batch_size": 4},  # a ring: 3 does not divide the 4 heads
         _slow(cp=2, micro_batch_size=2),
-        _slow(dp_shard=2, cp=2),
+        _long(dp_shard=2, cp=2),
         _slow(cp=4, micro_batch_size=4, activation_checkpointing=True),
         _long(),
         _long(cp=6, micro_batch_size=4),

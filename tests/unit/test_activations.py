@@ -273,8 +273,8 @@ def _errors_of_compiled_gradients(kind):
     return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(_Modulated, marks=pytest.mark.long), _BehindAConvolution])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
 def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
     """torch 2.13's own gradients differ by 4 to 9 % where the argument is transposed or the unit transposes.
 

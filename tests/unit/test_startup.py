@@ -27,7 +27,7 @@ def test_public_names_are_importable():
     assert all(getattr(fsdp_cp, name).__name__ == name for name in fsdp_cp.__all__)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_help_of_a_command_that_imports_networks_ends_with_0_and_prints_nothing_else():
     done = python("-m", "distill.sample", "--help")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout

@@ -293,7 +293,7 @@ def write_patches(file, signal, transfer, more=""):
     return file
 
 
-@pytest.mark.slow  # FFmpeg's tables take 4 s each
+@pytest.mark.long  # FFmpeg's tables take 4 s each
 def test_hdr_is_converted_by_the_formulas_of_bt_2100(tmp_path, caplog):
     """The same light by PQ and by HLG must give the same pixels. Shades stay distinct, gray stays gray, hues stay."""
     grays = np.array([0, 2, 10, 50, 100, 203, 400, 600, 800, 1000.0])
