@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -76,10 +76,7 @@ class DataSettings:
 
     def encode_settings(self) -> EncodeSettings:
         """Return the settings with which the data set encodes clips and captions."""
-        from distill.data.sets.encode import EncodeSettings
-
-        names = {field.name for field in fields(EncodeSettings)} & {field.name for field in fields(self)}
-        return EncodeSettings(**{name: getattr(self, name) for name in names})
+        raise NotImplementedError
 
     def check_captions(self, captions: Sequence[str]) -> None:
         """Refuse ``sample.captions`` that can be refused without the text encoder."""
@@ -148,7 +145,7 @@ class MovingShapesSettings(DataSettings):
     def encode_settings(self) -> EncodeSettings:
         from distill.data.moving_shapes import CAPTION_WORDS
 
-        return replace(super().encode_settings(), max_text_tokens=CAPTION_WORDS)
+        return _encode_settings(self, max_text_tokens=CAPTION_WORDS)
 
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
@@ -186,6 +183,9 @@ class VideoFolderSettings(DataSettings, EncodingFields):
             cache=self.cache or str(run_dir / "cache"),
             **runtime,
         )
+
+    def encode_settings(self) -> EncodeSettings:
+        return _encode_settings(self)
 
     def source(self) -> Source:
         """Return the rows of the table, without opening a clip."""
@@ -271,6 +271,13 @@ class EncodedSettings(DataSettings):
     def table_in_words(self) -> str:
         encoded = self.open()
         return f"{counted(len(encoded), 'clip')} of the encoded set {self.path}"
+
+
+def _encode_settings(settings: DataSettings, **others: Any) -> EncodeSettings:
+    from distill.data.sets.encode import EncodeSettings
+
+    names = {field.name for field in fields(EncodeSettings)} & {field.name for field in fields(settings)}
+    return EncodeSettings(**{name: getattr(settings, name) for name in names}, **others)
 
 
 DATA: dict[str, type[DataSettings]] = {

@@ -100,7 +100,10 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Raise ``UserError`` for files that only this method reads and cannot use. See also :meth:`check_causal`."""
+        """Raise ``UserError`` for files that only this method reads and cannot use, before anything is built.
+
+        Argument ``causal`` as for :meth:`check_causal`.
+        """
         return
 
     @classmethod

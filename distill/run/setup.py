@@ -238,7 +238,10 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
-    """Check ``attention.*`` against the ``heads`` of a rank and, on the run's ``device``, every role's head size."""
+    """Check ``attention.*`` against the ``heads`` of a rank and every role's head size.
+
+    The kernels are not checked if ``device``, the run's, is ``None``, since this machine lacks it.
+    """
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(

@@ -123,7 +123,11 @@ def _tail(file: Path) -> str:
 
 
 def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
-    """Run a process; return its exit code and seconds. An exception here, such as a signal, ends the process first."""
+    """Run a process; return its exit code and seconds. An exception here, such as a signal's, ends the process first.
+
+    Raises:
+        UserError: a program that does not exist, or a file that cannot be written.
+    """
     started = time.monotonic()
     try:
         with output.open("wb") as stream:

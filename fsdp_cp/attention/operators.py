@@ -48,13 +48,13 @@ class AttentionOperator:
         tensors = "Tensor q, Tensor k, Tensor v"
         self.operator = torch.library.custom_op(
             f"fsdp_cp::{name}",
-            self._compute,
+            self.compute,
             mutates_args=(),
             schema=f"({tensors}, {further}, {_SETTINGS}) -> (Tensor, Tensor)",
         )
         self._backward_operator = torch.library.custom_op(
             f"fsdp_cp::{name}_backward",
-            self._compute_gradients,
+            self._separate_gradients,
             mutates_args=(),
             schema=f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {_SETTINGS})"
             " -> (Tensor, Tensor, Tensor)",
@@ -66,20 +66,26 @@ class AttentionOperator:
     def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
         if _looked_at(*qkv, *(further if isinstance(further, list) else ())):
-            return [self.operator(*qkv, further, *settings)[0]]
-        inputs = (*qkv, further, settings[0], *_ring_and_kernel(qkv[0], further, *settings[1:]))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
-            return [_Attention.apply(self, *inputs)[0]]
-        return [self.forward(*inputs)[0]]
+            out, _ = self.operator(*qkv, further, *settings)
+        elif torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+            out, _ = _Attention.apply(self, *qkv, further, *settings)
+        else:
+            out, _ = self.compute(*qkv, further, *settings)
+        return [out]
 
-    def _compute(self, q, k, v, further, scale, *settings):
+    def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, Tensor]:
+        """Compute the output and the log-sum-exp, the kernel of the operator."""
         return self.forward(q, k, v, further, scale, *_ring_and_kernel(q, further, *settings))
 
-    def _compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings):
-        """Compute the gradients. Clone those that share a buffer: an operator must not return aliases."""
+    def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
+        """Compute the gradients of q, k and v, the kernel of the backward operator."""
         ring, kernel = _ring_and_kernel(q, further, *settings)
         grads = self.backward(grad_out, q, k, v, out, lse, further, scale, ring, kernel)
-        dq, dk, dv = (x.contiguous() for x in grads)
+        return tuple(x.contiguous() for x in grads)
+
+    def _separate_gradients(self, *inputs):
+        """Clone gradients that share a buffer: an operator must not return aliases."""
+        dq, dk, dv = self.compute_gradients(*inputs)
         if len({x.untyped_storage()._cdata for x in (dq, dk, dv)}) < 3:
             dk, dv = dk.clone(), dv.clone()
         return dq, dk, dv
@@ -99,15 +105,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operator: AttentionOperator, *inputs):
         ctx.operator = operator
-        output = operator.forward(*inputs)
+        output = operator.compute(*inputs)
         _keep_for_backward(ctx, inputs, output)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor, _grad_lse: Tensor):
-        grads = ctx.operator.backward(*_kept(ctx, grad_out))
-        return (None, *(x.contiguous() for x in grads), None, *[None] * len(ctx.settings))
+        grads = ctx.operator.compute_gradients(*_kept(ctx, grad_out))
+        return (None, *grads, None, *[None] * len(ctx.settings))
 
 
 def _keep_for_backward(ctx, inputs, output):

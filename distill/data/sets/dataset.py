@@ -196,7 +196,7 @@ def encode_source(
 
     Args:
         path: folder of the videos and their table, or file of the captions.
-        cache: folder of sets, shared by all ranks.
+        cache: folder of sets, shared by all ranks; created.
         columns: names that the table has for its columns (``data.columns``), or ``None``.
         captions: further captions for :meth:`EncodedData.condition`; they are not part of ``fingerprint``.
         images: files of the images of ``captions``, in their order, or empty.

@@ -76,9 +76,12 @@ def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> T
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
-    """Raise ``UserError`` unless teacher and student see one history: both or neither are causal, with equal chunks.
+    """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
 
     Without a teacher, any student fits.
+
+    Raises:
+        UserError: they differ in a setting, which the message names.
     """
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()

@@ -160,7 +160,7 @@ def unipc_sample(velocity: Velocity, noise: Tensor, *, steps: int, shift: float)
     training. diffusers' pipelines truncate ``1000 t`` to an integer for the network. On Gaussians, truncation keeps the
     error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
 
-    ``noise`` is ``(B, C, T, H, W)``. Wan's ``shift`` is 3 at 480p, 5 at 720p.
+    ``noise`` is ``(B, C, T, H, W)``; ``steps`` counts network calls. Wan's ``shift`` is 3 at 480p, 5 at 720p.
     """
     from diffusers import UniPCMultistepScheduler
 
