@@ -138,6 +138,12 @@ def test_a_set_is_known_by_its_settings(path, tmp_path):
     about = json.loads((path / "set.json").read_text())["settings"]
     with refused("negative_prompt"), SetWriter(path, "OUT=set", about | {"negative_prompt": "ugly"}).begun():
         pass
+    nested = {"teacher": {"weights": "0" * 200, "seed": 1}}
+    with SetWriter(tmp_path / "begun", "OUT=set", nested).begun():
+        pass
+    other = {"teacher": nested["teacher"] | {"seed": 2}}
+    with refused("teacher.seed=1, not 2"), SetWriter(tmp_path / "begun", "OUT=set", other).begun():
+        pass
     with SetWriter(path, "OUT=set", about).begun() as is_whole:
         assert is_whole
     assert torch.equal(open_set(path, cache=tmp_path)[5]["latents"], stored(5, TIMES)["latents"])

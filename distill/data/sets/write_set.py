@@ -265,10 +265,14 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         raise UserError(f"{where} cannot be read ({error}); give another folder") from error
     if not recorded:
         raise UserError(f"{where} holds JSON files that are not of a set; give an empty or a new folder")
-    for key, value in (settings or {}).items():
-        if recorded.get(key) != value:
-            was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
-            raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
+    for key, now in (settings or {}).items():
+        was = recorded.get(key)
+        while was != now and isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs
+            inner = next(name for name in {**was, **now} if was.get(name) != now.get(name))
+            key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)
+        if was != now:
+            before, after = (" ".join(str(value).split())[:100] for value in (was, now))
+            raise UserError(f"{where} was made with {key}={before}, not {after}; use that, or another folder")
 
 
 def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
