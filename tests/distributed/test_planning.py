@@ -63,7 +63,7 @@ CASES = {
     "derivative, ring": (2, "experiment=quickstart_scm", "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
 }
 
-LONG = ("samples", "adapters, recomputed", "teacher in halves", "derivative, ring")
+LONG = ("samples", "adapters, recomputed", "teacher in halves", "derivative, offloaded", "derivative, ring")
 
 
 def _planned(world, words, layers=2):

@@ -82,7 +82,7 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
 @pytest.mark.parametrize(
     "method",
     [
-        replace(METHODS["flow_matching"], history="clean"),
+        pytest.param(replace(METHODS["flow_matching"], history="clean"), marks=pytest.mark.long),
         SelfForcingSettings(fake_updates_per_student_update=1, step_list=[1.0, 0.5], exit="each", guidance_scale=3.0),
     ],
     ids=lambda method: method.name,
@@ -107,7 +107,7 @@ def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path, method):
     "meshes",
     [
         pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), marks=slow, id="3 ranks, then 2"),
-        pytest.param((Setup(dp_replicate=2, cp=2), Setup()), marks=slow, id="replicas, then one rank"),
+        pytest.param((Setup(dp_replicate=2, cp=2), Setup()), marks=pytest.mark.long, id="replicas, then one rank"),
         pytest.param((Setup(dp_shard=2, cp=2), OWN), marks=pytest.mark.long, id="there and back"),
     ],
 )

@@ -39,7 +39,7 @@ MESHES = [
     ("an exit each, GAN, window", {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}),
     pytest.param("shared exit", {}, marks=SLOW),
     pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=SLOW),
-    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=SLOW),
+    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=pytest.mark.long),
     pytest.param("an exit each, GAN, window", {"dp_shard": 2, "changes": {"all": {"keep_gathered": True}}}, marks=SLOW),
     pytest.param("an exit each, GAN, window", REPLICAS, marks=SLOW),
 ]  # fmt: skip
