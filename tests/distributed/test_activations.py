@@ -88,7 +88,7 @@ def _bytes_kept():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_kept(pools):
     """A device keeps full < selective < none; offloading leaves almost nothing of the units on it."""
     kept, _ = pools[2].run(_bytes_kept)

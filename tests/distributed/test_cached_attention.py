@@ -266,7 +266,7 @@ def _compare_compiled(mesh):
             assert (a - b).norm() <= 1e-12 * a.norm(), mask
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ring", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_compiled(pools, ring):
     """Caches and masks are arguments of a compiled block."""

@@ -64,7 +64,7 @@ def _check(pools, folder, setup):
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        ("rcm", {"cp": 2, "micro_batch_size": 4, "steps": 4}),
+        pytest.param("rcm", {"cp": 2, "micro_batch_size": 4, "steps": 4}, marks=slow),
         pytest.param("dmd2", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
         pytest.param("dmd2", {"cp": 4, "micro_batch_size": 4}, marks=long),
         pytest.param("rcm", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "steps": 5}, marks=long),
@@ -94,7 +94,7 @@ def test_some_roles_alone(pools, tmp_path, roles):
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        pytest.param("rcm", {"cp": 2, "micro_batch_size": 2}, marks=slow),
+        pytest.param("rcm", {"cp": 2, "micro_batch_size": 2}, marks=long),
         pytest.param("dmd2", {"dp_shard": 2, "cp": 2}, marks=long),
         pytest.param("dmd2, GAN", {"dp_shard": 2, "changes": {"all": {"strategy": "optim"}}}, marks=long),
         pytest.param("flow_matching", {"dp_shard": 2, "batch_size": 8, "expert_draws": 4}, marks=long),

@@ -88,6 +88,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "cases"),
     [
@@ -281,6 +282,7 @@ def _gathered_bytes(folder, settings):
     return gathered, reduced, elements, len(layers), sent.calls["all_reduce"]
 
 
+@pytest.mark.long
 def test_bytes_of_gathers(pools, checkpoints):
     """An fp8 layer saves one byte per element; its scale costs 4 bytes, in one call before the forward."""
     bf16, fp8, gather = (pools[2].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, FP8, GATHER))

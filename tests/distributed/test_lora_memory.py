@@ -81,7 +81,7 @@ def _sizes():
     return blocks, embedder, of(network) - blocks - embedder, adapters
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.long)])
 def test_bytes_and_calls(pools, checkpoints, strategy):
     blocks, embedder, rest, adapters = _sizes()

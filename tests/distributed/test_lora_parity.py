@@ -75,8 +75,7 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("dmd2, GAN", marks=slow),
-        *(pytest.param(name, marks=long) for name in ("rcm", "scm", "meanflow", "flow_matching")),
+        *(pytest.param(name, marks=long) for name in ("dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching")),
     ],
 )
 def test_methods(pools, checkpoints, method):

@@ -57,10 +57,9 @@ def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, siz
     assert all(norm > 1e-4 for norm in trace.norms), "nothing to compare"
 
 
+@slow
 @pytest.mark.parametrize(
-    ("history", "sizes"),
-    [("clean", FAST), pytest.param("noisy", RING, marks=slow), pytest.param("clean", RING, marks=long)],
-    ids=str,
+    ("history", "sizes"), [("clean", FAST), ("noisy", RING), pytest.param("clean", RING, marks=long)], ids=str
 )
 def test_a_causal_student(pools, checkpoints, history, sizes):
     """Teacher forcing and diffusion forcing equal dense masks, with a time and draws for each chunk."""

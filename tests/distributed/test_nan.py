@@ -58,6 +58,7 @@ def flat(x):
     return [part for each in x.values() for part in flat(each)] if isinstance(x, dict) else [local_shard(x)]
 
 
+@pytest.mark.slow
 def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
     results = pools[2].run(_poisoned, checkpoints, tmp_path, (2,))
     for skipped, updates, unchanged, rates, error, leftover, saved in results:

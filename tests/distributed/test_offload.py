@@ -74,7 +74,7 @@ COPIES = Setup(dp_shard=2, changes={"all": {"offload": "cpu"}, "student": {"stra
 REPLICAS = Setup(dp_replicate=2, cp=2, changes={"all": {"strategy": "optim"}, "fake": {"strategy": "no_shard"}})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [

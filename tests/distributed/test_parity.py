@@ -30,7 +30,7 @@ def oracle(checkpoints):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dp_shard": 2},
+        _slow(dp_shard=2),
         {"cp": 3, "micro_batch_size": 4},  # a ring: 3 does not divide the 4 heads
         _slow(cp=2, micro_batch_size=2),
         _long(dp_shard=2, cp=2),
@@ -40,7 +40,7 @@ def oracle(checkpoints):
         _long(cp=8, micro_batch_size=4),
         _long(dp_shard=2, cp=2, activation_checkpointing=True),
         _slow(dp_replicate=2, cp=2, micro_batch_size=2),
-        _slow(dp_replicate=2, dp_shard=2),
+        _long(dp_replicate=2, dp_shard=2),
         # Two ranks share a copy of a network, also where a sample's tokens are on ranks of both copies.
         _slow(dp_shard=2, cp=2, micro_batch_size=2, changes={"teacher": {"shard_ranks": 2}}),
         _long(cp=4, micro_batch_size=4, changes={"all": {"shard_ranks": 2}}),

@@ -111,7 +111,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
-@slow
+@pytest.mark.long
 def test_one_rank_stages_all_that_trains():
     """A checkpoint's copy holds all that trains. The shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))

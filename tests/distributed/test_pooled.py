@@ -168,6 +168,7 @@ def test_another_size_has_memory_of_its_own_and_is_planned_once(pools):
 ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [{"dp_shard": 2}, pytest.param({"dp_shard": 2, "lora": ADAPTERS}, marks=pytest.mark.long)],

@@ -58,7 +58,8 @@ def straight(pools, checkpoints, tmp_path_factory):
     return run_dir, pools[2].run(_run, OWN, checkpoints, run_dir, 0, STEPS)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=slow)])
+@slow
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision):
     """The runs are equal in bf16 too: masters rebuilt from the bf16 copy would differ in the third digit."""
     setup = replace(OWN, precision=precision)

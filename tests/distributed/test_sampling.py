@@ -67,7 +67,7 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
     )
 
 
-@pytest.mark.parametrize(("role", "steps"), [("student", 2), pytest.param("teacher", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("role", "steps"), [("student", 2), pytest.param("teacher", 2, marks=pytest.mark.long)])
 def test_the_same_clips_on_every_mesh(pools, checkpoints, role, steps):
     truth = pools[1].run(_clips, Setup(), checkpoints, role, steps, 5)[0]
     assert truth.shape == (5, *LATENT_SHAPE)
@@ -148,7 +148,7 @@ def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints)
         assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_causal_roles_of_a_few_step_method_make_the_same_clips(pools, checkpoints):
     method = DcmSettings(step_list=[1.0, 0.8, 0.5], guidance_scale=2.0, shift=3.0)
     setup = Setup(dp_shard=2, cp=2, method=method, causal=CAUSAL)

@@ -31,17 +31,18 @@ CASES = {
     ),
     "an exit each, GAN, window": Setup(steps=4, method=EACH, causal=WINDOW, causal_roles=("student",)),
 }
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 REPLICAS = {"dp_replicate": 2, "cp": 2, "changes": {"fake": {"reduce_unused": True}}}
+RING = {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}
 SELECTIVE = {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}
 MESHES = [
     pytest.param("shared exit", SELECTIVE, marks=SLOW),
-    ("an exit each, GAN, window", {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}),
+    pytest.param("an exit each, GAN, window", RING, marks=SLOW),
     pytest.param("shared exit", {}, marks=SLOW),
-    pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=SLOW),
-    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=pytest.mark.long),
+    pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=LONG),
+    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=LONG),
     pytest.param("an exit each, GAN, window", {"dp_shard": 2, "changes": {"all": {"keep_gathered": True}}}, marks=SLOW),
-    pytest.param("an exit each, GAN, window", REPLICAS, marks=SLOW),
+    pytest.param("an exit each, GAN, window", REPLICAS, marks=LONG),
 ]  # fmt: skip
 
 

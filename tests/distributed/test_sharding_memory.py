@@ -128,7 +128,7 @@ def _every_case():
     return [_held(replicas, {"strategy": strategy, **settings}) for strategy, replicas, settings in CASES]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_strategy_holds_its_share(pools):
     ranks = pools[WORLD].run(_every_case)
     for rank, found in enumerate(ranks):

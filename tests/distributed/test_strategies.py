@@ -18,12 +18,12 @@ STEPS, BOUND = 3, 1e-5
 # strategy, mesh, micro-batches, activation checkpointing, offloaded roles, activation offload
 QUICK = [("optim", "cp", 1, "full", "all", False)]
 SLOW = [
-    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
     ("no_shard", "dp_cp", 2, "full", "teacher", True),
     ("optim_grads", "dp", 4, "none", "teacher", False),
     ("hsdp", "replicas", 2, "full", "teacher", False),
 ]
 LONG = [
+    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
     ("optim", "replicas", 2, "selective", "none", True),
     ("optim_grads", "replicas", 2, "full", "all", True),
     ("optim_grads_params", "dp", 4, "selective", "all", False),
@@ -61,7 +61,7 @@ SWITCHES = {
     "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
 }
 
-SLOW_SWITCHES = ("mixed strategies", "early, three buffers", "two roles over all ranks")
+SLOW_SWITCHES = ("mixed strategies", "early, three buffers")
 
 
 @pytest.fixture(scope="module")

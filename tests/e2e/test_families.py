@@ -217,6 +217,7 @@ def _of_hunyuan(run, kind):
     return run.theirs(kind, transformer=network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
 
 
+@pytest.mark.long
 def test_hunyuan(tmp_path):
     run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline)
     noise, captions, call = HUNYUAN.noise(), list(HUNYUAN.captions), HUNYUAN.call()
@@ -297,6 +298,7 @@ def test_two_experts_from_images(tmp_path):
     assert json.loads((tmp_path / "both" / "model_index.json").read_text())["boundary_ratio"] == BOUNDARY
 
 
+@pytest.mark.long
 def test_adapters_of_two_experts(tmp_path, capfd):
     """Adapters merged in the export and adapters that diffusers loads from one file per expert give the same clips."""
     words = ("student.lora.rank=4", "fake.lora.rank=4", "optim.student.lr_scale={{*.lora_*: 10.0}}", "steps=6")

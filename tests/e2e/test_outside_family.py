@@ -105,7 +105,7 @@ def test_its_own_mistakes_are_one_line(installed, monkeypatch, capsys, changes, 
     assert name in line and not (installed / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_method_trains_by_the_words_of_the_documents(installed):
     """The test uses the method, its settings and its three YAML files, as docs/extending.md names them."""
     run_dir = installed / "run"

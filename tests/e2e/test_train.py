@@ -147,7 +147,7 @@ def test_real_clips_are_encoded_once(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_role_sharded_in_its_own_way(tmp_path):
     """The losses equal those with the defaults. Norms and profiles are written and survive a resume."""
     arguments = (*SMALL, *TINY, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")

@@ -149,7 +149,7 @@ def test_operations_follow_the_mask():
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_plan_counts_the_cache(cp):
     """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""

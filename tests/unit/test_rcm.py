@@ -248,7 +248,7 @@ def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
     assert largest["scm"] < 1e-8 and largest["dmd"] < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_student_converges_to_the_flow_map():
     """The fake score starts from the teacher, too."""
     problem = TO_LEARN[0]
