@@ -47,7 +47,7 @@ test: $(STAMP)  ## the tests to run after each change: 8 minutes on two cores
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and strategies: what CI runs, 35 minutes
+test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and strategies: what CI runs, half an hour
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 .PHONY: test-triton
