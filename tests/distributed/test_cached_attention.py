@@ -267,7 +267,7 @@ def _compare_compiled(mesh):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ring", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("ring", [1, 2])
 def test_compiled(pools, ring):
     """Caches and masks are arguments of a compiled block."""
     assert all(pools[2].run(_compiled, ring))

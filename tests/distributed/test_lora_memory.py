@@ -82,7 +82,7 @@ def _sizes():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 def test_bytes_and_calls(pools, checkpoints, strategy):
     blocks, embedder, rest, adapters = _sizes()
     with_adapters = blocks + sum(adapters.values())

@@ -150,7 +150,7 @@ def test_operations_follow_the_mask():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("cp", [1, 4])
 def test_a_plan_counts_the_cache(cp):
     """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
     shapes = ((4, 7, 8, 8), CONDITION_SHAPES)

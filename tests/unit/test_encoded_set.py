@@ -142,7 +142,7 @@ def test_a_set_is_known_by_its_settings(path, tmp_path):
     with SetWriter(tmp_path / "begun", "OUT=set", nested).begun():
         pass
     other = {"teacher": nested["teacher"] | {"seed": 2}}
-    with refused("teacher.seed=1, not 2"), SetWriter(tmp_path / "begun", "OUT=set", other).begun():
+    with refused("teacher.seed"), SetWriter(tmp_path / "begun", "OUT=set", other).begun():
         pass
     with SetWriter(path, "OUT=set", about).begun() as is_whole:
         assert is_whole
