@@ -102,7 +102,7 @@ class Method(ABC):
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Raise ``UserError`` for files that only this method reads and cannot use, before anything is built.
 
-        Argument ``causal`` as for :meth:`check_causal`.
+        It gets ``causal`` like :meth:`check_causal`.
         """
         return
 
