@@ -11,8 +11,9 @@ STAMP := $(VENV)/.installed
 # extra arguments: Hydra overrides for quickstart, pytest's own for the tests
 ARGS ?=
 PYTEST_ARGS ?=
-# one thread a process: two ranks with a full thread pool each fight over the same cores
-ENV := OMP_NUM_THREADS=1
+# One thread a process: two ranks with a full thread pool each fight over the same cores. Bytecode is kept, since the
+# tests start many processes.
+ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Each worker starts with half of the files in order and steals from the other when it is done. Tests of a file share
 # ranks and networks, so files should stay together.
 WORKERS ?= 2
@@ -21,6 +22,9 @@ PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: help
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+# Compile only the modules that a run imports: a quarter of the packages' files, a minute less.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: install
 install: $(STAMP)  ## the virtual environment alone
@@ -32,7 +36,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1); Python >= 3.11 is needed: make PYTHON=python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
+	$(ENV) $(BIN)/python -c 'import distill.train.trainer'
 	@touch $@
 
 .PHONY: quickstart
@@ -52,7 +57,7 @@ test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and stra
 
 .PHONY: test-triton
 test-triton: $(STAMP)  ## the fused derivative in Triton's interpreter; installs Triton (690 MB)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,triton]'
+	$(PIP_INSTALL) -e '.[dev,triton]'
 	TRITON_INTERPRET=1 $(PYTEST) tests/distributed/test_triton_dual.py $(PYTEST_ARGS)
 
 .PHONY: test-long

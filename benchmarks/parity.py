@@ -16,7 +16,7 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import MESHES, Setup
 from tests.oracles.sharded_run import trace_on_ranks
-from tests.oracles.tiny_wan import write_checkpoints
+from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoints(folder)
+        write_checkpoints(folder, ARCHITECTURE | {"num_layers": 3})
         for precision, steps, bound in (("fp32", args.steps, 1e-5), ("fp64", 1, 1e-6)):
             oracle = oracle_trace(Setup(precision=precision, steps=steps), folder)
             for dp_shard, cp in MESHES:

@@ -46,7 +46,7 @@ from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import write_checkpoints
+from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
 
 LATENT_SHAPE, TEXT_SHAPE = (4, 3, 8, 8), (5, 10)  # 48 tokens
 MIB = 2**20
@@ -196,7 +196,7 @@ def report(world: int, rounds: int) -> bool:
     with RankPool(world, timeout=600, preload=("torch", "distill.train.trainer", "models.roles.load")) as pool:
         ranks = pool.run(measure, cases, rounds)
         with tempfile.TemporaryDirectory() as folder:
-            write_checkpoints(Path(folder))
+            write_checkpoints(Path(folder), ARCHITECTURE | {"num_layers": 3})
             mixed = {"teacher": REFERENCE, "student": "optim_grads", "fake": "optim"}
             three = [
                 (strategies, pool.run(measure_three, strategies, Path(folder)))

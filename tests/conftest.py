@@ -10,8 +10,11 @@ from tests.frozen import freeze
 
 # Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
-# The fork server imports these once for all ranks of a pytest process; the first start decides.
-local_ranks.PRELOAD = ("torch", "distill.train.trainer", "tests.frozen")
+# The fork server imports these once for all ranks of a pytest process, also what torch imports at its first forward
+# derivative; the first start decides.
+local_ranks.PRELOAD = (
+    "torch", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest", "tests.frozen",
+)  # fmt: skip
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

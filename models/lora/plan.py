@@ -65,7 +65,7 @@ class LoraPlan:
         """
         config = LoraConfig(
             r=self.settings.rank,
-            lora_alpha=self.settings.rank * self.settings.scale,  # type: ignore[arg-type]  # peft divides it by the rank
+            lora_alpha=self.settings.rank * self.settings.scale,  # peft divides it by the rank
             # Pass one pattern: for a list peft would match every name with one of these endings.
             target_modules="|".join(re.escape(name) for name in self.targets),
             lora_dropout=0.0,

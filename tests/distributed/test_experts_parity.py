@@ -30,7 +30,6 @@ from tests.oracles.tiny_wan import (
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
 """Three, so that scores are compared within their common refinement."""
-SMALL = ARCHITECTURE | {"num_layers": 2}
 METHODS = runs.METHODS | {
     "dmd2": replace(runs.METHODS["dmd2"], guidance_scale_2=2.0),
     "dmd2, GAN": replace(
@@ -44,12 +43,12 @@ slow, long = pytest.mark.slow, pytest.mark.long
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
-    write_checkpoints(folder, SMALL, BOUNDARIES)
+    write_checkpoints(folder, ARCHITECTURE, BOUNDARIES)
     return folder
 
 
 def _setup(method, steps=8, **changes):
-    common = {"steps": steps, "method": METHODS[method], "architecture": SMALL, "boundaries": BOUNDARIES}
+    common = {"steps": steps, "method": METHODS[method], "boundaries": BOUNDARIES}
     return Setup(**common | changes)
 
 
@@ -87,7 +86,7 @@ def test_two_experts(pools, folder, method, changes):
 def test_some_roles_alone(pools, tmp_path, roles):
     """A role of two experts next to roles of one network."""
     boundaries = {name: BOUNDARIES[name] for name in roles}
-    write_checkpoints(tmp_path, SMALL, boundaries)
+    write_checkpoints(tmp_path, ARCHITECTURE, boundaries)
     _check(pools, tmp_path, _setup("dmd2, GAN", 4, cp=2, micro_batch_size=4, boundaries=boundaries))
 
 
@@ -115,7 +114,7 @@ def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
     have none.
     """
     boundaries = dict.fromkeys(BOUNDARIES, 0.7)
-    write_checkpoints(tmp_path, SMALL, boundaries)
+    write_checkpoints(tmp_path, ARCHITECTURE, boundaries)
     own = {"boundaries": boundaries, "lora": {"student": LoraSettings(rank=2), "fake": LoraSettings(rank=3)}}
     setup = _setup("dmd2, GAN", 6, cp=2, micro_batch_size=4, **own)
     assert {("student", "0"), ("student", "1")} <= {*_check(pools, tmp_path, setup)}

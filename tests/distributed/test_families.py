@@ -17,7 +17,7 @@ from tests.oracles.runs import METHODS, Setup, random_clips
 from tests.oracles.sharded_run import trace_on_ranks
 
 slow, long = pytest.mark.slow, pytest.mark.long
-TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48, "num_layers": 2}
+TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48}
 TI2V_LATENTS = (48, 3, 6, 10)  # 45 tokens
 FRAME = (48, 1, 6, 10)
 WRITE = {

@@ -122,13 +122,13 @@ def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path
             pipeline.load_lora_weights(out)
             network = pipeline.transformer
             adapted = [name for name, _ in network.named_parameters() if "lora_A" in name]
-            assert len(adapted) == 30, "a layer that the reader does not know is left out without a word"
+            assert len(adapted) == 20, "a layer that the reader does not know is left out without a word"
         torch.testing.assert_close(_plain(network), says[weights], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(says[weights], says["teacher"], rtol=1e-2, atol=1e-2), "nothing to compare"
     if kind == "wan-lora":
         tensors = load_file(out / "pytorch_lora_weights.safetensors")
         layers = {name.rpartition(".lora_")[0] or name.removesuffix(".alpha") for name in tensors}
-        assert {"diffusion_model.blocks.2.cross_attn.o", "diffusion_model.blocks.0.ffn.2"} <= layers
+        assert {"diffusion_model.blocks.1.cross_attn.o", "diffusion_model.blocks.0.ffn.2"} <= layers
         for layer in layers:
             down, up = tensors[f"{layer}.lora_down.weight"], tensors[f"{layer}.lora_up.weight"]
             assert down.shape[0] == up.shape[1] == 4 and tensors[f"{layer}.alpha"].item() == 2.0

@@ -41,7 +41,7 @@ def test_patterns(network):
 
 
 def test_a_shallower_network_keeps_the_layers_that_it_has(network):
-    settings = LoraSettings(rank=2, targets=["blocks.0.attn1.to_q", "blocks.2.attn1.to_q"])
+    settings = LoraSettings(rank=2, targets=["blocks.0.attn1.to_q", "blocks.1.attn1.to_q"])
     plan = plan_lora(network, Wan(), settings, "student")
     with torch.device("meta"):
         shallow = WanTransformer3DModel(**ARCHITECTURE | {"num_layers": 1})
@@ -145,10 +145,10 @@ def test_first_values(pools, checkpoints, random):
         assert torch.equal(value, weights["teacher"][name]), name
     for role in ("student", "fake"):
         a = [v for name, v in weights[role].items() if ".lora_A." in name]
-        assert all(not v.any() for name, v in weights[role].items() if ".lora_B." in name) and len(a) == 30
+        assert all(not v.any() for name, v in weights[role].items() if ".lora_B." in name) and len(a) == 20
         for value in a:  # uniform in +-1/sqrt(features), of deviation 1/sqrt(3 features)
             limit = value.shape[1] ** -0.5
             assert value.abs().max() <= limit and value.std() == pytest.approx(limit / 3**0.5, rel=0.15)
-        assert len({value.flatten()[0].item() for value in a}) == 30, "each layer has its own"
+        assert len({value.flatten()[0].item() for value in a}) == 20, "each layer has its own"
     for name, value in found[1]["student"].items():
         assert torch.equal(value, weights["student"][name])

@@ -31,7 +31,7 @@ CASES = {
     },
     "a copy for each two ranks": {"shard_ranks": 2},
 }
-QUICK = ("optim_grads_params", "replicas, bf16", "three buffers, separate group, unused")
+QUICK = ("replicas, bf16", "three buffers, separate group, unused")
 REST = tuple(name for name in CASES if name not in QUICK)
 pytestmark = pytest.mark.slow
 

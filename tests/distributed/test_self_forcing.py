@@ -27,7 +27,7 @@ EACH = replace(
 WINDOW = CausalSettings(chunk=1, window=1, context_time=0.1)
 CASES = {
     "shared exit": Setup(
-        steps=6, method=SHARED, causal=CausalSettings(chunk=2, first_chunk=1), causal_roles=("student",)
+        steps=4, method=SHARED, causal=CausalSettings(chunk=2, first_chunk=1), causal_roles=("student",)
     ),
     "an exit each, GAN, window": Setup(steps=4, method=EACH, causal=WINDOW, causal_roles=("student",)),
 }

@@ -13,6 +13,7 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
 
 STEPS, BOUND = 3, 1e-5
 # strategy, mesh, micro-batches, activation checkpointing, offloaded roles, activation offload
@@ -62,6 +63,14 @@ SWITCHES = {
 }
 
 SLOW_SWITCHES = ("mixed strategies", "early, three buffers")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return a folder with networks of three blocks, so that a gather two units ahead differs from one ahead."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoints(folder, ARCHITECTURE | {"num_layers": 3})
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def _derivative_of_wan(folder, sizes):
     fsdp_cp.attention.choose_dual = lambda *_: fused
     try:
         role, _ = sharded_role(folder, sizes)
-        x, t, text, direction = sample(LATENTS)
+        x, t, text, direction = (tensor[:1] for tensor in sample(LATENTS))
         with torch.no_grad(), forward_ad.dual_level():
             dual = role.velocity(forward_ad.make_dual(x, direction), t, text_condition(text))
             return *forward_ad.unpack_dual(dual), launches
@@ -126,14 +126,14 @@ def _derivative_of_wan(folder, sizes):
         fsdp_cp.attention.choose_dual = chosen
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 1}, {"cp": 2}, {"cp": 3, "ring": 3}, {"cp": 4, "ring": 2}])
+@pytest.mark.parametrize("sizes", [{"cp": 3, "ring": 3}, {"cp": 4, "ring": 2}])
 def test_derivatives_of_a_network_on_meshes(pools, wan64, sizes):
     """Each self-attention launches the kernel once per chunk of keys, and each text attention once."""
     network = plain_wan(wan64).requires_grad_(False)
     for block in network.blocks:
         block.attn1.set_processor(WrittenOut())
         block.attn2.set_processor(WrittenOut())
-    x, t, text, direction = sample(LATENTS)
+    x, t, text, direction = (tensor[:1] for tensor in sample(LATENTS))
 
     def velocity(x):
         return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
@@ -141,7 +141,7 @@ def test_derivatives_of_a_network_on_meshes(pools, wan64, sizes):
     out, tangent = torch.func.jvp(velocity, (x,), (direction,))
     for ours, t_ours, launches in pools[sizes["cp"]].run(_derivative_of_wan, wan64, sizes):
         assert relative(ours, out) < 1e-5 and relative(t_ours, tangent) < 1e-5
-        assert launches == len(network.blocks) * (sizes.get("ring", 1) + 1)
+        assert launches == len(network.blocks) * (sizes["ring"] + 1)
 
 
 def _falls_back():

@@ -44,12 +44,12 @@ METHODS: dict[str, Any] = {
     "rcm, last step": RcmSettings(
         consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
     ),
-    "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
+    "scm": ScmSettings(tangent_warmup=2, guidance_scale=3.0),
     "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=_TIMES),
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=_TIMES),
     "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
 }  # fmt: skip
-"""Settings with which four steps train every role and pass a warm-up. ode_regression needs files."""
+"""Settings with which three steps train every role and pass a warm-up. ode_regression needs files."""
 
 
 @dataclass(frozen=True, kw_only=True)

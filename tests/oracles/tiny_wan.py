@@ -22,7 +22,7 @@ ARCHITECTURE = {
     "text_dim": 10,
     "freq_dim": 16,
     "ffn_dim": 64,
-    "num_layers": 3,
+    "num_layers": 2,
     "cross_attn_norm": True,
     "rope_max_seq_len": 32,
 }
@@ -30,7 +30,7 @@ LATENT_SHAPE = (4, 3, 8, 8)  # 48 tokens
 TEXT_SHAPE = (5, 10)
 CONDITION_SHAPES = {"text": TEXT_SHAPE}
 IMAGE = ARCHITECTURE | {
-    "in_channels": 2 * LATENT_SHAPE[0] + 4, "image_dim": 14, "added_kv_proj_dim": 48, "num_layers": 2,
+    "in_channels": 2 * LATENT_SHAPE[0] + 4, "image_dim": 14, "added_kv_proj_dim": 48,
 }  # fmt: skip
 IMAGE_SHAPES = {
     "text": (512, 10), "image_latents": LATENT_SHAPE, "image_mask": (4, *LATENT_SHAPE[1:]), "image_embeds": (5, 14),

@@ -11,7 +11,7 @@ from models.roles.role_plan import plan_role
 from tests.oracles import tiny_wan
 
 ARCHITECTURE = tiny_wan.ARCHITECTURE | {
-    "num_attention_heads": 12, "attention_head_dim": 6, "ffn_dim": 80, "num_layers": 2,
+    "num_attention_heads": 12, "attention_head_dim": 6, "ffn_dim": 80,
 }  # fmt: skip
 BATCH = 2
 LATENTS = (4, 5, 6, 6)  # 45 tokens

@@ -144,7 +144,7 @@ def test_operations_follow_the_mask():
     assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
     fewer = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 1)
     pairs = 96 * 96 - mask.pairs
-    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * 3 * pairs * 48
+    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * ARCHITECTURE["num_layers"] * pairs * 48
     by_token = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 96)
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
 
