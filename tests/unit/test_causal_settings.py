@@ -143,8 +143,8 @@ def test_operations_follow_the_mask():
     mask = CausalSettings(chunk=1).mask(3, 16, clean=True)
     assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
     fewer = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 1)
-    pairs = 96 * 96 - mask.pairs
-    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * ARCHITECTURE["num_layers"] * pairs * 48
+    left_out = ARCHITECTURE["num_layers"] * (96 * 96 - mask.pairs)
+    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * left_out * 48
     by_token = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 96)
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
 
@@ -171,7 +171,7 @@ def test_a_plan_counts_the_cache(cp):
             role.flops = 0
             role.velocity(x, torch.zeros(2), condition, clean=x)
     of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
-    assert held == 3 * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
+    assert held == ARCHITECTURE["num_layers"] * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config
