@@ -74,7 +74,8 @@ class _Sampling:
         (role,) = self.plan.roles
         if role.causal is not None:
             teacher["causal"] = asdict(role.causal)
-        made = {"clips": self.count, "rows": self.data.fingerprint, "teacher": teacher}
+        # "rows" comes last: a refusal names the first difference, and a setting says more than a hash.
+        made = {"clips": self.count, "teacher": teacher, "rows": self.data.fingerprint}
         return json.loads(json.dumps(self.settings.described() | made))
 
     def write(self, writer: SetWriter, *, teacher: Role, mesh: Mesh, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def step_of(record: dict[str, Any] | None) -> int | None:
 def finite_number(value: Any) -> float:
     """Return a number as a float, or NaN for anything but a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else math.nan
+    return float(value) if is_number and abs(value) <= sys.float_info.max else math.nan
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -33,7 +33,8 @@ def watch_for_hangs(progress: Callable[[], str] = str) -> Iterator[None]:
         while True:
             timeout = world_timeout()
             total = timeout.total_seconds() if timeout is not None else math.inf
-            if ended.wait(min(10.0, 0.045 * total)):
+            # Wake often, also during a long timeout: a short one may follow it.
+            if ended.wait(min(0.4, 0.045 * total)):
                 return
             seconds = seconds_in_place()
             if seconds < 0.9 * total:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.oracles import wan64 as in_fp64
-from tests.oracles.tiny_wan import write_checkpoints
+from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
 from tests.pools import Pools
 
 
@@ -15,10 +15,14 @@ def pools():
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Return a folder with a tiny teacher, student and fake score. Runs also write into it."""
+def checkpoints(request, tmp_path_factory):
+    """Return a folder with a tiny teacher, student and fake score, of ``LAYERS`` blocks if the file sets that.
+
+    Runs also write into the folder.
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder)
+    layers = getattr(request.module, "LAYERS", ARCHITECTURE["num_layers"])
+    write_checkpoints(folder, ARCHITECTURE | {"num_layers": layers})
     return folder
 
 

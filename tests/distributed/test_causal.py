@@ -23,8 +23,7 @@ from tests.oracles.tiny_wan import text_condition
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
-    {"cp": 1},
-    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
+    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 1}, {"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
     *(pytest.param(mesh, marks=LONG) for mesh in ({"dp_shard": 2}, {"cp": 2})),
     pytest.param({"dp_replicate": 2, "cp": 2}, marks=LONG), pytest.param({"cp": 3, "ring": 3}, marks=LONG),
     *(pytest.param({"cp": 4, "ring": ring}, marks=LONG) for ring in (1, 2, 4)),

@@ -19,6 +19,7 @@ from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 WORLD = 3
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 GOOD = 7  # three more clips are left out
+pytestmark = pytest.mark.slow
 
 
 def _count_encodes() -> dict[str, int]:

@@ -35,6 +35,7 @@ from tests.oracles.transformer_engine import install
 pytestmark = pytest.mark.slow
 FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
 TE = {"fp8": "transformer_engine"}
+LAYERS = 3  # the first and the last block stay in bf16
 EMA = EmaSettings(enabled=True, decay=0.7, start=1)
 LORA = {"student": LoraSettings(rank=16, alpha=8.0), "fake": LoraSettings(rank=4)}
 LARGEST_LOSS, LARGEST_GRADIENT, LEAST_COSINE = 0.03, 0.15, 0.99

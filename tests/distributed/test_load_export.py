@@ -89,6 +89,7 @@ def _save_checkpoint(path, out):
     Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
 
 
+@pytest.mark.slow
 def test_export_command_reads_a_checkpoint_in_one_process(pools, checkpoints, tmp_path, capsys):
     pools[3].run(_save_checkpoint, checkpoints / "student", tmp_path)
     assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]

@@ -23,7 +23,7 @@ from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 STEPS, STOP = 4, 3
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 OWN = Setup(dp_shard=2, micro_batch_size=2, lora=LORA, steps=STEPS, ema=EmaSettings(enabled=True, decay=0.7, start=1))
@@ -67,7 +67,7 @@ def straight(pools, checkpoints, tmp_path_factory):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({}, marks=slow),
+        {},
         pytest.param({"dp_shard": 1, "cp": 2}, marks=pytest.mark.long),
         pytest.param({"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}, marks=pytest.mark.long),
     ],
@@ -82,7 +82,6 @@ def test_resume(pools, checkpoints, straight, tmp_path, sizes):
     assert compare(trace, rest).largest < (1e-5 if sizes else 1e-30)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_refuses_others(checkpoints, straight):
     checkpoint = step_folder(straight[0] / "checkpoints", STEPS)
     saved = reader(checkpoint).read_metadata().state_dict_metadata
@@ -152,7 +151,6 @@ def test_bases(checkpoints, straight, tmp_path, capsys):
     assert before == {file.name: file.read_bytes() for file in base.iterdir()}
 
 
-@slow
 def test_a_role_that_trains_whole_has_no_file_of_adapters(pools, checkpoints, tmp_path, capsys):
     pools[2].run(_run, replace(OWN, lora={"fake": LORA["fake"]}, steps=1), checkpoints, tmp_path / "full")
     capsys.readouterr()

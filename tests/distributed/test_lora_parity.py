@@ -9,7 +9,8 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup
 from tests.oracles.sharded_run import trace_on_ranks
 
-slow, long = pytest.mark.slow, pytest.mark.long
+pytestmark = pytest.mark.slow
+long = pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 SPLIT = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 REPLICAS = {"dp_replicate": 2, "dp_shard": 2}
@@ -32,18 +33,13 @@ def _check(pools, checkpoints, oracle, **changes):
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        ({"dp_shard": 2}, {}),
-        *(
-            pytest.param(sizes, changes, marks=slow)
-            for sizes, changes in (
-                (SPLIT, {}),
-                # Replicas add the gradients of a unit by position.
-                (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
-            )
-        ),
+        (SPLIT, {}),
+        # Replicas add the gradients of a unit by position.
+        (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
         *(
             pytest.param(sizes, changes, marks=long)
             for sizes, changes in (
+                ({"dp_shard": 2}, {}),
                 (SPLIT, {"activation_checkpointing": "full"}),
                 ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
@@ -64,7 +60,7 @@ def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, sizes, changes):
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for step in trace.gradients for name in step)
 
 
-@pytest.mark.parametrize("adapted", [pytest.param("student", marks=slow), pytest.param("fake", marks=long)])
+@pytest.mark.parametrize("adapted", ["student", pytest.param("fake", marks=long)])
 def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
     lora = {adapted: LORA[adapted]}
     trace = _check(pools, checkpoints, oracle_trace(Setup(lora=lora, steps=3), checkpoints), **SPLIT, lora=lora)

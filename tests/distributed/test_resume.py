@@ -21,7 +21,7 @@ from tests.oracles.sharded_run import make_trainer
 STEPS, STOP = 5, 3
 OWN = Setup(cp=2, micro_batch_size=4)
 EMA = EmaSettings(enabled=True, decay=None, gamma=1.0, start=1)
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
 def _trainer(setup, folder, run_dir, first, last):
@@ -58,7 +58,6 @@ def straight(pools, checkpoints, tmp_path_factory):
     return run_dir, pools[2].run(_run, OWN, checkpoints, run_dir, 0, STEPS)[0]
 
 
-@slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision):
     """The runs are equal in bf16 too: masters rebuilt from the bf16 copy would differ in the third digit."""
@@ -79,7 +78,6 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
     assert (tmp_path / "checkpoints" / f"left_step_{STEPS:08d}").is_dir(), "the later checkpoint was overwritten"
 
 
-@slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -107,7 +105,7 @@ def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path, method):
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), marks=slow, id="3 ranks, then 2"),
+        pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), id="3 ranks, then 2"),
         pytest.param((Setup(dp_replicate=2, cp=2), Setup()), marks=pytest.mark.long, id="replicas, then one rank"),
         pytest.param((Setup(dp_shard=2, cp=2), OWN), marks=pytest.mark.long, id="there and back"),
     ],

@@ -67,6 +67,7 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "steps"), [("student", 2), pytest.param("teacher", 2, marks=pytest.mark.long)])
 def test_the_same_clips_on_every_mesh(pools, checkpoints, role, steps):
     truth = pools[1].run(_clips, Setup(), checkpoints, role, steps, 5)[0]

@@ -102,6 +102,7 @@ def _most_saved(folder, sizes):
     return most - weights
 
 
+@SLOW
 def test_one_chunks_graph_is_alive(pools, checkpoints):
     """A clip of three times the chunks keeps as much for backward as a short one, except for its history."""
     ((short,), (long,)) = (pools[1].run(_most_saved, checkpoints, (4, frames, 8, 8)) for frames in (2, 6))

@@ -13,12 +13,12 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
 
 STEPS, BOUND = 3, 1e-5
+LAYERS = 3  # a gather two units ahead then differs from one ahead
 # strategy, mesh, micro-batches, activation checkpointing, offloaded roles, activation offload
-QUICK = [("optim", "cp", 1, "full", "all", False)]
-SLOW = [
+ROWS = [
+    ("optim", "cp", 1, "full", "all", False),
     ("no_shard", "dp_cp", 2, "full", "teacher", True),
     ("optim_grads", "dp", 4, "none", "teacher", False),
     ("hsdp", "replicas", 2, "full", "teacher", False),
@@ -62,15 +62,8 @@ SWITCHES = {
     "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
 }
 
-SLOW_SWITCHES = ("mixed strategies", "early, three buffers")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Return a folder with networks of three blocks, so that a gather two units ahead differs from one ahead."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder, ARCHITECTURE | {"num_layers": 3})
-    return folder
+LONG_SWITCHES = tuple(name for name in SWITCHES if name not in ("mixed strategies", "early, three buffers"))
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +124,7 @@ def _check(setup, pools, checkpoints, oracles):
 @pytest.mark.parametrize(
     "row",
     [
-        *QUICK,
-        *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW),
+        *ROWS,
         *(pytest.param(row, marks=pytest.mark.long) for row in LONG),
     ],
     ids=lambda row: "-".join(map(str, row)),
@@ -142,7 +134,7 @@ def test_parity(pools, checkpoints, oracles, row):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_SWITCHES else pytest.mark.long) for n in SWITCHES]
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG_SWITCHES else ()) for n in SWITCHES]
 )
 def test_parity_of_switches(pools, checkpoints, oracles, name):
     _check(_setup(*SWITCHES[name]), pools, checkpoints, oracles)

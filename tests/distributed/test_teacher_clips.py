@@ -22,7 +22,7 @@ from tests.oracles.causal_wan import CausalWan
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 TIMES = [1.0, 0.8, 0.5]
 COUNT = 5
 DEVICE = torch.device("cpu")
@@ -150,7 +150,7 @@ def _check(folder, truth):
 
 
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"), [(2, 1), pytest.param(2, 2, marks=slow), pytest.param(1, 3, marks=pytest.mark.long)]
+    ("dp_shard", "cp"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1), (1, 3)))]
 )
 def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_path, dp_shard, cp):
     size, folder = dp_shard * cp, tmp_path / "set"
@@ -169,7 +169,7 @@ def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"), [(1, 1), pytest.param(1, 3, marks=slow), pytest.param(2, 2, marks=pytest.mark.long)]
+    ("dp_shard", "cp"), [(1, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 2)))]
 )
 def test_a_causal_teacher_rolls_out_chunk_by_chunk(pools, checkpoints, causal_truth, tmp_path, dp_shard, cp):
     options = checkpoints, tmp_path / "set", dp_shard, cp, 3, None, CAUSAL

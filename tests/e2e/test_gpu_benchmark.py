@@ -67,9 +67,8 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     assert printed.strip() == page.read_text().strip() and found["good"]["made_with"]["torch"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
 def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
     """A surviving part would hold the GPU until its time is over, and the next start would share it."""
     tell, out = tmp_path / "tell", tmp_path / "out"

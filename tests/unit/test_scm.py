@@ -202,7 +202,7 @@ def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_student_converges_to_the_flow_map():
     """Training starts from the teacher's own prediction, whose error is most of the data's deviation."""
     problem = TO_LEARN[1]

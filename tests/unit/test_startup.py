@@ -15,7 +15,8 @@ def python(*words):
     return subprocess.run([sys.executable, *words], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("words", "code"), [pytest.param(["--help"], 0, marks=pytest.mark.slow), (["mesh.dpp=2"], 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["mesh.dpp=2"], 2)])
 def test_help_and_a_misspelled_key_import_nothing_heavy(words, code):
     program = "import json, sys, train; code = train.main(sys.argv[1:]); print(json.dumps([code, *sys.modules]))"
     ended, *imported = json.loads(python("-c", program, *words).stdout.splitlines()[-1])
