@@ -5,18 +5,25 @@ import os
 
 import pytest
 
-from fsdp_cp.runtime import local_ranks
 from tests.frozen import freeze
 
 # Rewrite assertions of shared modules, so that their failures show values as those of tests do.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
-# The fork server imports these once for all ranks of a pytest process, also what torch imports at its first forward
-# derivative; the first start decides.
-local_ranks.PRELOAD = (
-    "torch", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest", "tests.frozen",
-)  # fmt: skip
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_forked_with_their_imports():
+    """Name what the fork server imports once for all ranks, also what torch imports at its first forward derivative.
+
+    The first start decides. The process that hands out the tests to its workers does not come here, or import torch.
+    """
+    from fsdp_cp.runtime import local_ranks
+
+    local_ranks.PRELOAD = (
+        "torch", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest", "tests.frozen",
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -26,6 +26,7 @@ def _derivative(counts):
     return peaks
 
 
+@pytest.mark.slow
 def test_the_derivative_takes_memory_linear_in_tokens(pools):
     counts = [1024, 2048, 4096]
     for peaks in pools[2].run(_derivative, counts):

@@ -174,6 +174,7 @@ def _anomaly():
     return True
 
 
+@pytest.mark.slow
 def test_anomaly_mode_sees_no_gradient_that_is_still_on_its_way(pools):
     assert all(pools[2].run(_anomaly))
 

@@ -23,10 +23,10 @@ from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import text_condition
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 MESHES = [
     {"cp": 2},
-    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 2, "ring": 2},)),
+    {"cp": 2, "ring": 2},
     *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"dp_shard": 2, "cp": 2}, {"cp": 1}, {"dp_shard": 2})),
 ]
 CHUNKS, SHAPE, TEXT = (1, 2, 2), (4, 5, 6, 10), (5, 10)

@@ -69,7 +69,7 @@ def _check(pools, folders, family, method, sizes, steps=2):
     return trace
 
 
-@pytest.mark.parametrize("family", WRITE)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=slow if f == "hunyuan" else ()) for f in WRITE])
 def test_two_steps(pools, folders, family):
     _check(pools, folders, family, "flow_matching", TWO)
 

@@ -215,8 +215,8 @@ def _broken(kind, where, begun):
 @pytest.mark.parametrize(
     ("kind", "where", "begun"),
     [
-        ("optim", "backward", True),
         ("optim_grads_params", "forward", True),
+        pytest.param("optim", "backward", True, marks=slow),
         pytest.param("no_shard", "forward", False, marks=slow),
         pytest.param("optim_grads", "backward", True, marks=slow),
         pytest.param("keep_gathered", "first", False, marks=slow),

@@ -43,6 +43,7 @@ def network(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_networks_are_built_or_refused(tmp_path, network, around):
     folder, before = tmp_path / "network", snapshot(around, network)
     files = sorted(p.name for p in network.iterdir())
@@ -108,6 +109,7 @@ def changed_yaml(text: str, lines) -> bytes:
     return "\n".join(rows).encode("utf-8", "surrogateescape")
 
 
+@pytest.mark.slow
 def test_configurations_are_loaded_or_refused(tmp_path):
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(compose_config([]))))
 

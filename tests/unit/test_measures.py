@@ -73,9 +73,8 @@ def test_renders_score_at_the_noise_floor(renders, clean):
             assert one[key].value >= 0.98 and 0 < one[key].standard_error < 0.02, key
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=() if how == "wrong caption" else pytest.mark.slow) for how in CATCHES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CATCHES)
 def test_corrupted_clips_score_worse(renders, clean, how):
     found = measure(*corrupt(renders, how), renders["reference"])
     for key in CATCHES[how]:

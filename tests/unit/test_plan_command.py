@@ -118,9 +118,8 @@ def test_what_is_sent_takes_the_link_of_its_group():
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
 
 
-@pytest.mark.parametrize(
-    "word", ["student.offload=cpu", pytest.param("teacher.precision=fp32", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["student.offload=cpu", "teacher.precision=fp32"])
 def test_no_seconds_for_products_that_are_not_in_bf16_and_for_what_the_host_computes(plan, tmp_path, word):
     assert plan(word) == 0
     found = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -136,6 +135,7 @@ def test_fp8_is_planned_as_without_it(plan, tmp_path):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_samples_after_the_last_step_are_not_the_trainings():
     """``allocated_gib`` stands next to what is measured when training ends."""
     config, run = planned("world=8")

@@ -45,7 +45,7 @@ SIZES = {"480p": (81, 480, 832, 16.0), "720p": (81, 720, 1280, 16.0)}
 STATES_GB = {("1_3b", 1): 6.0, ("1_3b", 4): 1.8, ("14b", 1): 60.7, ("14b", 4): 17.9}
 RANKS_PER_NODE = 8
 RECIPES = [  # network, resolution, method, nodes
-    ("1_3b", "480p", "dmd2", 1),
+    pytest.param("1_3b", "480p", "dmd2", 1, marks=pytest.mark.slow),
     pytest.param("1_3b", "720p", "rcm", 4, marks=pytest.mark.long),
     pytest.param("14b", "480p", "dmd2", 1, marks=pytest.mark.long),
     pytest.param("14b", "720p", "rcm", 4, marks=pytest.mark.slow),

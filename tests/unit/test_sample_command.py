@@ -213,6 +213,7 @@ def full_disk(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_clips(run_dir, capsys):
     assert main([str(run_dir), "--caption", CAPTION]) == 0
     before = listing(run_dir)

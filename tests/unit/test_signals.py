@@ -55,6 +55,7 @@ def test_outside_the_loop_it_ends_at_once():
     assert (code, out) == (75, "") and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_in_the_loop_it_is_kept_until_the_loop_ends():
     process = start("deferred", "0.3")
     process.send_signal(signal.SIGTERM)
