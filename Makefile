@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # extra arguments: Hydra overrides for quickstart, pytest's own for the tests
 ARGS ?=
 PYTEST_ARGS ?=
-# One thread a process: two ranks with a full thread pool each fight over the same cores. Bytecode is kept, since the
+# One thread a process: two ranks with a full thread pool each fight over the same cores. Keep bytecode, since the
 # tests start many processes.
 ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Each worker starts with half of the files in order and steals from the other when it is done. Tests of a file share
@@ -23,7 +23,7 @@ PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
 
-# Compile only the modules that a run imports: a quarter of the packages' files, a minute less.
+# Compile only what a run imports, a quarter of the packages' files. That saves a minute.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: install

@@ -74,7 +74,7 @@ class _Sampling:
         (role,) = self.plan.roles
         if role.causal is not None:
             teacher["causal"] = asdict(role.causal)
-        # "rows" comes last: a refusal names the first difference, and a setting says more than a hash.
+        # A refusal names the first difference. "rows" comes last: it is a hash, and says less than the seed.
         made = {"clips": self.count, "teacher": teacher, "rows": self.data.fingerprint}
         return json.loads(json.dumps(self.settings.described() | made))
 

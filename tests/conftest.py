@@ -15,14 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_are_forked_with_their_imports():
-    """Name what the fork server imports once for all ranks, also what torch imports at its first forward derivative.
+    """Name the modules that the fork server imports once for all ranks; the first start decides.
 
-    The first start decides. The process that hands out the tests to its workers does not come here, or import torch.
+    torch imports one of them at its first forward derivative. xdist's controller runs no fixture, so it does not
+    import torch.
     """
     from fsdp_cp.runtime import local_ranks
 
     local_ranks.PRELOAD = (
-        "torch", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest", "tests.frozen",
+        "torch", "distill.train.trainer", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest",
+        "tests.frozen",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def pools():
 
 @pytest.fixture(scope="module")
 def checkpoints(request, tmp_path_factory):
-    """Return a folder with a tiny teacher, student and fake score, of ``LAYERS`` blocks if the file sets that.
+    """Return a folder with a tiny teacher, student and fake score, of ``LAYERS`` blocks if the file sets it.
 
     Runs also write into the folder.
     """

@@ -87,8 +87,8 @@ def test_another_block(pools, checkpoints):
     setup = gan(cp=2, micro_batch_size=4, method=replace(METHOD, gan_blocks=[0]), steps=2)
     oracle = oracle_trace(setup, checkpoints)
     assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < BOUND
-    middle = oracle_trace(gan(steps=2), checkpoints)
-    assert abs(oracle.losses[1] - middle.losses[1]) > 1e-4
+    both = oracle_trace(gan(steps=2), checkpoints)
+    assert abs(oracle.losses[1] - both.losses[1]) > 1e-4
 
 
 def _student_step(folder, setup):

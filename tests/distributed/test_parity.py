@@ -48,7 +48,7 @@ def oracle(checkpoints):
     ids=str,
 )
 def test_dmd2_in_fp32(pools, checkpoints, oracle, changes):
-    """Losses, gradients, clip norms, weights and the student's average over its two updates."""
+    """Losses, gradients, clip norms, weights and the average: two updates of the student, one of the fake score."""
     setup = Setup(**RUN | changes)
     trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
     assert trace.roles == ["student", "fake", "student"]

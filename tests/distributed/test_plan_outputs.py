@@ -83,7 +83,7 @@ def _gradients(kind, cp):
 
 
 def _every_kind():
-    """Return the largest error of a gradient, by kind of output, of split tokens against split samples."""
+    """Return the largest error of a gradient by kind of output: split tokens against a tensor of split samples."""
     truth = _gradients("tensor", 1)
     return {
         kind: max(

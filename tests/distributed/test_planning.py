@@ -30,7 +30,7 @@ def _networks(layers):
 
 
 CASES = {
-    "ring": (2, "mesh.cp=2", "mesh.ring=2", "precision=bf16", "batch_size=2"),
+    "ring": (2, "mesh.cp=2", "mesh.ring=2", "precision=bf16", "batch_size=3"),
     "samples": (
         2,
         "mesh.cp=1",

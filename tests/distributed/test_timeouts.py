@@ -113,8 +113,8 @@ def _long_in_place():
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("fsdp_cp.runtime.hangs").addHandler(handler)
     barrier()
-    set_timeout(timedelta(seconds=1))
     with hangs.watch_for_hangs():
+        set_timeout(timedelta(seconds=1))  # while the watch waits in the long timeout
         with phase("short"):
             time.sleep(0.3)
         with phase("outer"), phase("long"):

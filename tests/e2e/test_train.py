@@ -196,8 +196,11 @@ def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
     words = ("device=cpu", "mesh.cp=2")
     options = ("--clips", "4", "--steps", "4", "--states", "1.0,0.9,0.75,0.5")
     clips = str(tmp_path / "clips")
-    made = forked(2, "distill.teacher_clips", "experiment=quickstart_ode_regression", *options, *words, clips).wait()
+    command = (2, "distill.teacher_clips", "experiment=quickstart_ode_regression", *options, *words)
+    made = forked(*command, clips).wait()
     assert made.returncode == 0, made
+    refused = forked(*command, "seed=1", clips).wait()
+    assert refused.returncode == 2 and "teacher.seed=0" in refused.stderr, refused
     for name, gan in (("ode_regression", ()), ("dmd2", ("method.gan_weight_student=0.01",))):
         run_dir = tmp_path / name
         train(

@@ -39,7 +39,7 @@ METHODS: dict[str, Any] = {
         gan_weight_student=0.3, gan_r1_weight=0.2,
     ),
     "rcm": RcmSettings(
-        tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
+        tangent_warmup=1, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
     ),
     "rcm, last step": RcmSettings(
         consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
