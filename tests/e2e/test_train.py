@@ -142,7 +142,7 @@ def test_real_clips_are_encoded_once(tmp_path):
     assert list((run_dir / "samples").glob("*student*.mp4")) and (run_dir / "report.html").is_file()
     cached = {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")}
     assert len([path for path in cached if path.name.startswith("clips-")]) == 1
-    train(2, *words, "steps=3", "mesh.cp=1")
+    train(2, *words, *NO_END, "steps=3", "mesh.cp=1")
     assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached
 
@@ -201,7 +201,7 @@ def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
     assert made.returncode == 0, made
     refused = forked(*command, "seed=1", clips).wait()
     assert refused.returncode == 2 and "teacher.seed=0" in refused.stderr, refused
-    for name, gan in (("ode_regression", ()), ("dmd2", ("method.gan_weight_student=0.01",))):
+    for name, gan in (("ode_regression", ()), ("dmd2", ("method.gan_weight_student=0.01", "sample.at_end=false"))):
         run_dir = tmp_path / name
         train(
             2, f"experiment=quickstart_{name}", *words, *gan, "data=encoded", f"data.path={clips}", "batch_size=2",
