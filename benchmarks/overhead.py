@@ -38,9 +38,9 @@ from fsdp_cp import microbatch
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads, squared_norms
+from models.condition import Condition
 from models.families import wan_attention
 from models.families.wan import Wan
-from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.pools import run_ranks

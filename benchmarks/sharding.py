@@ -41,7 +41,7 @@ from fsdp_cp import Mesh, build_mesh, microbatch
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
-from models.roles.condition import Condition
+from models.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config

@@ -31,7 +31,7 @@ from fsdp_cp.runtime.progress import log_to_console, progress
 from models.additions.base import named_additions
 from models.families.base import LatentShape
 from models.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
-from models.files.checkpoint_files import ADDITIONS
+from models.files.checkpoint_files import ADDITIONS_FILE
 
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
@@ -47,8 +47,8 @@ def plan_student(config: Config, student: Path) -> RunPlan:
     (role,) = plan.roles
     if any(set(role.additions) - named_additions(folder.additions) for folder in role.folders):
         raise UserError(
-            f"{student} has no {ADDITIONS} with {', '.join(role.additions)}, without which it is not the student that"
-            f" method={config.method.name} trained; give a folder that has"
+            f"{student} has no {ADDITIONS_FILE} with {', '.join(role.additions)}, without which it is not the student"
+            f" that method={config.method.name} trained; give a folder that has"
         )
     return plan
 

@@ -24,10 +24,10 @@ from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, rea
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
+from models.export_folder import write_folder
 from models.families.registry import family_of
 from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
-from models.files.export_folder import write_folder
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS

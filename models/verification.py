@@ -30,10 +30,10 @@ from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
+from models.condition import Condition
+from models.export_folder import export_weights
 from models.families.base import LatentShape
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
-from models.files.export_folder import export_weights
-from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role

@@ -26,10 +26,10 @@ import torch
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
+from models.export_folder import write_folder
 from models.families.base import config_of
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
-from models.files.export_folder import write_folder
 from models.lora.merge import Weights
 from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
 

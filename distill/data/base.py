@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from models.roles.condition import Condition
+from models.condition import Condition
 
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,7 +47,7 @@ class ClipDataset(Protocol):
     latent_shape: tuple[int, int, int, int]
     """``(C, T, H, W)`` of one sample's latents."""
     condition_shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor of one sample's condition, by name (models/roles/condition.py): ``text`` ``(L, D)``, ..."""
+    """Shape of each tensor of one sample's condition, by name (models/condition.py): ``text`` ``(L, D)``, ..."""
     fps: float
     """Frames per second of the decoded clips."""
     null: Mapping[str, Tensor]

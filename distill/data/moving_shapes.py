@@ -23,7 +23,7 @@ from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES, PixelCodec, Wo
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
-from models.roles.condition import Condition
+from models.condition import Condition
 
 if TYPE_CHECKING:
     from distill.data.settings import MovingShapesSettings

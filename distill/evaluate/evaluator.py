@@ -35,8 +35,8 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_first_rank
 from fsdp_cp.runtime.progress import progress
 from fsdp_cp.runtime.timeouts import long_timeout
+from models.condition import has_image
 from models.files.shipped import find_shipped
-from models.roles.condition import has_image
 
 if TYPE_CHECKING:
     from distill.train.trainer import Trainer

@@ -17,7 +17,7 @@ from distill.methods.common.observations import Observations
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
-from models.roles.condition import Condition
+from models.condition import Condition
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings

@@ -22,7 +22,7 @@ from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import Condition
+from models.condition import Condition
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings

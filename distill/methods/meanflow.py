@@ -25,7 +25,7 @@ from fsdp_cp.choices import check_range
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
-from models.roles.condition import Condition
+from models.condition import Condition
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from distill.methods.common.sampling import LastStep, rollout_chunks
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings

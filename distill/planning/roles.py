@@ -19,8 +19,9 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.shard import materialise, settings_of
 from fsdp_cp.sharding.state import pool_at
-from models.causal import Cache, CausalForward, Record
-from models.roles.condition import Condition
+from models.condition import Condition
+from models.families.causal_forward import CausalForward, Record
+from models.roles.history import Cache
 from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role

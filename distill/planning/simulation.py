@@ -34,7 +34,7 @@ from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.state import pool_at
-from models.roles.condition import Condition
+from models.condition import Condition
 from models.roles.ema import Ema
 from models.roles.role import Role
 

@@ -43,7 +43,7 @@ from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
-from models.roles.condition import Condition
+from models.condition import Condition
 from models.roles.role import Role
 
 log = logging.getLogger(__name__)

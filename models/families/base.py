@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.causal import CausalForward
-from models.roles.condition import Condition
+from models.condition import Condition
+from models.families.causal_forward import CausalForward
 
 NetworkConfig = Mapping[str, Any]
 """Configuration of a network, as in its ``config.json``."""

@@ -19,8 +19,8 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
+from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
-from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""

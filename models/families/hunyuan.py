@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.causal import CausalForward
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
     first_frame_shape,
     insert_first_frame,
     token_positions,
 )
-from models.roles.condition import FIRST_FRAME, Condition
 
 RotaryTables = tuple[Tensor, Tensor, int]
 

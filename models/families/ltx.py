@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.causal import CausalForward
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes
+from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
     first_frame_shape,
@@ -28,7 +29,6 @@ from models.families.diffusers_family import (
     insert_first_frame,
     token_times,
 )
-from models.roles.condition import FIRST_FRAME, Condition
 
 TIME_FEATURES = 256
 """Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.causal import CausalForward
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
     first_frame_shape,
@@ -35,7 +36,6 @@ from models.families.diffusers_family import (
     token_times,
 )
 from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
-from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
 """Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""

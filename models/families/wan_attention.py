@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.attention.cached import KeyValues, cached_attention
 from fsdp_cp.mesh import Mesh
-from models.causal import CausalForward
+from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import token_positions
 
 Table = tuple[Tensor, Tensor]

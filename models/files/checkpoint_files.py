@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_cp.errors import UserError
 from models.files.shipped import find_shipped
 
-ADDITIONS = "additions.safetensors"
+ADDITIONS_FILE = "additions.safetensors"
 """File with the tensors of a network's additions (models/additions/), next to its own files. diffusers does not read
 it."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
@@ -121,7 +121,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
             if name in shapes:  # the reader would take either tensor
                 raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; {_LINK}")
             shapes[name], files[name], stored[name] = shape, file.name, in_file
-    extra = path / ADDITIONS
+    extra = path / ADDITIONS_FILE
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
 
@@ -132,7 +132,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     for index in path.glob("*.safetensors.index*.json"):
         names = tuple(indexed_files(index, where))
         indexed |= dict.fromkeys(names, names)
-    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS]
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS_FILE]
     sets: dict[tuple[str, ...], str] = {}
     for file in files:
         part = _PART.fullmatch(file.name)
@@ -177,7 +177,7 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
 
 def fingerprint(folder: TransformerFolder) -> str:
     """Return the :func:`fingerprint_of` the weight files in ``folder``; it does not depend on the folder's location."""
-    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS)
+    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS_FILE)
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:

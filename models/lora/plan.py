@@ -22,7 +22,7 @@ from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.roles.network import owner
+from models.owner import owner
 
 logger = logging.getLogger(__name__)
 

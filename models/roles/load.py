@@ -23,7 +23,8 @@ from models.additions.base import attach_additions
 from models.families.base import LatentShape, Shape
 from models.files.checkpoint_files import one_line
 from models.lora.serving import Serving
-from models.roles.network import Network, owner
+from models.owner import owner
+from models.roles.network import Network
 from models.roles.parallelize import parallelize
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing

@@ -13,7 +13,7 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from fsdp_cp.sharding.shard import shard_module
 from models.additions.base import additions_of
 from models.families.base import Family
-from models.roles.network import owner
+from models.owner import owner
 from models.roles.role_plan import RolePlan
 
 

@@ -20,9 +20,11 @@ from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.base import additions_of
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import SecondTime
-from models.causal import Cache, CausalForward, CausalSettings, Record, whole_clip
+from models.causal import CausalSettings
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import Family, Flops
-from models.roles.condition import FIRST_FRAME, Condition
+from models.families.causal_forward import CausalForward, Record
+from models.roles.history import Cache, whole_clip
 from models.roles.network import Network
 
 EXPERTS = ("high", "low")

@@ -19,6 +19,7 @@ from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
 from models.causal import CausalSettings, read_causal
+from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import (
@@ -31,18 +32,19 @@ from models.files.checkpoint_files import (
 )
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
-from models.roles.condition import FIRST_FRAME
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
 
-ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
+ADDITION_CLASSES: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
 
 
 def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:
     """Build the additions ``chosen`` for a network of ``config``, on the current default device."""
     arguments = chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, {})
-    return nn.ModuleDict({name: ADDITIONS[name](family, config, **settings) for name, settings in arguments.items()})
+    return nn.ModuleDict(
+        {name: ADDITION_CLASSES[name](family, config, **settings) for name, settings in arguments.items()}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

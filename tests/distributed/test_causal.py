@@ -13,8 +13,8 @@ from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
+from models.condition import Condition
 from models.lora.settings import LoraSettings
-from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan

@@ -6,8 +6,8 @@ import torch
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
+from models.condition import Condition
 from models.lora.settings import LoraSettings
-from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan

@@ -12,7 +12,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models.export import main as export
-from models.files.export_folder import export_weights
+from models.export_folder import export_weights
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role

@@ -20,7 +20,7 @@ from fsdp_cp.launch import process_group
 from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
-from models.files.export_folder import export_weights
+from models.export_folder import export_weights
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role

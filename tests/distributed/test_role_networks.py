@@ -7,8 +7,8 @@ import torch.distributed as dist
 from fsdp_cp import build_mesh, microbatch
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
+from models.condition import Condition
 from models.families.base import Flops
-from models.roles.condition import Condition
 from models.roles.load import build_role
 from models.roles.network import Network
 from models.roles.role import Role

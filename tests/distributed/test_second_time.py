@@ -23,7 +23,7 @@ from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models import export
 from models.additions.base import additions_of
-from models.files.export_folder import export_weights
+from models.export_folder import export_weights
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors

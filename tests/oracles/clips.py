@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill.data.moving_shapes import MovingShapes
 from distill.data.settings import MovingShapesSettings
-from models.roles.condition import Condition
+from models.condition import Condition
 from tests.oracles.tiny_ltx import SPACING
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 

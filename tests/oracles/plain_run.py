@@ -22,9 +22,9 @@ from distill.methods import METHODS, Batch
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
+from models.condition import Condition
 from models.families.base import Flops
 from models.families.registry import FAMILIES
-from models.roles.condition import Condition
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
 from models.roles.role import Role

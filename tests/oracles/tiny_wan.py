@@ -11,7 +11,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from models.roles.condition import Condition
+from models.condition import Condition
 
 ARCHITECTURE = {
     "patch_size": (1, 2, 2),

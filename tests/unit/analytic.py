@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distill.methods import Batch
 from distill.methods.common.schedules import per_sample
 from fsdp_cp.rng import StepRandom, stream
-from models.roles.condition import Condition
+from models.condition import Condition
 from tests.oracles.tiny_wan import text_condition
 
 TEXT = (1, 2)

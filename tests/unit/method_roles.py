@@ -14,7 +14,7 @@ from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import Condition
+from models.condition import Condition
 from tests.oracles.tiny_wan import text_condition
 
 SHAPE = (2, 3, 4, 4)  # C, T, H, W

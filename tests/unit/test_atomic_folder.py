@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
+from models.export_folder import export_scheduler
 from models.files.atomic_folder import MANIFEST, atomic_folder, refuse_occupied, withdraw
-from models.files.export_folder import export_scheduler
 from tests.unit.refused import refused
 
 

@@ -13,8 +13,8 @@ from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
 from models.causal import CausalSettings, read_causal
+from models.export_folder import write_folder
 from models.families.wan import Wan
-from models.files.export_folder import write_folder
 from models.lora.merge import Weights
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_hunyuan, tiny_ltx

@@ -2,7 +2,7 @@
 
 import torch
 
-from models.roles.condition import Condition
+from models.condition import Condition
 
 
 def make(count, seed=0):

@@ -16,7 +16,7 @@ from distill.data.moving_shapes import CAPTIONS
 from distill.evaluate.evaluator import Evaluator
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.train.metrics import MetricsLog
-from models.roles.condition import Condition
+from models.condition import Condition
 from tests.oracles.clips import moving_shapes
 
 

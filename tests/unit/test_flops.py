@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from distill.planning.prediction import load_hardware
 from fsdp_cp.measure.memory import peak_flops
+from models.condition import Condition
 from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
 from models.families.wan import Wan
-from models.roles.condition import Condition
 from tests.oracles import tiny_hunyuan, tiny_ltx, tiny_wan
 
 

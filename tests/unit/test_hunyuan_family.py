@@ -22,10 +22,10 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import fake_tensors
+from models.condition import Condition
 from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
-from models.roles.condition import Condition
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
 from tests.unit.test_flops import hunyuan_inputs
 

@@ -8,7 +8,7 @@ from distill.methods.common.sampling import rollout
 from distill.methods.common.schedules import shift_time
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.rcm import Rcm, RcmSettings
-from models.files.export_folder import export_scheduler
+from models.export_folder import export_scheduler
 from models.files.scheduler import TOLERANCE, few_step_scheduler
 from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch, text_of
 from tests.unit.refused import refused

@@ -16,8 +16,8 @@ from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sequence import gather_tokens
+from models.condition import Condition
 from models.families.registry import FAMILIES
-from models.roles.condition import Condition
 
 EXAMPLES = [(name, example) for name, family in FAMILIES.items() for example in family.examples()]
 

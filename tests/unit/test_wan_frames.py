@@ -7,9 +7,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.condition import Condition
 from models.families.diffusers_family import hold_first_frame, insert_first_frame, token_times
 from models.families.wan import Wan
-from models.roles.condition import Condition
 from tests.oracles.tiny_wan import ARCHITECTURE, TEXT_SHAPE
 from tests.unit.refused import refused
 

@@ -28,8 +28,8 @@ from distill.data.encoders.image import SIGLIP, ImageInput, inspect_image_encode
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
+from models.condition import FIRST_FRAME
 from models.families.hunyuan import GLYPH_TOKENS
-from models.roles.condition import FIRST_FRAME
 
 TEMPLATE_TOKENS = 108
 """Tokens of the chat template before the caption, which the pipelines cut off after the encoder."""

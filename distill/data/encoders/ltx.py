@@ -21,7 +21,7 @@ from distill.data.encoders.folder import part_settings, shown, whole_number
 from distill.data.encoders.image import ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
-from models.roles.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME
 
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""

@@ -27,7 +27,7 @@ from distill.data.encoders.folder import (
 from distill.data.encoders.image import ImageInput, inspect_image_encoder
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
-from models.roles.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from distill.data.videos.video_folder import ListedClip, unlisted_videos
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from models.roles.condition import Condition
+from models.condition import Condition
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
+from models.condition import FIRST_FRAME
 from models.files.checkpoint_files import fingerprint_of
-from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

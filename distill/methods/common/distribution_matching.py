@@ -15,7 +15,7 @@ from distill.methods.base import Batch, Guidance, guided_velocity
 from distill.methods.common.expert_times import Times
 from distill.methods.common.observations import Observations, per_sample_mean, per_sample_norm
 from distill.methods.common.schedules import add_noise, denoise, per_sample
-from models.roles.condition import Condition
+from models.condition import Condition
 
 if TYPE_CHECKING:
     from models.roles.role import Role

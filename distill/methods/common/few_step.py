@@ -16,8 +16,8 @@ from distill.methods.common.sampling import Sampler, StudentSampler, guided_chun
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 from models.files.scheduler import few_step_scheduler
-from models.roles.condition import Condition
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin

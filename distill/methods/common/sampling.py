@@ -17,8 +17,8 @@ from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.rng import StepRandom
-from models.causal import Cache
-from models.roles.condition import FIRST_FRAME, Condition
+from models.condition import FIRST_FRAME, Condition
+from models.roles.history import Cache
 
 if TYPE_CHECKING:
     from models.roles.role import Role

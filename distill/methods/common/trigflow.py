@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.methods.base import Guidance, guided_velocity
 from distill.methods.common.schedules import per_sample
-from models.roles.condition import Condition
+from models.condition import Condition
 
 if TYPE_CHECKING:
     from models.roles.role import Role

@@ -28,7 +28,7 @@ from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
 from models.families.base import Family
 from models.files.atomic_folder import atomic_folder, withdraw
-from models.files.checkpoint_files import ADDITIONS, EXPERT_FOLDERS
+from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS
 from models.lora.files import file_tensors, write_file
 from models.lora.merge import Weights, merged
 
@@ -186,7 +186,7 @@ def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, lis
         for i, names in enumerate(files)
     }
     if addition_tensors(shapes):
-        contents[ADDITIONS] = list(addition_tensors(shapes))
+        contents[ADDITIONS_FILE] = list(addition_tensors(shapes))
     return contents
 
 
@@ -219,14 +219,14 @@ def _write_texts(
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
     notes = []
     if addition_tensors(shapes):
-        notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS))
+        notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS_FILE))
         log.warning("%s: %s", folder, notes[0])
     if causal is not None:
         write_causal(unfinished, causal)
         notes.append(CAUSAL_NOTE)
     if notes:
         (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")
-    weight_map = {name: file for file, names in contents.items() if file != ADDITIONS for name in names}
+    weight_map = {name: file for file, names in contents.items() if file != ADDITIONS_FILE for name in names}
     if len(set(weight_map.values())) > 1:
         total = sum(map(math.prod, network_tensors(shapes).values())) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,0 +1,36 @@
+"""Owner and public name of each parameter of a network that several roles can share."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from models.additions.base import ADDITIONS
+
+_ROLE_LAYERS = ("lora_A", "lora_B")
+"""Names of peft's (0.21) dictionaries with one entry per adapter. An adapter has its role's name."""
+_BASE_LAYER = "base_layer"
+"""Name that peft (0.21) gives a wrapped layer."""
+
+
+@lru_cache(maxsize=2**16)  # called for the same thousands of names, a dozen times a step
+def owner(name: str) -> tuple[str | None, str]:
+    """Return the role that owns the parameter ``name``, and the parameter's public name.
+
+    Args:
+        name: name in the module, e.g. ``blocks.0.attn1.to_q.lora_A.student.weight``.
+
+    Returns:
+        Role (``None`` for a parameter of the network itself, whose public name is diffusers') and public name. Names
+        with ``lora_A.weight`` and ``additions.gan_head`` are the same for every role.
+    """
+    path = name.split(".")
+    if path[0] == ADDITIONS:
+        return path[1], ".".join([ADDITIONS, *path[2:]])
+    role, public, rest = None, [], iter(path)
+    for component in rest:
+        if component == _BASE_LAYER:
+            continue
+        if component in _ROLE_LAYERS:
+            role = next(rest)
+        public.append(component)
+    return role, ".".join(public)
