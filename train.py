@@ -14,7 +14,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     """Compose the settings, plan the run, build it on the mesh, and train. ``stop`` ends the run early."""
     config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.run.folder import command_line, refuse_foreign, run_log
+    from distill.run.folder import command_line, refuse_foreign_run, run_log
     from distill.run.mesh_check import check_meshes
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
@@ -31,7 +31,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             return plan_command(config, command_line(arguments))
         device = open_device(config)
         plan = plan_run(config)  # check as much as possible before anything is built
-        refuse_foreign(plan.run_dir)
+        refuse_foreign_run(plan.run_dir)
         if config.dry_run:
             return dry_run(config, plan)
         with open_run(config, plan, device=device, arguments=arguments) as run:

@@ -26,7 +26,7 @@ from distill.data import ClipDataset, condition_of
 from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
-from distill.data.sets.write_set import Save, SetWriter, refuse_foreign, texts_of
+from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts_of
 from distill.data.shares import Shares
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = open_device(config)
     plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
-        on_first_rank(lambda: refuse_foreign(out, where))
+        on_first_rank(lambda: refuse_other_set(out, where))
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
         sampling = _Sampling(config, arguments, plan, data)
         writer = SetWriter(out, where, on_all_ranks(sampling.described)[0])

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.runtime import timeouts
 from fsdp_cp.runtime.signals import STOPPED, Stopped
@@ -271,11 +272,8 @@ def write_error(message: str, callstack: str | None = None) -> None:
         return
     more = {} if callstack is None else {"py_callstack": callstack}
     about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
-    partial = f"{file}.part"  # torchrun removes the worker's folder
     try:
-        with open(partial, "w") as stream:
-            json.dump(about, stream)
-        os.replace(partial, file)
+        write_text(Path(file), json.dumps(about))
     except OSError as failure:
         print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
 

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, reader
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
 from models.export_folder import write_folder
 from models.families.registry import family_of
-from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
@@ -80,7 +80,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a ``step_*`` folder.
-        out: the folder to write; see :func:`models.files.atomic_folder.refuse_occupied`.
+        out: the folder to write; see :func:`fsdp_cp.files.atomic_folder.refuse_occupied`.
         role: ``student`` or ``fake``.
         weights: ``raw`` or ``ema``.
         dtype: dtype of the files.

@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import atomic_folder, withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks, on_first_rank
 from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
 from models.families.base import Family
-from models.files.atomic_folder import atomic_folder, withdraw
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS
 from models.lora.files import file_tensors, write_file
 from models.lora.merge import Weights, merged
@@ -136,7 +136,7 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Args:
-        folder, about, move_aside: as for :func:`models.files.atomic_folder.atomic_folder`.
+        folder, about, move_aside: as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
         networks: weights of each network; each tensor is read once.
         config: contents of their ``config.json``.
         boundaries: times between experts (:class:`models.roles.role.Role`).

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +28,11 @@ from distill.planning.prediction import (
 )
 from distill.planning.roles import KINDS
 from distill.report.charts import svg
-from distill.report.media import write_text
 from distill.report.page import data_uri, render
 from distill.run.setup import RunPlan, Shapes, plan_run
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_file import write_text
+from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
 from models.families.base import config_of
@@ -62,7 +61,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
     """
     require_plannable(config)
     config, plan = plan_without_gpus(config)
-    prepare_folder(plan.run_dir, FILE, PAGE)
+    refuse_other_files(plan.run_dir, FILE, PAGE)
     prediction = make_prediction(config, plan, at_once=True)
     for line in in_words(prediction):
         log.info(line)
@@ -156,26 +155,15 @@ def planned_shapes(config: Config) -> Shapes:
     return latents, {"image_latents": latents, **shapes}
 
 
-def prepare_folder(folder: Path, file: str, *others: str) -> None:
-    """Make the directory of a plan, and check that it is writable before minutes are spent.
+def refuse_other_files(folder: Path, file: str, *others: str) -> None:
+    """Refuse a directory that cannot be written, or with files that no plan wrote, before minutes are spent.
 
     ``file`` is the JSON file that the planner will write. If an earlier plan wrote it, the ``others`` that the planner
     will write are taken for that plan's.
-
-    Raises:
-        UserError: an existing file that no plan wrote; a directory that cannot be written.
     """
-    is_ours = False
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        is_ours = json.loads((folder / file).read_text())["made_by"] == MADE_BY
-    foreign = [name for name in (file, *others) if (folder / name).exists()]
-    if foreign and not is_ours:
-        raise UserError(f"{folder / foreign[0]} was not written by the planner; give another run_dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"run_dir={folder} cannot be written ({error.strerror}); give another folder") from error
+    refuse_foreign(
+        folder, "run_dir", others, record=file, is_ours=lambda plan: plan["made_by"] == MADE_BY, maker="the planner"
+    )
 
 
 _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#c9a227", "#7a6a8f")

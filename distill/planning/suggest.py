@@ -24,9 +24,9 @@ from distill.methods import METHODS
 from distill.planning import command
 from distill.planning.command import MADE_BY, make_prediction, plan_without_gpus
 from distill.planning.prediction import GIB
-from distill.report.media import write_text
 from distill.run.setup import has_adapters, world_of
 from fsdp_cp.errors import UserError, counted
+from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.runtime.progress import progress
 
@@ -90,7 +90,7 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
             "plan=suggest needs planning.hardware; use planning.hardware=h20, or another in configs/hardware"
         )
     folder = Path(config.run_dir)
-    command.prepare_folder(folder, SUGGESTIONS)
+    command.refuse_other_files(folder, SUGGESTIONS)
     typed = [word for word in overrides if not word.startswith("plan=")]
     axes = Axes.from_config(config, typed)
     cores, memory = len(os.sched_getaffinity(0)), available_host_memory()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.run.json_lines import finite_number, read_objects, step_of
+from fsdp_cp.files.json_lines import finite_number, read_objects, step_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,45 +6,18 @@ pixels wide) are enlarged by whole factors without smoothing, so that pictures s
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import textwrap
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from fsdp_cp.files.atomic_file import atomic_path
+
 _BT601, _LIMITED_RANGE = 5, 1  # AVColorSpace and AVColorRange: what swscale writes for rgb24 -> yuv420p
-
-
-@contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path next to `path` with the same suffix, and rename it to `path` on success.
-
-    A reader never sees half a file. After an exception, the old file is unchanged and the new one removed.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The name is random: nodes that share the folder may have equal process ids.
-    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file by :func:`atomic_path`.
-
-    Lone surrogates become "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
-    """
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
 def fitted_size(height: int, width: int, *, target: int) -> tuple[int, int]:

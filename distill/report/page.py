@@ -18,7 +18,7 @@ from distill.report.charts import values
 from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import fitted_size, pick_frames, picture_bytes, resize, strip
 from distill.report.verdict import ReportRow, label
-from distill.run.json_lines import finite_number, read_objects
+from fsdp_cp.files.json_lines import finite_number, read_objects
 
 
 def page(

@@ -18,11 +18,12 @@ from typing import Any
 
 from distill.report.charts import ROLE_COLORS, read_metrics
 from distill.report.measures import HIGHER_IS_BETTER
-from distill.report.media import contact_sheet, write_text
+from distill.report.media import contact_sheet
 from distill.report.page import page, read_starts
 from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
 from distill.run.folder import STARTS
 from fsdp_cp.errors import counted
+from fsdp_cp.files.atomic_file import write_text
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config
-from distill.report.media import atomic_path, write_text
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory
-from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
+from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.files.atomic_file import atomic_path, write_text
+from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
 from fsdp_cp.reduce import on_first_rank
@@ -49,30 +50,14 @@ OUTPUTS = (
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
 
 
-@paths_of_the_user()
-def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
-    """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
-
-    Changes nothing, and needs no process group. ``setting`` is the name of the user's setting, for messages.
-    """
-    nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-    if not nearest.is_dir():
-        raise UserError(f"{setting}={run_dir}: {nearest} is not a directory; choose another {setting}")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"{setting}={run_dir} cannot be written (permission denied); choose another {setting}")
-    with suppress(OSError, ValueError, LookupError, TypeError), (run_dir / STARTS).open() as file:
-        if "started" in json.loads(next(file, "")):
-            return  # a run made this directory
-    for name in OUTPUTS:
-        if (run_dir / name).exists():
-            raise UserError(
-                f"{setting}={run_dir} contains {name} but was not created by a run; choose an empty or a new directory"
-            )
+def refuse_foreign_run(run_dir: Path, setting: str = "run_dir") -> None:
+    """Refuse a directory that cannot be written, or in which a run would overwrite files of other programs."""
+    refuse_foreign(run_dir, setting, OUTPUTS, record=STARTS, is_ours=lambda start: "started" in start, maker="a run")
 
 
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
     """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective."""
-    return held_directory(run_dir, setting, check=lambda: refuse_foreign(run_dir, setting))
+    return held_directory(run_dir, setting, check=lambda: refuse_foreign_run(run_dir, setting))
 
 
 def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:

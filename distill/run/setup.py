@@ -21,12 +21,12 @@ from distill.train.optimizers import parameter_groups
 from distill.train.profiling import check_profile
 from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
+from fsdp_cp.files.atomic_folder import refuse_input
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
-from models.files.atomic_folder import refuse_input
 from models.lora.saved import find_adapters
 from models.roles.load import build_roles
 from models.roles.role import Role

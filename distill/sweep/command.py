@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from distill.report.media import atomic_path, write_text
 from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words, short_keys
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted
+from fsdp_cp.files.atomic_file import atomic_path, write_text
+from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import exit_code
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 
@@ -144,16 +145,18 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: a run's directory, a sweep with other settings than ``about``, or files that no sweep wrote.
     """
-    if not (folder / FILE).exists():
-        for name in (STARTS, TABLE, PICTURE):
-            if (folder / name).exists():
-                raise UserError(f"sweep_dir={folder} contains {name}, which no sweep wrote; choose a new directory")
+    earlier = refuse_foreign(
+        *(folder, "sweep_dir", (STARTS, TABLE, PICTURE)),
+        record=FILE,
+        is_ours=lambda sweep: sweep["made_by"] == _MADE_BY,
+        maker="a sweep",
+    )
+    if earlier is None:
         return {}
     try:
-        earlier = json.loads((folder / FILE).read_text())
         changed = [key for key in about if earlier[key] != about[key]]
         rows = {row["name"]: row for row in earlier["rows"]}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise UserError(f"sweep_dir={folder}: {FILE} is not of this version; choose a new directory") from error
     if changed:
         raise UserError(

@@ -18,9 +18,9 @@ from typing import Any
 from distill.config.errors import CONFIGS
 from distill.planning.command import FILE as PLAN_FILE
 from distill.run.folder import STARTS
-from distill.run.json_lines import finite_number, read_objects
 from distill.sweep.points import Point
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.json_lines import finite_number, read_objects
 from fsdp_cp.launch import outside_of_torchrun
 from fsdp_cp.runtime.signals import end_with_parent
 

@@ -17,11 +17,11 @@ from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import on_first_rank, parameter_norms
 from models.export_folder import export_adapters, export_scheduler, export_weights
-from models.files.atomic_folder import withdraw
 from models.roles.role import EXPERTS
 
 if TYPE_CHECKING:

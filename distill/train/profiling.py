@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distill.config.schema import ProfileSettings
-from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError, shown
+from fsdp_cp.files.atomic_file import atomic_path
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier
 from fsdp_cp.runtime.signals import Stopped

@@ -23,7 +23,6 @@ from distill.data import ClipDataset
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
-from distill.run.json_lines import cut_back
 from distill.run.open import Run
 from distill.run.setup import RunPlan
 from distill.train.callbacks import Export, Norms
@@ -34,6 +33,7 @@ from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.json_lines import cut_back
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase

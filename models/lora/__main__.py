@@ -10,9 +10,9 @@ import torch
 
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
 from models.families.registry import family_names, family_of
-from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import inspect_transformer
 from models.lora.extract import extract
 from models.lora.files import FORMATS, file_tensors, write_file

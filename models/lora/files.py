@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import atomic_folder
 from models.causal import write_causal
 from models.families.base import Family
-from models.files.atomic_folder import atomic_folder
 
 FORMATS = ("diffusers-lora", "wan-lora")
 NAME = "pytorch_lora_weights.safetensors"
@@ -66,7 +66,7 @@ def write_file(
 ) -> None:
     """Write ``folder/pytorch_lora_weights.safetensors``, and ``causal.json`` for the adapters of a causal network.
 
-    ``folder``, ``about`` and ``move_aside`` are as for :func:`models.files.atomic_folder.atomic_folder`.
+    ``folder``, ``about`` and ``move_aside`` are as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written.

@@ -14,8 +14,8 @@ from distill.config.schema import EmaSettings
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import atomic_folder
 from models.export import main as export
-from models.files.atomic_folder import atomic_folder
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare

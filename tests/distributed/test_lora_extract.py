@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import atomic_folder
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.files.atomic_folder import atomic_folder
 from models.lora import extract as extraction
 from models.lora.__main__ import main
 from models.lora.files import file_tensors

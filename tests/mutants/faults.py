@@ -402,9 +402,9 @@ FAULTS = (
         name="refused_run_leaves_folder",
         room="command line: writes before refusal",
         harm="a dry run, or a run that is refused later, leaves an empty folder",
-        old=("        refuse_foreign(plan.run_dir)\n        if config.dry_run:\n"),
+        old=("        refuse_foreign_run(plan.run_dir)\n        if config.dry_run:\n"),
         new=(
-            "        refuse_foreign(plan.run_dir)\n"
+            "        refuse_foreign_run(plan.run_dir)\n"
             "        plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
             "        if config.dry_run:\n"
         ),

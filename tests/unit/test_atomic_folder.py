@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import MANIFEST, atomic_folder, refuse_occupied, withdraw
 from models.export_folder import export_scheduler
-from models.files.atomic_folder import MANIFEST, atomic_folder, refuse_occupied, withdraw
 from tests.unit.refused import refused
 
 
@@ -56,7 +56,7 @@ def _umask() -> int:
 def test_clips_and_weights_do_not_replace_each_other(tmp_path):
     """``distill.sample --out RUN/export/student`` once deleted the student."""
     clips, weights = {"made by": "distill.sample"}, {"run": "a"}
-    for first, second, maker in ((weights, clips, "models.export"), (clips, weights, "distill.sample")):
+    for first, second, maker in ((weights, clips, "models"), (clips, weights, "distill.sample")):
         out = tmp_path / maker
         with atomic_folder(out, first) as unfinished:
             (unfinished / "a").write_text("first")

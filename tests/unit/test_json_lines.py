@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.run.json_lines import cut_back, finite_number, parse, read_objects
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.json_lines import cut_back, finite_number, parse, read_objects
 from tests.unit import damaged_lines
 
 

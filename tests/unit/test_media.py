@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from distill.report import media
+from fsdp_cp.files.atomic_file import atomic_path
 
 
 def moving_disc(frames: int = 6, height: int = 16, width: int = 16, colour=(255, 60, 20)) -> np.ndarray:
@@ -49,11 +50,11 @@ def test_mp4_pads_odd_sides_and_enlarges_small_clips(tmp_path):
 def test_a_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError), media.atomic_path(path) as temporary:
+    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert path.read_text() == "old"
-    with media.atomic_path(path) as first, media.atomic_path(path) as second:
+    with atomic_path(path) as first, atomic_path(path) as second:
         assert first != second and first.suffix == path.suffix, "two nodes may write the same file"
         first.write_text("first")
         second.write_text("second")

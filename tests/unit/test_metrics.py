@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from distill.config.schema import LogSettings
-from distill.run.json_lines import cut_back
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog
+from fsdp_cp.files.json_lines import cut_back
 from tests.unit.refused import refused
 
 

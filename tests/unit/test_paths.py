@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from distill.run.folder import refuse_foreign
+from distill.run.folder import refuse_foreign_run
 from distill.sample import main as sample
 from fsdp_cp.errors import paths_of_the_user
+from fsdp_cp.files.atomic_folder import refuse_input
 from models.export import main as export
-from models.files.atomic_folder import refuse_input
 from models.lora.__main__ import main as lora
 from tests.unit.refused import refused
 from train import main as train
@@ -65,7 +65,7 @@ def _ended(command, words):
 
 def _refuse_foreign(run_dir):
     with refused("run_dir"):
-        refuse_foreign(run_dir)
+        refuse_foreign_run(run_dir)
 
 
 def test_where_nobody_may_write_no_run_begins(tmp_path):

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
-from distill.run.folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting, this_start
+from distill.run.folder import (
+    OUTPUTS,
+    STARTS,
+    _move_aside,
+    held_run_dir,
+    refuse_foreign_run,
+    resume_setting,
+    this_start,
+)
 from tests.unit.refused import refused
 
 
@@ -31,7 +39,7 @@ def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, 
         patch.setattr(Path, "rename", until_killed)
         _move_aside(tmp_path)
     assert len(done) == renames
-    refuse_foreign(tmp_path)
+    refuse_foreign_run(tmp_path)
     _move_aside(tmp_path)
     assert not any((tmp_path / name).exists() for name in OUTPUTS)
     kept = [path.name for path in (tmp_path / "previous").rglob("*") if path.is_file()]
@@ -89,7 +97,7 @@ def test_a_lock_is_taken_once_at_a_time(tmp_path):
 def test_a_link_to_nowhere_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "run").symlink_to("nowhere")
     with refused("run_dir"):
-        refuse_foreign(tmp_path / "run")
+        refuse_foreign_run(tmp_path / "run")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -97,4 +105,4 @@ def test_a_link_to_nowhere_is_refused_before_anything_is_made(tmp_path):
 def test_a_record_of_starts_is_known_by_what_it_says(tmp_path, content):
     (tmp_path / STARTS).write_text(content)
     with refused("run_dir"):
-        refuse_foreign(tmp_path)
+        refuse_foreign_run(tmp_path)

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from fsdp_cp.files.atomic_file import atomic_path
+
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
 """Tensor types of a set, by their names in safetensors."""
 _ENTRY = "set"
@@ -43,15 +45,8 @@ def publish(file: Path, content: bytes) -> None:
     Raises:
         OSError: a full disk, or a folder that cannot be written.
     """
-    part = file.with_name(f".{file.name}.tmp")  # the set's lock lets one process write it
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_path(file, locked=True) as part:  # the set's lock lets one process write it
+        part.write_bytes(content)
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -12,6 +12,7 @@ import csv
 import hashlib
 import io
 import logging
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,13 +41,13 @@ from distill.data.sets.files import (
     packed,
     publish,
     read_header,
-    read_json,
     read_tensors,
     write_json,
 )
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.runtime.progress import progress
@@ -85,7 +86,7 @@ class SetWriter:
             UserError: a folder that holds something else or a set of other settings, that another process writes, or
                 that the ranks do not share.
         """
-        on_first_rank(lambda: refuse_foreign(self.path, self.where, self.settings))
+        on_first_rank(lambda: refuse_other_set(self.path, self.where, self.settings))
         if on_first_rank(self._damaged) == []:
             yield True
             return
@@ -246,27 +247,19 @@ class SetWriter:
         return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, first
 
 
-def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
+@paths_of_the_user()
+def refuse_other_set(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``)."""
-    try:
-        names = sorted(file.name for file in path.iterdir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{where} cannot be used ({error.strerror}); give an empty or a new folder") from error
-    if {SET, _BEGUN}.isdisjoint(names):  # no encoding began here, so files with a set's names are the user's
-        foreign = [name for name in names if name not in (LOCK, f".{_BEGUN}.tmp")]
-        if foreign:
-            raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
-        return
-    try:
-        recorded = read_json(path / SET).get("settings", {}) if SET in names else read_json(path / _BEGUN)
-    except (Damaged, OSError) as error:
-        raise UserError(f"{where} cannot be read ({error}); give another folder") from error
-    if not recorded:
-        raise UserError(f"{where} holds JSON files that are not of a set; give an empty or a new folder")
-    for key, now in (settings or {}).items():
-        was = recorded.get(key)
+    # Where no encoding began, all files are the user's, files with a set's names too.
+    names = sorted({*os.listdir(path)} - {LOCK, ".encoding.tmp.json"}) if path.is_dir() else []
+
+    def recorded(value: Any) -> dict[str, Any]:
+        return dict((value["settings"] if SET in names else value).items())
+
+    record, setting = SET if SET in names else _BEGUN, where.split("=")[0]
+    made = refuse_foreign(path, setting, names, record=record, is_ours=recorded, maker="an encoding")
+    for key, now in (settings or {}).items() if made else ():
+        was = recorded(made).get(key)
         while was != now and isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs
             inner = next(name for name in {**was, **now} if was.get(name) != now.get(name))
             key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from distill.run.json_lines import parse
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.json_lines import parse
 from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_file import atomic_path
 
 log = logging.getLogger(__name__)
 

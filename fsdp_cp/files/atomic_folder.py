@@ -95,7 +95,7 @@ def _states(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _maker(about: Mapping[str, Any]) -> str:
     """Return the module that made an export described by ``about``."""
-    return str(about.get("made by", "models.export"))
+    return str(about.get("made by", "models"))
 
 
 @contextmanager

@@ -1,0 +1,40 @@
+"""Atomic writing of files."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str], *, locked: bool = False) -> Iterator[Path]:
+    """Yield a path next to ``path`` with the same suffix; on success flush it to the disk and rename it to ``path``.
+
+    A reader never sees half a file, also after a power failure. After an exception, the old file is unchanged and the
+    new one removed. With ``locked``, only this process writes in the folder: the next write then replaces the part that
+    a kill left, which otherwise stays.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The name is random: nodes that share the folder may have equal process ids.
+    unique = "" if locked else f".{uuid.uuid4().hex}"
+    temporary = path.with_name(f".{path.stem}{unique}.tmp{path.suffix}")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file by :func:`atomic_path`.
+
+    Lone surrogates become "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="replace")

@@ -1,0 +1,48 @@
+"""Check of a folder before a command writes into it: it must not hold files of other programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_cp.errors import UserError, paths_of_the_user
+
+
+@paths_of_the_user()
+def refuse_foreign(
+    folder: Path, setting: str, names: Iterable[str], *, record: str, is_ours: Callable[[Any], object], maker: str
+) -> Any:
+    """Refuse a folder that cannot be made or written, or in which a command would overwrite files of other programs.
+
+    Changes nothing, and needs no process group.
+
+    Args:
+        folder: the folder to write.
+        setting: the user's name for it, for messages.
+        names: files in it that the command replaces.
+        record: file that marks the folder as the command's; ``is_ours`` tells so from its first JSON value.
+        maker: noun for the command, for messages.
+
+    Returns:
+        The first JSON value of ``record``; ``None`` for a folder that the command has not written yet.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise UserError(f"{setting}={folder}: {nearest} is not a directory; choose another {setting}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{setting}={folder} cannot be written (permission denied); choose another {setting}")
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        value, _ = json.JSONDecoder().raw_decode((folder / record).read_text(encoding="utf-8"))
+        if is_ours(value):
+            return value
+    for name in (record, *names):
+        if os.path.lexists(folder / name):
+            raise UserError(
+                f"{setting}={folder} contains {name}, which {maker} did not write, or which is damaged; choose an empty"
+                " or a new directory"
+            )
+    return None
