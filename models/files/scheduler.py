@@ -9,12 +9,15 @@ at all.
 
 Some pipelines pass their own times to the scheduler, which shifts and stretches them too. LTX passes 1, 1 - 1/n, ...,
 1/n.
+
+A pipeline of two experts chooses one by comparing the scheduler's time with the boundary. So a time near the boundary
+must not move across it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_cp.errors import UserError
@@ -29,16 +32,32 @@ _SHIFTS = (0.01, 30.0)
 """Range in which each time grows with the shift. Far above it, diffusers' minimum time of 1/1000 is shifted up too."""
 
 
+_MARGIN = 1e-5
+"""Distance that the scheduler's times keep from a boundary, so that no rounding crosses it."""
+_CROSSING = 1000.0
+"""Weight of a time's distance from its expert's range, for the nearest scheduler: crossing costs more than
+``TOLERANCE``."""
+
+
 def few_step_scheduler(
-    times: list[float], *, stochastic: bool, pipeline_times: Callable[[int], list[float] | None] | None = None
+    times: list[float],
+    *,
+    stochastic: bool,
+    pipeline_times: Callable[[int], list[float] | None] | None = None,
+    boundaries: Sequence[float] = (),
+    experts: Sequence[int] = (),
 ) -> FlowMatchEulerDiscreteScheduler:
     """Return the scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
+
+    Each step stays on the side of the boundaries on which it was trained.
 
     Args:
         times: rectified-flow times of the student, descending, above 0.
         stochastic: re-noise between the steps; Euler steps otherwise.
         pipeline_times: function from a number of steps to the times that the pipeline passes to the scheduler;
             ``None`` if it passes none.
+        boundaries: times between the student's experts, descending.
+        experts: position of the expert that each of ``times`` was trained with.
 
     Raises:
         UserError: no scheduler of diffusers has these times.
@@ -46,16 +65,25 @@ def few_step_scheduler(
 
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    def inside(time: float, expert: int) -> float:
+        """Return the time nearest to ``time`` that ``expert`` serves."""
+        high = boundaries[expert - 1] - _MARGIN if expert else 1.0
+        low = boundaries[expert] + _MARGIN if expert < len(boundaries) else 0.0
+        return min(max(time, low), high)
+
+    experts = experts or [0] * len(times)
     # Do not stretch a list of one time: the factor would be 0/0.
-    terminal = times[-1] if len(times) > 1 else None
+    terminal = inside(times[-1], experts[-1]) if len(times) > 1 else None
     sigmas = pipeline_times(len(times)) if pipeline_times else None
 
     def with_shift(shift: float) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
-        """Return the scheduler and its greatest distance from a trained time."""
+        """Return the scheduler and its greatest distance from a trained time, far more where another expert serves."""
         options = {"shift": shift, "shift_terminal": terminal, "stochastic_sampling": stochastic}
         scheduler = FlowMatchEulerDiscreteScheduler(**options)
         scheduler.set_timesteps(len(times), sigmas=sigmas)
-        return scheduler, max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))
+        steps = scheduler.sigmas[:-1].tolist()
+        crossed = max(abs(time - inside(time, expert)) for time, expert in zip(steps, experts, strict=True))
+        return scheduler, max(abs(a - b) for a, b in zip(steps, times, strict=True)) + _CROSSING * crossed
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing

@@ -10,6 +10,7 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from models.export_folder import export_scheduler
 from models.files.scheduler import TOLERANCE, few_step_scheduler
+from models.roles.role import Role
 from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch, text_of
 from tests.unit.refused import refused
 
@@ -99,12 +100,47 @@ def test_its_update_is_the_students(times, sampler):
     assert off([*times[:-1], times[-1] - 0.01]) > 3e-4, "the checks above can tell times apart"
 
 
+def student_with(*boundaries):
+    """Return a student with boundaries alone."""
+    student = object.__new__(Role)
+    student.boundaries = boundaries
+    return student
+
+
+@pytest.mark.parametrize(
+    ("boundary", "times"),
+    [
+        (0.875, [1.0, 0.9545, 0.875, 0.7]),
+        (0.875, [1.0, 0.9545, 0.8749, 0.7]),
+        (0.875, [shift_time(1 - i / 8, 7.0) for i in range(8)]),
+        (0.9, [1.0, 0.9, 0.5]),
+        (0.875, [1.0, 0.875]),
+        (0.625, PUBLISHED),
+        (0.8333, PUBLISHED),
+    ],
+)
+def test_a_pipeline_runs_the_expert_that_was_trained(boundary, times):
+    """diffusers takes the first expert where a time is not below the boundary times 1000."""
+    student = student_with(boundary)
+    scheduler = dmd2(student, step_list=times).scheduler()
+    assert times_of(scheduler, len(times)) == pytest.approx(times, abs=TOLERANCE)
+    served = [0 if t >= boundary * 1000 else 1 for t in scheduler.timesteps]
+    assert served == [student.expert_at(t) for t in times]
+
+
+def test_a_scheduler_that_would_run_the_other_expert_is_withheld():
+    times = [1.0, 0.936, 0.8333, 0.625]
+    assert times_of(dmd2(student_with(), step_list=times).scheduler(), 4)[2] < 0.8324
+    with refused("0.8333"):
+        dmd2(student_with(0.8333), step_list=times).scheduler()
+
+
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])
 def test_methods_give_their_students_scheduler(sampler):
-    scheduler = dmd2(step_list=PUBLISHED, student_sampler=sampler).scheduler()
+    scheduler = dmd2(student_with(), step_list=PUBLISHED, student_sampler=sampler).scheduler()
     assert times_of(scheduler, 4) == pytest.approx(PUBLISHED, abs=2e-5)
     assert scheduler.config.stochastic_sampling == (sampler == "renoise")
     with refused("method=meanflow"):
         MeanFlow(MeanFlowSettings(), {}).scheduler()
     with refused("0.987654"):
-        Rcm(RcmSettings(), {}).scheduler()
+        Rcm(RcmSettings(), {"student": student_with()}).scheduler()

@@ -106,8 +106,14 @@ class FewStepMethod(Method):
                 f"method={self.settings.name}: diffusers has neither a network nor a scheduler for this student;"
                 " sample it with python -m distill.sample"
             )
-        stochastic = self.settings.student_sampler == "renoise"
-        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, pipeline_times=pipeline_times)
+        student, times = self.roles["student"], self.settings.student_times()
+        return few_step_scheduler(
+            times,
+            stochastic=self.settings.student_sampler == "renoise",
+            pipeline_times=pipeline_times,
+            boundaries=student.boundaries,
+            experts=[student.expert_at(time) for time in times],
+        )
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
