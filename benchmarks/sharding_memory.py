@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_cp.measure.memory import resizes_reported
-from fsdp_cp.measure.sharding_allocations import KINDS, watch_allocations
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.runtime.torch_versions import param_groups
+from fsdp_cp.sharding.allocations import KINDS, watch_allocations
 from fsdp_cp.sharding.state import fsdp_modules
 
 
@@ -29,7 +29,7 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 class ShardingMemory:
     """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at their peak.
 
-    Kinds of bytes are those of :data:`fsdp_cp.measure.sharding_allocations.KINDS`.
+    Kinds of bytes are those of :data:`fsdp_cp.sharding.allocations.KINDS`.
 
     Tensors are watched from allocation to release, not kept alive. Not counted: activations, a shard's cast to the
     compute dtype for an all-gather (1 / ranks of a unit), temporaries of autograd, and on CUDA memory that the caching

@@ -26,7 +26,7 @@ from distill.data.sets.write_set import verify
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
-from fsdp_cp.runtime.progress import log_to_console
+from fsdp_cp.progress import log_to_console
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from fsdp_cp.launch import end_process, exit_code, recorded, world_size
+from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_first_rank
-from fsdp_cp.runtime.progress import log_to_console, progress
 from models.additions.base import named_additions
 from models.families.base import LatentShape
 from models.files.checkpoint_files import ADDITIONS_FILE

@@ -39,9 +39,9 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import end_process, exit_code, rank
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.runtime.progress import log_to_console
 from models.roles.role import Role
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fsdp_cp.sharding.initialise import initialise
     from fsdp_cp.sharding.settings import ShardSettings
     from fsdp_cp.sharding.shard import discard_step, gather_first_block_early, materialise, microbatch, shard_module
-    from fsdp_cp.sharding.state import frozen
+    from fsdp_cp.sharding.state import frozen, resharded
 
 __all__ = [
     "Mesh",
@@ -22,6 +22,7 @@ __all__ = [
     "materialise",
     "microbatch",
     "phase",
+    "resharded",
     "shard_module",
 ]
 
@@ -31,7 +32,7 @@ _MODULES = {
     "sharding.initialise": ("initialise",),
     "sharding.settings": ("ShardSettings",),
     "sharding.shard": ("discard_step", "gather_first_block_early", "materialise", "microbatch", "shard_module"),
-    "sharding.state": ("frozen",),
+    "sharding.state": ("frozen", "resharded"),
 }
 
 

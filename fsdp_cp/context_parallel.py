@@ -13,7 +13,7 @@ counts the values in order; in mappings and dataclasses it skips ``None``.
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it takes the sequence length
 from the split, in the same forward, of the argument that its ``source`` names. So does attention
-(:mod:`fsdp_cp.context.sequence_lengths`).
+(:mod:`fsdp_cp.sequence_lengths`).
 
 Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
 between, and their gradients would mix complete and partial sums (docs/gradients.md). Such a split raises an error. So
@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
-from fsdp_cp.context.sequence_lengths import Lengths, enter, entered, leave, records_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import in_backward
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
+from fsdp_cp.sequence_lengths import Lengths, enter, entered, leave, records_of
 
 __all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
 

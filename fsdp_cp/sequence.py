@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.context.duals import may_be_dual, unpack_duals
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single

@@ -32,8 +32,8 @@ from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
+from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
-from fsdp_cp.runtime.progress import progress
 from fsdp_cp.runtime.timeouts import long_timeout
 from models.condition import has_image
 from models.files.shipped import find_shipped

@@ -25,6 +25,7 @@ from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.state import resharded
 from models.roles.role import Role
 
 
@@ -156,7 +157,7 @@ def generate(
     items = None if clips is None else [clips[i] for i in filled]
     condition = data.condition([captions[i] for i in filled], items).to(device)
     made = []
-    with phase(f"sample/{role}", [r.network for r in method.roles.values()]):
+    with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
         for start in range(0, padded, chunk):
             first = start + mesh.dp_rank * batch
             positions = range(first, first + batch)

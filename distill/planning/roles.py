@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from distill.run.setup import RunPlan
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.measure.phases import phase_now
-from fsdp_cp.measure.sharding_allocations import watch_allocations
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
+from fsdp_cp.sharding.allocations import watch_allocations
+from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from fsdp_cp.sharding.state import pool_at
 from models.condition import Condition
 from models.families.causal_forward import CausalForward, Record
 from models.roles.history import Cache

@@ -27,13 +27,14 @@ from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
-from fsdp_cp.measure.sharding_allocations import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
-from fsdp_cp.sharding.state import pool_at
+from fsdp_cp.sharding.allocations import has_run
+from fsdp_cp.sharding.pool import pool_at
+from fsdp_cp.sharding.state import resharded
 from models.condition import Condition
 from models.roles.ema import Ema
 from models.roles.role import Role
@@ -277,8 +278,9 @@ class _Run:
         for name, steps in (("student", chosen.student_steps), ("teacher", chosen.teacher_steps)):
             if not steps or name not in self.method.roles:
                 continue
+            networks = [role.network for role in self.method.roles.values()]
             with self.storages.labelled((name, "activations")), self.method.student_average():
-                with phase(f"sample/{name}", [role.network for role in self.method.roles.values()]):
+                with phase(f"sample/{name}"), resharded(networks):
                     batch = self._batch(count)
                     noise = random.normal("sample/noise", batch.latent_shape)
                     self.method.generate(name, noise, batch.condition, min(2, *steps), random)

@@ -28,7 +28,7 @@ from distill.run.setup import has_adapters, world_of
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.measure.memory import available_host_memory
-from fsdp_cp.runtime.progress import progress
+from fsdp_cp.progress import progress
 
 log = logging.getLogger(__name__)
 

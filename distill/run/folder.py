@@ -31,8 +31,8 @@ from fsdp_cp.files.atomic_file import atomic_path, write_text
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
+from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_first_rank
-from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.runtime.signals import STOPPED, Stopped
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from distill.methods import Batch, Method
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.shard import microbatch
+from fsdp_cp.sharding.state import resharded
 
 
 class Losses(NamedTuple):
@@ -51,7 +52,7 @@ def accumulate_gradients(
         trains = [method.networks(step, draws) for draws in streams]
         networks = [by_loss[loss.name] for batch, by_loss in zip(by_batch, trains, strict=True) for loss in batch]
     losses = Losses({}, {}, set(networks))
-    with phase(f"{name}/gradients", roots), ExitStack() as frozen:
+    with phase(f"{name}/gradients"), resharded(roots), ExitStack() as frozen:
         frozen.enter_context(role.training(set(networks)))
         for other in method.frozen_roles(step):
             frozen.enter_context(method.roles[other].frozen())

@@ -38,9 +38,9 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import announced, bar
 from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_first_rank
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
 from models.condition import Condition

@@ -22,11 +22,11 @@ from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
 from fsdp_cp.attention.ring import make_ring, ring_dual
 from fsdp_cp.attention.ulysses import with_all_tokens
-from fsdp_cp.context.duals import may_be_dual, unpack_duals
-from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
+from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
 __all__ = ["context_parallel_attention", "cross_attention"]
 
@@ -64,7 +64,7 @@ def context_parallel_attention(
             that the local sequence concatenates segments that were split separately. A string is a name from the plan
             and stands for the number of tokens split under that name. The default, in a network of
             :func:`fsdp_cp.context_parallel.parallelize_context`, is the only token count that the plan split into
-            ``S_local`` per rank (:mod:`fsdp_cp.context.sequence_lengths`); elsewhere it is required with ``cp > 1``.
+            ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (logs its choice and the reason once), ``"cpu_flash"``, ``"flash"``,
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.

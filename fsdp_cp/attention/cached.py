@@ -27,12 +27,12 @@ from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.operators import AttentionOperator
 from fsdp_cp.attention.ring import Merged, Ring
 from fsdp_cp.attention.ulysses import with_all_tokens
-from fsdp_cp.context.duals import may_be_dual, unpack_duals
-from fsdp_cp.context.sequence_lengths import segments_of
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from fsdp_cp.sequence import local_token_count
+from fsdp_cp.sequence_lengths import segments_of
 
 
 @dataclass(frozen=True, slots=True)

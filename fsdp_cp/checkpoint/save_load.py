@@ -39,8 +39,8 @@ from fsdp_cp.checkpoint.folder import (
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.memory import available_host_memory
+from fsdp_cp.progress import announced
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks, on_first_rank
-from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout
 from fsdp_cp.runtime.torch_versions import make_reusable
 

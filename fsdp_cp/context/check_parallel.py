@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_cp.context.sequence_lengths import entered
 from fsdp_cp.context_parallel import output_values, parallelize_context, read_plan
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sequence import local_token_count
+from fsdp_cp.sequence_lengths import entered
 
 Build = Callable[[Mesh], nn.Module]
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
-from fsdp_cp.context.sequence_lengths import records_of, segments_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sequence import gather_tokens, local_token_count
+from fsdp_cp.sequence_lengths import records_of, segments_of
 
 KNOWN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs",
          "backend", "parallel_config")  # fmt: skip

@@ -74,7 +74,7 @@ def layer_norm(
     torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
     is on the meta device, and the next operation raises.
     """
-    # fsdp_cp.context.duals explains ``_current_level``.
+    # fsdp_cp.duals explains ``_current_level``.
     primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
     if tangent is None or weight is None or not isinstance(primal, FakeTensor):
         return _LAYER_NORM(input, normalized_shape, weight, bias, eps)

@@ -334,11 +334,6 @@ def available_host_memory() -> int | None:
     return max(0, min(available)) if available else None
 
 
-def host_buffer(size: int, pinned: bool) -> Tensor:
-    """Allocate ``size`` bytes of CPU memory for an activation. The planner counts these calls."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-
 def _groups() -> Iterator[tuple[Path, str, str]]:
     """Yield the folders of this process's control groups and their parents, with the names of limit and usage files."""
     try:

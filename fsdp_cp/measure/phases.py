@@ -1,41 +1,15 @@
-"""Phases of a step: named for profilers, timed, and followed by resharding of networks."""
+"""Phases of a step: named for profilers, and timed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from torch import nn
 from torch.profiler import record_function
-
-from fsdp_cp.sharding.state import reshard
-
-
-@contextmanager
-def phase(name: str, networks: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Open a ``record_function`` range, on CUDA also an NVTX range; reshard all ``networks`` on exit.
-
-    Strategies that keep parameters gathered for a whole step (``optim``, ``optim_grads``) would otherwise hold an idle
-    network's full weights until its next use, and would ignore updates to its shards until then.
-
-    Args:
-        name: name of the range, for example ``"student/backward"``.
-        networks: roots of :func:`fsdp_cp.shard_module`.
-    """
-    with _named(name):
-        try:
-            yield
-        except BaseException:
-            for network in networks:
-                with suppress(Exception):  # the network may be in a bad state; the user must see the first error
-                    reshard(network)
-            raise
-        for network in networks:
-            reshard(network)
 
 
 @dataclass
@@ -128,7 +102,8 @@ def seconds_in_place() -> float:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def phase(name: str) -> Iterator[None]:
+    """Open a ``record_function`` range, on CUDA also an NVTX range, for example ``"student/backward"``."""
     _now.open.append(name)
     _now.since = time.monotonic()
     nvtx = torch.cuda.is_available()

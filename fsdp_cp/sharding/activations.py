@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_cp.context.duals import inside_dual_level
-from fsdp_cp.context.sequence_lengths import entered, within
-from fsdp_cp.measure.memory import host_buffer
+from fsdp_cp.duals import inside_dual_level
 from fsdp_cp.runtime.torch_versions import compile_options
+from fsdp_cp.sequence_lengths import entered, within
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
 
 ATTENTION = ("fsdp_cp.ring_attention", "fsdp_cp.cached_attention")
@@ -161,6 +160,11 @@ class _HostMemory:
             self._copies[key] = (weakref.ref(storage), copy)
         copy.users += 1
         return _Saved(x, copy, int(x.storage_offset()) - first // x.element_size())
+
+
+def host_buffer(size: int, pinned: bool) -> Tensor:
+    """Allocate ``size`` bytes of CPU memory for an activation. The planner counts these calls."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 class _HostCopy:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from fsdp_cp.context.duals import inside_dual_level
+from fsdp_cp.duals import inside_dual_level
 from fsdp_cp.errors import UserError
 from fsdp_cp.runtime.packages import optional_package, transformer_engine
 from fsdp_cp.sharding.settings import ShardSettings

@@ -28,10 +28,11 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.runtime.torch_versions import in_backward
-from fsdp_cp.sharding.state import POOL
 
 log = logging.getLogger(__name__)
 
+POOL = "_buffer_pool"
+"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
 ALIGNMENT = 512
 """Alignment in bytes, as in torch's CUDA allocator; NCCL and vectorized copies need at least 16."""
 LET_GO = 0.01
@@ -269,6 +270,11 @@ def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
             unit.set_custom_all_gather(_AllGather(pool, name or "the root"))
             unit.set_custom_reduce_scatter(_ReduceScatter(pool, name or "the root", ranks))
     vars(root)[POOL] = pool
+
+
+def pool_at(root: nn.Module) -> BufferPool | None:
+    """Return the pool that the units of ``root`` use, if any."""
+    return vars(root).get(POOL)
 
 
 class _AllGather(DefaultAllGather):

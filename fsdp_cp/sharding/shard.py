@@ -24,7 +24,7 @@ from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gra
 from fsdp_cp.sharding import state
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
-from fsdp_cp.sharding.pool import pool_buffers, pool_of
+from fsdp_cp.sharding.pool import pool_at, pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, reshard
 
@@ -341,7 +341,7 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         _refuse_incomplete(root, is_last)
         if is_last:
             reshard(root)  # units that the backward did not reach
-            if (pool := state.pool_at(root)) is not None:
+            if (pool := pool_at(root)) is not None:
                 pool.end_step()
     except BaseException:
         discard_step(root)

@@ -6,17 +6,17 @@ each function against the behavior that it relies on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.runtime.torch_versions import param_groups, reset_iter_state
+from fsdp_cp.sharding.pool import pool_at
 
 if TYPE_CHECKING:
-    from fsdp_cp.sharding.pool import BufferPool
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 else:
     ShardedModule = FSDPModule
 
-POOL = "_buffer_pool"
-"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
 _UNITS = "_shard_units"
 """Attribute of a root of :func:`fsdp_cp.shard_module`, with the list of its units."""
 
@@ -44,11 +42,6 @@ def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
 def remember_units(root: ShardedModule) -> None:
     """Cache the result of :func:`fsdp_modules` for ``root``: a step needs it a dozen times, and the walk takes ms."""
     root.__dict__[_UNITS] = fsdp_modules(root)
-
-
-def pool_at(root: nn.Module) -> BufferPool | None:
-    """Return the pool that the units of ``root`` use, if any."""
-    return vars(root).get(POOL)
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[ShardedModule, Any]]:
@@ -86,6 +79,24 @@ def reshard(model: nn.Module) -> None:
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
         module.reshard()
+
+
+@contextmanager
+def resharded(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Reshard all ``networks``, roots of :func:`fsdp_cp.shard_module`, on exit.
+
+    Strategies that keep parameters gathered for a whole step (``optim``, ``optim_grads``) would otherwise hold an idle
+    network's full weights until its next use, and would ignore updates to its shards until then.
+    """
+    try:
+        yield
+    except BaseException:
+        for network in networks:
+            with suppress(Exception):  # the network may be in a bad state; the user must see the first error
+                reshard(network)
+        raise
+    for network in networks:
+        reshard(network)
 
 
 def clear_unsynced_gradients(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.duals import may_be_dual
 from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distill.train.metrics import NormsLog
-from fsdp_cp import build_mesh, phase, shard_module
+from fsdp_cp import build_mesh, resharded, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import parameter_norms
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
@@ -90,7 +90,7 @@ def test_norms_that_are_not_numbers_show_as_such(tmp_path):
 def _fails_inside():
     model = _sharded(build_mesh(dp_shard=2), strategy="optim")
     for broken in (False, True):  # a network that cannot be resharded must not hide the first exception
-        with pytest.raises(ZeroDivisionError), phase("a", [model, nn.Linear(2, 2)] if broken else [model]):
+        with pytest.raises(ZeroDivisionError), resharded([model, nn.Linear(2, 2)] if broken else [model]):
             with torch.no_grad():
                 model(torch.ones(2, 6))
             assert gathered_units(model)
@@ -98,7 +98,7 @@ def _fails_inside():
                 model.first.reshard = None
             raise ZeroDivisionError
         assert broken or not gathered_units(model), "the network is resharded all the same"
-    with pytest.raises(TypeError), phase("c", [model]):  # the broken reshard is reported if nothing else failed
+    with pytest.raises(TypeError), resharded([model]):  # the broken reshard is reported if nothing else failed
         pass
     return True
 

@@ -10,8 +10,7 @@ from diffusers import CogVideoXTransformer3DModel, LTXVideoTransformer3DModel, Q
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
-from fsdp_cp import build_mesh
-from fsdp_cp.context import sequence_lengths
+from fsdp_cp import build_mesh, sequence_lengths
 from fsdp_cp.context.check_parallel import check_parallel
 from fsdp_cp.context.diffusers_attention import KNOWN, parallelize_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context

@@ -10,9 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_cp import build_mesh
+from fsdp_cp import build_mesh, sequence_lengths
 from fsdp_cp.attention import context_parallel_attention, cross_attention
-from fsdp_cp.context import sequence_lengths
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sharding.activations import recompute_in_backward

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_cp import build_mesh, microbatch, shard_module
-from fsdp_cp.sharding.pool import pool_of
-from fsdp_cp.sharding.state import frozen, pool_at
+from fsdp_cp.sharding.pool import pool_at, pool_of
+from fsdp_cp.sharding.state import frozen
 from models.lora.settings import LoraSettings
 from tests.distributed.test_sharding_memory import Network
 from tests.oracles.buffers import BufferWatch

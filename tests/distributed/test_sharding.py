@@ -6,7 +6,7 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_cp import build_mesh, microbatch, phase, shard_module
+from fsdp_cp import build_mesh, microbatch, resharded, shard_module
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
@@ -39,7 +39,7 @@ def _updates_are_seen(strategy):
     names = {name for name, _ in network.named_parameters()}
     assert len(fsdp_modules(network)) == UNITS
     with torch.no_grad():
-        with phase("rollout", [network]):
+        with resharded([network]):
             role.velocity(x, t, condition)
             assert len(gathered_units(network)) == (UNITS if strategy == "optim" else 0)
         assert not gathered_units(network)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_cp import build_mesh, gather_first_block_early, microbatch, phase, shard_module
+from fsdp_cp import build_mesh, gather_first_block_early, microbatch, resharded, shard_module
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
 from tests.distributed.test_library import TOKENS, Transformer
 
@@ -52,7 +52,7 @@ def _adamw(model):
 
 
 def _forward(model, x):
-    with phase("evaluation", [model]), torch.no_grad(), unrecorded_forward(model):
+    with resharded([model]), torch.no_grad(), unrecorded_forward(model):
         return model(x)
 
 

@@ -18,8 +18,8 @@ from distill.methods import Batch
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding.pool import BufferPool
-from fsdp_cp.sharding.state import pool_at
+from fsdp_cp.sharding.pool import BufferPool, pool_at
+from fsdp_cp.sharding.state import resharded
 from tests.oracles import sharded_run
 from tests.oracles.buffers import BufferWatch, union
 from tests.oracles.full_tensors import full_tensors
@@ -111,7 +111,7 @@ def _sample(trainer: RecordingTrainer) -> None:
     random = StepRandom(seed=1, step=0, positions=[0, 1])
     condition = trainer.data.condition(["0", "1"])
     for role, steps in (("student", 2), ("teacher", 2)):
-        with phase(f"sample/{role}", networks), torch.no_grad():
+        with phase(f"sample/{role}"), resharded(networks), torch.no_grad():
             noise = random.normal("sample/noise", trainer.data.latent_shape)
             trainer.method.generate(role, noise, condition, steps, random)
 

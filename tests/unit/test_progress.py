@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from fsdp_cp import progress
 from fsdp_cp.errors import counted, duration
-from fsdp_cp.runtime import progress
 
 
 @pytest.mark.parametrize(("between", "lines"), [(0.0, 3), (60.0, 0)])

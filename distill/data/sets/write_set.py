@@ -49,8 +49,8 @@ from fsdp_cp.checkpoint.lock import LOCK, held_directory
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
+from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from fsdp_cp.runtime.progress import progress
 from models.files.shipped import find_shipped
 
 logger = logging.getLogger(__name__)

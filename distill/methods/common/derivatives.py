@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.context.duals import norms_keep_tangent_dtypes
+from fsdp_cp.duals import norms_keep_tangent_dtypes
 from fsdp_cp.errors import UserError
 
 Mode = Literal["exact", "finite_difference"]
