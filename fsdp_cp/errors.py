@@ -18,6 +18,10 @@ class UserError(ValueError):
     """
 
 
+class NotFinite(UserError):
+    """Numbers of a network that are not finite."""
+
+
 @contextmanager
 def paths_of_the_user() -> Iterator[None]:
     """Turn errors for inaccessible paths that the user gave into ``UserError``; also usable as a decorator.

@@ -37,21 +37,23 @@ def all_gather_objects(obj: Any) -> list[Any]:
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank; return the results in rank order, on all ranks.
 
-    If ``work`` raises on one rank, all ranks raise: that rank its exception, the others the same ``UserError`` or, for
-    any other exception, a ``RuntimeError``. Otherwise they would wait in the next collective until it times out.
+    If ``work`` raises on one rank, all ranks raise: that rank its exception, the others a ``UserError`` of the same
+    type or, for any other exception, a ``RuntimeError``. Otherwise they would wait in the next collective until it
+    times out.
     """
     failure, note, result = None, None, None
     try:
         result = work()
     except Exception as error:  # raised again below, on every rank
         failure = error
-        note = (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+        kind = type(error) if isinstance(error, UserError) else None
+        note = (kind, f"{type(error).__name__}: {error}", str(error))
     answers = all_gather_objects((note, result))
     if failure is not None:
         raise failure
     for number, (note, _) in enumerate(answers):
         if note is not None:
-            raise UserError(note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
+            raise note[0](note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
     return [result for _, result in answers]
 
 

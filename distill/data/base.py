@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_cp.errors import NotFinite
 from models.condition import Condition
 
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,12 +96,28 @@ class ClipDataset(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``(n, C, T, H, W)`` to uint8 ``(n, T, H, W, 3)`` pixels."""
+        """Decode ``(n, C, T, H, W)`` to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`.
+
+        Raises:
+            NotFinite: see :func:`to_bytes`.
+        """
         ...
 
     def release(self) -> None:
         """Free the VAE that :meth:`decode` loaded."""
         ...
+
+
+def to_bytes(frames: Tensor) -> Tensor:
+    """Return ``frames`` of any shape as uint8: -1 is 0, 1 is 255. Values outside are clipped.
+
+    Raises:
+        NotFinite: infinite values or NaN, which uint8 would show as white or black.
+    """
+    if not frames.isfinite().all():
+        raise NotFinite("the VAE's frames are not finite, though the latents are; set data.vae_precision=fp32")
+    # Rounded, not cut: cutting darkens every frame by half a level on average.
+    return frames.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
 
 
 def condition_of(items: Mapping[str, Any], data: ClipDataset) -> Condition:

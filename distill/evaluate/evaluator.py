@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -30,7 +31,7 @@ from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.train.callbacks import Callback
 from distill.train.metrics import MetricsLog
-from fsdp_cp.errors import UserError, counted, duration
+from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.launch import rank
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
@@ -104,7 +105,7 @@ class Evaluator(Callback):
     def clips(
         self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
     ) -> np.ndarray | None:
-        """Sample clips: return uint8 ``(n, T, H, W, 3)`` on rank 0 and ``None`` on the other ranks.
+        """Sample clips: return uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` on the other ranks or if not finite.
 
         An image-conditioned network takes the images of the data set's ``items``, if given.
         """
@@ -125,11 +126,20 @@ class Evaluator(Callback):
                 advance=advance,
                 clips=items,
             )
-            clips = decode(self.data, latents)
+            clips = self._decoded(name, self.data, latents)
         if clips is None:
             return None
         log.info("sampled %s: %s in %s", name, counted(len(clips), "clip"), duration(time.perf_counter() - started))
         return clips
+
+    def _decoded(self, name: str, data: ClipDataset, latents: Tensor) -> np.ndarray | None:
+        """Decode the clips ``name`` like :func:`decode`. Clips that are not finite become a warning and ``None``."""
+        try:
+            return decode(data, latents)
+        except NotFinite as error:
+            if rank() == 0:
+                log.warning("step %d: left out the clips of %s: %s", self.trainer.step, name, error)
+            return None
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
         """Return the teacher's clips that are stored with its weights, on every rank, or ``None``."""
@@ -168,7 +178,8 @@ class Evaluator(Callback):
                     for file, clip in zip(files, clips, strict=True):
                         write_mp4(file, clip, self.data.fps)
                 videos[f"{role}_{n}steps"] = files
-        if rank() == 0:
+        rows = {key: clips for key, clips in rows.items() if clips is not None}  # none on other ranks
+        if rows:
             path = folder / f"step_{step:08d}.png"
             shown = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
             with _written(folder):
@@ -254,7 +265,8 @@ class Evaluator(Callback):
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source: ClipDataset = self.data if heldout is None else heldout
-        return decode(source, torch.stack([source[i]["latents"] for i in self._items(captions, source)]))
+        latents = torch.stack([source[i]["latents"] for i in self._items(captions, source)])
+        return self._decoded("the data", source, latents)
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption. Items of the same caption take turns."""

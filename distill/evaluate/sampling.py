@@ -20,6 +20,7 @@ from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.methods.common.chunks import chunk_noise
 from distill.run.setup import RunPlan, plan_run
+from fsdp_cp.errors import NotFinite
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
@@ -94,7 +95,15 @@ def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
     """Decode ``latents`` (n, C, T, H, W), which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
 
     All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
+
+    Raises:
+        NotFinite: latents or frames that are not finite. Raised on all ranks.
     """
+    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
+    if broken:
+        raise NotFinite(
+            f"the latents of {broken} of {len(latents)} clips are not finite; use an earlier checkpoint, or fp32"
+        )
     mine = latents[rank() :: world_size()]
     decoded = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
     if decoded is None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from distill.data.base import to_bytes
 from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.methods.common.schedules import euler_times
 from distill.methods.dcm import DcmSettings
 from distill.methods.flow_matching import FlowMatchingSettings
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import NotFinite, UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -208,8 +209,14 @@ def _failing():
                 raise UserError("the VAE is damaged")
             return latents
 
+    class Overflowing:
+        def decode(self, latents):
+            return to_bytes(latents / (rank() != 2))
+
     with pytest.raises(UserError, match="the VAE is damaged"):
         decode(Broken(), torch.zeros(5, 1, 1, 1, 1))
+    with pytest.raises(NotFinite):  # a run goes on after it
+        decode(Overflowing(), torch.zeros(5, 1, 1, 1, 1))
 
 
 def test_a_rank_that_cannot_decode_is_heard_on_all(pools):

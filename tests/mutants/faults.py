@@ -359,6 +359,14 @@ FAULTS = (
         killed_by="unit/test_scheduler.py::test_a_pipeline_runs_the_expert_that_was_trained[0.875-times0]",
     ),
     Fault(
+        name="black_clips",
+        room="evaluation: frames",
+        harm="clips that are not finite are written as black ones",
+        old="    if not frames.isfinite().all():\n",
+        new="    if frames.isinf().all():\n",
+        killed_by="unit/test_encoders.py::test_frames_that_are_not_finite_do_not_become_black",
+    ),
+    Fault(
         name="staging_without_ema",
         room="planner: a missing term",
         harm="the plan's host memory lacks the average: a host that is too small is called fitting",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import NotFinite, UserError
 from tests.tiny_pipeline import LATENT_CHANNELS
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -61,6 +61,13 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
     wanted = (video * 255).permute(0, 2, 3, 1)
     assert (decoded[0].float() - wanted).abs().max() <= 0.51  # only rounding
     assert torch.equal(decoded[0], decoded[1])
+
+
+def test_frames_that_are_not_finite_do_not_become_black(tiny):
+    codec = VideoCodec(choose_encoders(tiny), **CPU)
+    codec.vae.post_quant_conv.weight.data *= 1e38
+    with pytest.raises(NotFinite):
+        codec.decode(1e3 * torch.ones(1, LATENT_CHANNELS, 1, 4, 6))
 
 
 @pytest.mark.long

@@ -55,6 +55,7 @@ def evaluator(tmp_path, method, **settings):
         data=moving_shapes("assets/quickstart_teacher"),
         method=method,
         run_dir=tmp_path,
+        step=10,
     )
     made = Evaluator(trainer)
     made.batch = 2
@@ -96,6 +97,23 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     assert [line.pop("step") for line in lines] == [10, 20]
     assert all(line.keys() == names for line in lines)
     assert lines[1]["validation/student_3steps/colour_accuracy"] == 0, "a dark clip shows no colour"
+
+
+def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
+    """uint8 would show them as black clips."""
+    method = Painter()
+    method.updates = float("nan")
+    evaluate = evaluator(tmp_path, method, teacher_steps=[2], report_clips=2)
+    evaluate.write_samples(10, None)
+    assert {path.name.split("_")[0] for path in (tmp_path / "samples").glob("*.mp4")} == {"teacher"}
+    assert (tmp_path / "samples" / "step_00000010.png").is_file()
+    assert "student, 3 steps" in caplog.text and "2 of 2 clips" in caplog.text
+    evaluate.write_report({"steps": 10})
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["role"] for row in report["rows"]] == ["heldout", "teacher"]
+    assert "There are no clips of the student." in report["troubles"]
+    evaluator(tmp_path, method, teacher_steps=[]).write_samples(20, None)
+    assert not (tmp_path / "samples" / "step_00000020.png").exists()
 
 
 def test_named_captions_are_shown_in_their_order(tmp_path):

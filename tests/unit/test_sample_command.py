@@ -12,6 +12,7 @@ import av
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from distill.config import compose_config, load_config
 from distill.sample import main
@@ -146,6 +147,16 @@ def test_a_second_sampling_replaces_the_first_and_nothing_else(run_dir, tmp_path
     assert main([str(run_dir), "--caption", CAPTION]) == 0
     assert clips(out) == {"0.mp4", "samples.png"}
     assert {p.name for p in out.parent.iterdir()} == {"cli"}
+
+
+def test_a_student_whose_numbers_overflow_writes_nothing(run_dir, capsys):
+    """Its weights are finite."""
+    file = run_dir / "export" / "student" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["proj_out.weight"] *= 1e38
+    save_file(weights, file)
+    check_refused(capsys, "3 of 3 clips", run_dir, "--count", "3")
+    assert not (run_dir / "samples" / "cli").exists()
 
 
 def test_files_of_others_are_never_overwritten(run_dir, tmp_path, capsys):

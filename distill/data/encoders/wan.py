@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from distill.data.base import to_bytes
 from distill.data.encoders.folder import (
     load_part,
     part_settings,
@@ -81,9 +82,7 @@ class VideoCodec:
         videos = []
         for one in latents.split(1):
             video = self._pixels(one.to(self.device, torch.float32) * self.std + self.mean)[0].float()
-            # Rounded, not cut: cutting darkens every frame by half a level on average.
-            levels = video.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
-            videos.append(levels.permute(1, 2, 3, 0).cpu())
+            videos.append(to_bytes(video).permute(1, 2, 3, 0).cpu())
         return torch.stack(videos)
 
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from distill.data.base import to_bytes
 from distill.data.encoders.image import ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
 from fsdp_cp.errors import UserError
@@ -108,8 +109,7 @@ class PixelCodec(VideoCodec):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode (n, 3, T, H, W) to uint8 (n, T, H, W, 3) on the CPU; values outside [-1, 1] are clipped."""
-        pixels = (latents.float().cpu().clamp(-1, 1) + 1) * 127.5
-        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+        return to_bytes(latents.float().cpu()).permute(0, 2, 3, 4, 1).contiguous()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from distill.data.base import VAE_PRECISIONS, EncodingFields
+from distill.data.base import VAE_PRECISIONS, EncodingFields, to_bytes
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
@@ -287,7 +287,7 @@ class _Job:
         pixels = frame if image.latents == FIRST_FRAME else torch.cat([frame, gray], dim=1)
         made = {image.latents: self._codec.encode(pixels)}
         if self._image_encoder is not None:
-            levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+            levels = to_bytes(frame[:, 0]).permute(1, 2, 0).contiguous()
             made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
