@@ -15,9 +15,9 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
     from distill.run.folder import command_line, refuse_foreign_run, run_log
-    from distill.run.mesh_check import check_meshes
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
+    from distill.train.mesh_check import check_meshes
     from distill.train.trainer import build_trainer
 
     with run_log():
@@ -38,8 +38,8 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             shown = {"captions": config.sample.captions, "images": config.sample.images}
             data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
             if config.log.mesh_check and run.start.resume_from is None:
-                run.facts |= check_meshes(config, plan, device=device, data=data)
-            build_trainer(config, plan, mesh=run.mesh, device=device, data=data).run(run, stop)
+                run.facts |= check_meshes(run, data)
+            build_trainer(run, data).run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

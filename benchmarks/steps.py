@@ -8,6 +8,7 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
+from distill.run.open import Run
 from distill.run.setup import Shapes, plan_run
 from distill.train.trainer import Trainer, build_trainer
 from fsdp_cp.mesh import mesh_of_shape
@@ -32,4 +33,4 @@ def open_trainer(
     mesh = mesh_of_shape(plan.mesh, device_type=device.type)
     if data is None:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-    return build_trainer(config, plan, mesh=mesh, device=device, data=data)
+    return build_trainer(Run(config=config, plan=plan, device=device, mesh=mesh), data)

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,23 +26,18 @@ from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
-from distill.train.callbacks import Callback
-from distill.train.metrics import MetricsLog
 from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.launch import rank
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
-from fsdp_cp.runtime.timeouts import long_timeout
 from models.condition import has_image
 from models.files.shipped import find_shipped
-
-if TYPE_CHECKING:
-    from distill.train.trainer import Trainer
-
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +51,32 @@ SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
 
 
-class Evaluator(Callback):
+class Shown(NamedTuple):
+    """Samples of one step, for loggers."""
+
+    sheet: Image.Image
+    videos: dict[str, list[Path]]
+    measures: dict[str, float]
+
+
+class Evaluator:
     """Samples of student and teacher, every ``sample.every`` steps and at the end, and the report.
 
-    The student is sampled with its EMA if it has one. All ranks call each method; rank 0 writes.
+    All ranks call each method; rank 0 writes.
     """
 
-    def __init__(self, trainer: Trainer):
-        super().__init__(trainer)
-        self.config, self.mesh, self.device = trainer.config, trainer.mesh, trainer.device
-        self.data, self.method, self.run_dir = trainer.data, trainer.method, trainer.run_dir
+    def __init__(
+        self,
+        *,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        data: ClipDataset,
+        method: Method,
+        micro_batch_size: int,
+    ):
+        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
+        self.run_dir, self.micro_batch_size = Path(config.run_dir), micro_batch_size
         self.teacher_clips: dict[int, np.ndarray | None] = {}
         """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
         self.stored: dict[int, str] = {}
@@ -73,34 +85,7 @@ class Evaluator(Callback):
     @cached_property
     def batch(self) -> int:
         """Number of clips per forward on a rank. A micro-batch fits, since training runs it."""
-        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
-        return max(self.trainer.batching.micro_batch_size, fitting)
-
-    def after_step(self) -> None:
-        every, step = self.config.sample.every, self.trainer.step
-        if every and step % every == 0 and step < self.config.steps:
-            self._write()
-
-    def at_end(self) -> None:
-        if not self.config.sample.at_end:
-            return
-        self._write()
-        if self.config.sample.report_clips:
-            trainer = self.trainer
-            facts = {
-                "steps": trainer.step,
-                "minutes of training": round(trainer.seconds / 60, 2),
-                "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
-                "peak memory per rank, GiB": round(trainer.memory()["memory/peak_gib"], 3),
-                **trainer.facts,
-            }
-            with self.method.student_average():
-                self.write_report(facts)
-
-    @long_timeout()
-    def _write(self) -> None:
-        with self.method.student_average():
-            self.write_samples(self.trainer.step, self.trainer.log)
+        return max(self.micro_batch_size, sampling_batch(self.method.roles.values(), self.mesh, self.device))
 
     def clips(
         self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
@@ -138,7 +123,7 @@ class Evaluator(Callback):
             return decode(data, latents)
         except NotFinite as error:
             if rank() == 0:
-                log.warning("step %d: left out the clips of %s: %s", self.trainer.step, name, error)
+                log.warning("left out the clips of %s: %s", name, error)
             return None
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
@@ -153,15 +138,15 @@ class Evaluator(Callback):
         log.info("teacher, %s: %s %s", _steps(steps), counted(len(clips), "clip"), self.stored[steps])
         return clips
 
-    def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
-        """Write clips of student and teacher, of fixed captions and noise, to ``samples/`` and to the loggers.
+    def write_samples(self, step: int) -> Shown | None:
+        """Write clips of student and teacher, of fixed captions and noise, to ``samples/``; return them on rank 0.
 
         Each clip becomes ``step_00000100_student_4steps_I.mp4`` or, once per run, ``teacher_50steps_I.mp4``.
-        ``step_00000100.png`` shows all clips. ``metrics`` is rank 0's log.
+        ``step_00000100.png`` shows all clips.
         """
         chosen = self.config.sample
         captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
-        rows, videos, folder = {}, {}, self.run_dir / "samples"
+        rows, videos, folder, shown = {}, {}, self.run_dir / "samples", None
         for role, n in self._wanted():
             if role == "teacher" and n in self.teacher_clips:
                 rows[role, n] = self.teacher_clips[n]
@@ -181,19 +166,19 @@ class Evaluator(Callback):
         rows = {key: clips for key, clips in rows.items() if clips is not None}  # none on other ranks
         if rows:
             path = folder / f"step_{step:08d}.png"
-            shown = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
+            labeled = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
             with _written(folder):
-                sheet = contact_sheet(path, shown, captions=captions, title=f"step {step}")
+                sheet = contact_sheet(path, labeled, captions=captions, title=f"step {step}")
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in rows.items()
                 for key, measure in (self._measures(clips, captions) or {}).items()
             }
-            if metrics is not None:
-                metrics.show(step, sheet, videos, measures)
+            shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
         self.data.release()
         barrier()
+        return shown
 
     def _wanted(self) -> list[tuple[str, int]]:
         """Return the roles to sample, with their numbers of steps."""

@@ -57,10 +57,10 @@ class Run:
     plan: RunPlan
     device: torch.device
     mesh: Mesh
-    command: list[str]
+    command: list[str] = field(default_factory=list)
     """Words of the command that starts the run again."""
-    start: Start
-    """Checkpoint that the run resumes, and its data."""
+    start: Start | None = None
+    """Checkpoint that the run resumes, and its data; ``None`` for steps that are only measured."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts for the report, in addition to those of every run."""
 

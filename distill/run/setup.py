@@ -17,8 +17,7 @@ from distill.config.schema import RoleSettings
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
-from distill.train.optimizers import parameter_groups
-from distill.train.profiling import check_profile
+from distill.run.parameter_groups import parameter_groups
 from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input
@@ -87,7 +86,12 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = device_of(config)
-    check_profile(config.profile, world=world_of(config))
+    ranks, world = config.profile.ranks, world_of(config)
+    if isinstance(ranks, list) and max(ranks) >= world:
+        raise UserError(
+            f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"
+            f" {world - 1}, or profile.ranks=all"
+        )
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     for name in needed if runs_here and not config.dry_run else ():  # a dry run may be on another machine
         if sharding[name].compile:

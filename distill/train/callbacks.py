@@ -1,12 +1,8 @@
-"""Callbacks of a run, one small class each: norms of parameters, and the export.
-
-The trainer lists them (:attr:`distill.train.trainer.Trainer.callbacks`). They read its state and do not change it.
-"""
+"""Export of a run at its end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +11,10 @@ import torch
 
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
-from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
-from fsdp_cp.measure.phases import phase
-from fsdp_cp.reduce import on_first_rank, parameter_norms
+from fsdp_cp.reduce import on_first_rank
 from models.export_folder import export_adapters, export_scheduler, export_weights
 from models.roles.role import EXPERTS
 
@@ -33,50 +27,14 @@ ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPE
 """Names of :attr:`Trained.adapter_folder` that a run's export may have."""
 
 
-class Callback:
-    """Base class of callbacks. All ranks call each method."""
+class Export:
+    """Export of the student for diffusers: weights, adapters and scheduler, in ``export/``."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
-    def before_update(self, role: str, trained: Sequence[Trained]) -> None:
-        """Act once the networks ``trained`` of ``role`` have their gradients."""
-
-    def after_step(self) -> None:
-        """Act after a step, once its checkpoint is saved."""
-
-    def at_end(self) -> None:
-        """Act after the last step."""
-
-
-class Norms(Callback):
-    """Writer of parameter and gradient norms to ``norms.jsonl``.
-
-    Each role's first update in every ``log.norms_every`` steps is written. A fixed step of the interval could miss a
-    role that trains every fifth step.
-    """
-
-    def before_update(self, role: str, trained: Sequence[Trained]) -> None:
-        every, step = self.trainer.config.log.norms_every, self.trainer.step + 1
-        if not every or step < every:
-            return
-        before = range(step - step % every, step)
-        if any(self.trainer.method.trained_role(earlier - 1) == role for earlier in before):
-            return
-        with phase(f"{role}/norms"):
-            norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
-        if self.trainer.norms is not None:
-            for name, values in norms.items():
-                self.trainer.norms.write(step, name, values)
-
-
-class Export(Callback):
-    """Export of the student for diffusers: weights, adapters and scheduler, in ``export/``."""
-
     def at_end(self) -> None:
         config, step, run_dir = self.trainer.config, self.trainer.step, self.trainer.run_dir
-        if not config.export.at_end:
-            return
         role, trained = self.trainer.roles["student"], self.trainer.trained_of("student")
         has_average = trained[0].average is not None
         averaged = config.export.weights != "raw" and has_average

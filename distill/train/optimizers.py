@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,9 @@ from torch.optim.adamw import adamw
 
 from distill.config.schema import Config, OptimizerSettings
 from distill.methods import Method
-from fsdp_cp.errors import UserError
+from distill.run.parameter_groups import parameter_groups
 from fsdp_cp.reduce import in_pieces, local_shards, scale_grads
 from fsdp_cp.rng import StepRandom
-from models.additions.base import PREFIX
 from models.roles.ema import Ema
 from models.roles.role import Role
 
@@ -36,46 +34,6 @@ def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> flo
     progress = min(1.0, (update - settings.warmup) / max(1, updates - settings.warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return settings.lr * (settings.final_lr + (1 - settings.final_lr) * cosine)
-
-
-class Group(NamedTuple):
-    """Settings that the parameters of one group share."""
-
-    weight_decay: float
-    lr_scale: float
-
-
-def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
-    """Group parameters, by name, that share weight decay and learning rate.
-
-    Names are the same before and after sharding, and in a checkpoint.
-
-    ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
-    ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``. ``where`` is the prefix of the
-    settings in a message, e.g. ``"optim.student"``.
-
-    Raises:
-        UserError: a pattern that matches no name, or only names that earlier patterns match.
-    """
-    names, scales = list(names), dict(settings.lr_scale or {})
-    groups: dict[Group, list[str]] = {}
-    used: set[str] = set()
-    for name in names:
-        undecayed = [pattern for pattern in settings.no_decay if fnmatchcase(name, pattern)]
-        scaled = next((pattern for pattern in scales if fnmatchcase(name, pattern)), None)
-        used |= {*undecayed, scaled}
-        decay = 0.0 if undecayed else settings.weight_decay
-        scale = 1.0 if scaled is None else float(scales[scaled])
-        if settings.additions_lr is not None and name.startswith(PREFIX):
-            scale *= settings.additions_lr / settings.lr
-        groups.setdefault(Group(decay, scale), []).append(name)
-    for key, patterns in (("no_decay", settings.no_decay), ("lr_scale", scales)):
-        for pattern in patterns:
-            if pattern not in used:
-                taken = any(fnmatchcase(name, pattern) for name in names)
-                why = "comes after patterns that match all it does" if taken else "matches no parameter"
-                raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
-    return groups
 
 
 _PIECE = 2**25

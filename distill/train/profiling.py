@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distill.config.schema import ProfileSettings
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import shown
 from fsdp_cp.files.atomic_file import atomic_path
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier
@@ -26,16 +26,6 @@ FOLDER = "profile"
 _TRACE, _MEMORY = ".json.gz", "_memory.pickle"
 _ENTRIES = 1_000_000
 """Number of allocations and releases to keep, the latest ones. Each takes about 1 KB of host memory."""
-
-
-def check_profile(settings: ProfileSettings, *, world: int) -> None:
-    """Check ``profile.ranks`` against the number of ranks."""
-    ranks = settings.ranks
-    if isinstance(ranks, list) and max(ranks) >= world:
-        raise UserError(
-            f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"
-            f" {world - 1}, or profile.ranks=all"
-        )
 
 
 class StepProfiler:

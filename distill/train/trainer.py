@@ -24,8 +24,7 @@ from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.open import Run
-from distill.run.setup import RunPlan
-from distill.train.callbacks import Export, Norms
+from distill.train.callbacks import Export
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
@@ -39,7 +38,15 @@ from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_pea
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import announced, bar
-from fsdp_cp.reduce import all_reduce_scalars, barrier, first_non_finite, grad_norm, local_shard, on_first_rank
+from fsdp_cp.reduce import (
+    all_reduce_scalars,
+    barrier,
+    first_non_finite,
+    grad_norm,
+    local_shard,
+    on_first_rank,
+    parameter_norms,
+)
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
@@ -102,13 +109,16 @@ class Trainer:
         self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
-        self.callbacks = (Norms(self), Export(self), Evaluator(self))
+        self.evaluator = Evaluator(
+            config=config, mesh=mesh, device=device, data=data, method=method, micro_batch_size=micro_batch_size
+        )
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
 
         A received signal, which ``stop`` holds, ends the run between two steps.
         """
+        assert run.start is not None, "the run was opened"
         self.sources, self.facts = run.start.sources, run.facts
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
@@ -139,8 +149,12 @@ class Trainer:
                     f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr"
                     " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
                 )
-        for callback in self.callbacks:
-            callback.at_end()
+        if self.config.export.at_end:
+            Export(self).at_end()
+        if self.config.sample.at_end:
+            self._write_samples()
+            if self.config.sample.report_clips:
+                self._write_report()
         barrier()
 
     def resume(self, folder: Path) -> None:
@@ -240,8 +254,28 @@ class Trainer:
             if (every and self.step % every == 0) or at_end:
                 self._save()
             self._heed(stop)
-            for callback in self.callbacks:
-                callback.after_step()
+            every = self.config.sample.every
+            if every and self.step % every == 0 and self.step < self.config.steps:
+                self._write_samples()
+
+    @long_timeout()
+    def _write_samples(self) -> None:
+        """Write sample clips of this step, of the student's average if it has one."""
+        with self.method.student_average():
+            shown = self.evaluator.write_samples(self.step)
+        if self.log is not None and shown is not None:
+            self.log.show(self.step, *shown)
+
+    def _write_report(self) -> None:
+        facts = {
+            "steps": self.step,
+            "minutes of training": round(self.seconds / 60, 2),
+            "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
+            "peak memory per rank, GiB": round(self.memory()["memory/peak_gib"], 3),
+            **self.facts,
+        }
+        with self.method.student_average():
+            self.evaluator.write_report(facts)
 
     def _open_log(self) -> None:
         """Cut the logs back to this step and open them, on rank 0."""
@@ -298,8 +332,7 @@ class Trainer:
             share = batching.micro_batch_size / self.config.batch_size
             losses = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
             trained = [network for network in self.trained_of(name) if network.index in losses.networks]
-            for callback in self.callbacks:
-                callback.before_update(name, trained)
+            self._write_norms(name, trained)
             with phase(f"{name}/clip"):
                 norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))
             rates = {f"{network.name}/lr": network.rate() for network in trained}
@@ -329,6 +362,22 @@ class Trainer:
             **performance,
             **{f"{name}/{key}": value for key, value in means.items()},
         }
+
+    def _write_norms(self, role: str, trained: Sequence[Trained]) -> None:
+        """Write the norms of parameters and gradients at each role's first update in every ``log.norms_every`` steps.
+
+        A fixed step of the interval could miss a role that trains every fifth step.
+        """
+        every, step = self.config.log.norms_every, self.step + 1
+        if not every or step < every:
+            return
+        if any(self.method.trained_role(earlier - 1) == role for earlier in range(step - step % every, step)):
+            return
+        with phase(f"{role}/norms"):
+            norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
+        if self.norms is not None:
+            for name, values in norms.items():
+                self.norms.write(step, name, values)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.
@@ -447,14 +496,14 @@ class Trainer:
         )
 
 
-def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
-    """Build the roles and the method of a planned run on ``mesh``, and their trainer. A collective."""
-    roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+def build_trainer(run: Run, data: ClipDataset) -> Trainer:
+    """Build the roles and the method of ``run`` on its mesh, and their trainer. A collective."""
+    roles = run.plan.build_roles(mesh=run.mesh, device=run.device, data=data, seed=run.config.seed)
     return Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
+        config=run.config,
+        mesh=run.mesh,
+        device=run.device,
         data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
+        method=build_method(run.config.method, roles),
+        micro_batch_size=run.plan.micro_batch_size,
     )

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.methods import build_method
-from distill.run.mesh_check import check_meshes
+from distill.run.open import Run
 from distill.run.setup import plan_run
-from distill.train.trainer import Trainer
+from distill.train.mesh_check import check_meshes
+from distill.train.trainer import build_trainer
 from fsdp_cp.mesh import mesh_of_shape
 from tests.pools import run_ranks
 
@@ -21,13 +21,8 @@ def checked(folder, cp):
     config = compose_config(words)
     plan = plan_run(config)
     data = config.data.build(seed=config.seed, device=CPU, run_dir=plan.run_dir)
-    found = check_meshes(config, plan, device=CPU, data=data)
-    mesh = mesh_of_shape(plan.mesh, device_type="cpu")
-    trainer = Trainer(
-        config=config, mesh=mesh, device=CPU, data=data, micro_batch_size=plan.micro_batch_size,
-        method=build_method(config.method, plan.build_roles(mesh=mesh, device=CPU, data=data, seed=config.seed)),
-    )  # fmt: skip
-    return found, trainer.first_steps()
+    run = Run(config=config, plan=plan, device=CPU, mesh=mesh_of_shape(plan.mesh, device_type="cpu"))
+    return check_meshes(run, data), build_trainer(run, data).first_steps()
 
 
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])

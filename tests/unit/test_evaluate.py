@@ -48,16 +48,14 @@ def evaluator(tmp_path, method, **settings):
     sample = SampleSettings(**{"prompts": 2, "teacher_steps": [5, 2], "student_steps": [3]} | settings)
     config = compose_config([f"run_dir={tmp_path}"])
     config.sample = sample
-    trainer = SimpleNamespace(
+    made = Evaluator(
         config=config,
         mesh=SimpleNamespace(shape="1 x 1", dp_size=1, dp_rank=0, dp=SimpleNamespace(size=lambda: 1)),
         device=torch.device("cpu"),
         data=moving_shapes("assets/quickstart_teacher"),
         method=method,
-        run_dir=tmp_path,
-        step=10,
+        micro_batch_size=1,
     )
-    made = Evaluator(trainer)
     made.batch = 2
     return made
 
@@ -74,7 +72,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     metrics = MetricsLog(tmp_path, LogSettings(), {})
     for step in (10, 20):
         method.updates = step
-        evaluate.write_samples(step, metrics)
+        metrics.show(step, *evaluate.write_samples(step))
     assert method.calls == [("teacher", 5), ("teacher", 2), ("student", 3), ("student", 3)]
     assert all(torch.equal(noise, method.noise[0]) for noise in method.noise), "the same noise for all"
     files = {
@@ -104,7 +102,7 @@ def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     method = Painter()
     method.updates = float("nan")
     evaluate = evaluator(tmp_path, method, teacher_steps=[2], report_clips=2)
-    evaluate.write_samples(10, None)
+    evaluate.write_samples(10)
     assert {path.name.split("_")[0] for path in (tmp_path / "samples").glob("*.mp4")} == {"teacher"}
     assert (tmp_path / "samples" / "step_00000010.png").is_file()
     assert "student, 3 steps" in caplog.text and "2 of 2 clips" in caplog.text
@@ -112,7 +110,7 @@ def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["role"] for row in report["rows"]] == ["heldout", "teacher"]
     assert "There are no clips of the student." in report["troubles"]
-    evaluator(tmp_path, method, teacher_steps=[]).write_samples(20, None)
+    evaluator(tmp_path, method, teacher_steps=[]).write_samples(20)
     assert not (tmp_path / "samples" / "step_00000020.png").exists()
 
 
@@ -122,7 +120,7 @@ def test_named_captions_are_shown_in_their_order(tmp_path):
     evaluate = evaluator(tmp_path, Painter(), captions=shown, teacher_steps=[])
     condition = evaluate.data.condition
     evaluate.data.condition = lambda captions, clips=None: asked.extend(captions) or condition(captions)
-    evaluate.write_samples(1, None)
+    evaluate.write_samples(1)
     assert asked[:3] == shown
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 3
 
@@ -149,9 +147,9 @@ def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
         (samples / name).parent.mkdir(parents=True, exist_ok=True)
         (samples / name).write_text("mine")
     evaluate = evaluator(tmp_path, Painter())
-    evaluate.write_samples(10, None)
+    evaluate.write_samples(10)
     evaluate.teacher_clips.clear()
-    evaluate.write_samples(10, None)  # a run that was killed and resumed writes its own files again
+    evaluate.write_samples(10)  # a run that was killed and resumed writes its own files again
     assert all((samples / name).read_text() == "mine" for name in mine)
     written = {str(p.relative_to(samples)) for p in samples.rglob("*") if p.is_file()} - set(mine)
     assert written == {
@@ -166,7 +164,7 @@ def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
 def log_one_set(tmp_path, **settings):
     metrics = MetricsLog(tmp_path, LogSettings(**settings), {})
     metrics.write(20, {"student/loss": 0.5})
-    evaluator(tmp_path, Painter(), teacher_steps=[5]).write_samples(20, metrics)
+    metrics.show(20, *evaluator(tmp_path, Painter(), teacher_steps=[5]).write_samples(20))
     metrics.close()
     return np.asarray(Image.open(tmp_path / "samples" / "step_00000020.png"))
 

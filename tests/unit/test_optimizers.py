@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from distill.config.schema import OptimizerSettings
+from distill.run.parameter_groups import parameter_groups
 from distill.train import optimizers
-from distill.train.optimizers import RoleOptimizer, learning_rate, parameter_groups
+from distill.train.optimizers import RoleOptimizer, learning_rate
 from fsdp_cp.measure.memory import LiveStorages
 from models.families.base import Flops
 from models.families.wan import Wan

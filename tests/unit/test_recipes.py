@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import models.roles.load
 from distill.config import compose_config
+from distill.run.parameter_groups import parameter_groups
 from distill.run.setup import plan_run
-from distill.train.optimizers import parameter_groups
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
 from models.roles.load import build_role

@@ -6,11 +6,9 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from distill.config import Config
 from distill.data import ClipDataset
-from distill.run.setup import RunPlan, plan_run
+from distill.run.open import Run
+from distill.run.setup import plan_run
 from distill.train.trainer import build_trainer
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -19,7 +17,7 @@ from fsdp_cp.mesh import mesh_of_shape
 log = logging.getLogger(__name__)
 
 
-def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: ClipDataset) -> dict[str, Any]:
+def check_meshes(run: Run, data: ClipDataset) -> dict[str, Any]:
     """Compute the first step of each trained role on the run's mesh and on a second mesh. A collective.
 
     The second mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's mesh has that shape. Each mesh
@@ -29,23 +27,22 @@ def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: C
         A fact for the report: loss and gradient norm by step, role and mesh, in words. Empty for a run of one rank,
         and for settings that do not fit the second mesh.
     """
-    world = plan.mesh.world
+    world = run.plan.mesh.world
     if world == 1:
         return {}
-    cp = 1 if plan.mesh.cp == world else world
-    mesh = replace(config.mesh, dp_replicate=1, dp_shard=-1, cp=cp, ulysses="auto", ring="auto")
-    other = replace(config, mesh=mesh)
+    cp = 1 if run.plan.mesh.cp == world else world
+    settings = replace(run.config.mesh, dp_replicate=1, dp_shard=-1, cp=cp, ulysses="auto", ring="auto")
+    config = replace(run.config, mesh=settings)
     try:
-        plans = [(config, plan), (other, plan_run(other))]
+        plan = plan_run(config)
     except UserError as error:
         if rank() == 0:
             log.info("log.mesh_check: cannot compare with cp=%d: %s", cp, error)
         return {}
     rows: dict[str, str] = {}
-    for settings, on_shape in plans:
-        shape = on_shape.mesh
-        on_mesh = mesh_of_shape(shape, device_type=device.type)
-        trainer = build_trainer(settings, on_shape, mesh=on_mesh, device=device, data=data)
+    for other in (run, replace(run, config=config, plan=plan)):
+        shape = other.plan.mesh
+        trainer = build_trainer(replace(other, mesh=mesh_of_shape(shape, device_type=run.device.type)), data)
         for name, (loss, norm) in trainer.first_steps().items():
             rows[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
     if rank() == 0:
