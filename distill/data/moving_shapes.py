@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,12 @@ UNCOLOURED_CAPTIONS = tuple(f"a {shape} {motion}" for motion, shape in product(M
 """Captions of clips whose color is drawn."""
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
+BANDS = 16
+"""Number of pitches whose levels make up the sound of a clip, from the lowest to the highest."""
+ROWS = 4
+"""Number of moments in a frame at which the levels are known."""
+SILENCE = 0.16
+"""Loudness (0 to 1) below which a moment counts as silent, and is not heard."""
 _MAX_CLIPS = 2**24
 _REFERENCE_SIDE = 16.0
 _MAX_OFFSET = 3.0  # pixels of a frame of that side
@@ -138,6 +144,33 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
     alpha = alpha * scene.visible[:, None, None]
     colour = np.array(RGB[scene.colour])[:, None, None, None]
     return (BACKGROUND + alpha[None] * (colour - BACKGROUND)).astype(np.float32)
+
+
+def raised(scene: Scene, share: float, *, height: int) -> Scene:
+    """Return ``scene`` moved up or down, so that ``share`` in [0, 1] covers all heights of the frame (``height``).
+
+    Its center stays at least 3/16 of the frame away from both borders, from the first frame to the last.
+    """
+    border, path = height * _MAX_OFFSET / _REFERENCE_SIDE, scene.centres[:, 1]
+    low, high = border - path.min(), height - border - path.max()
+    moved = scene.centres + np.array([0.0, min(low, high) + share * abs(high - low)])
+    return replace(scene, centres=moved)
+
+
+def render_sound(scene: Scene, *, height: int, width: int) -> np.ndarray:
+    """Return the sound of a scene: levels of its bands at each moment, float32 (ROWS T, BANDS) in [-1, 1].
+
+    A tone is as high as the center of the shape, and as loud as the shape is large; it stops while the shape is
+    blinked off.
+    """
+    frames = np.arange(len(scene.radii))
+    times = np.arange(ROWS * len(frames)) / ROWS
+    # The tone of a falling shape glides; all others have one center.
+    centre = np.interp(times, frames, scene.centres[:, 1])
+    loudness = np.repeat(scene.radii * scene.visible, ROWS) / (min(height, width) * 6 / _REFERENCE_SIDE)
+    pitch = (1 - centre / height) * (BANDS - 1)
+    levels = loudness[:, None] * np.exp(-0.5 * (np.arange(BANDS) - pitch[:, None]) ** 2)
+    return (2 * levels - 1).astype(np.float32)
 
 
 class MovingShapes:

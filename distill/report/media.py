@@ -11,6 +11,8 @@ import os
 import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -26,11 +28,24 @@ def fitted_size(height: int, width: int, *, target: int) -> tuple[int, int]:
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> None:
+class Sound(NamedTuple):
+    """Sound of one clip."""
+
+    samples: np.ndarray
+    """float32 (channels, samples) in [-1, 1], of one or two channels; values outside are clipped."""
+    rate: int
+    """Samples per second."""
+
+
+_AAC_RATE = 48000
+"""Samples per second to which faster sound is resampled: the AAC encoder refuses 192 kHz."""
+
+
+def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float, sound: Sound | None = None) -> None:
     """Write one clip as an mp4 (H.264, yuv420p, plays everywhere), enlarged to at least 256 pixels on the longer side.
 
     `frames` is uint8 (T, H, W, 3), T >= 1. `fps`, frames per second, may be fractional. An odd side repeats its last
-    row or column, since yuv420p has one color sample for 2 x 2 pixels.
+    row or column, since yuv420p has one color sample for 2 x 2 pixels. `sound` begins with the first frame (AAC).
     """
     import av  # lazily: training without samples does not need FFmpeg
 
@@ -45,11 +60,24 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> N
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
         # Some players show untagged files as BT.709, which shifts every color.
         stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
+        track = None if sound is None else container.add_stream("aac", rate=min(sound.rate, _AAC_RATE))
+        if sound is not None and track is not None:
+            track.layout = {1: "mono", 2: "stereo"}[len(sound.samples)]
         for array in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
             picture = picture.reformat(format="yuv420p", dst_colorspace=_BT601, dst_color_range=_LIMITED_RANGE)
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
+        if sound is not None and track is not None:
+            # Trim it to the clip: some players would hold the last frame until the sound ends.
+            count = min(sound.samples.shape[1], round(len(frames) / Fraction(fps).limit_denominator(1001) * sound.rate))
+            samples = np.ascontiguousarray(sound.samples[:, :count].clip(-1, 1), dtype=np.float32)
+            whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout=track.layout.name)
+            whole.sample_rate, whole.pts, whole.time_base = sound.rate, 0, Fraction(1, sound.rate)
+            resampler = av.AudioResampler(format="fltp", layout=track.layout.name, rate=track.rate, frame_size=1024)
+            for piece in chain(resampler.resample(whole), resampler.resample(None)):
+                container.mux(track.encode(piece))
+            container.mux(track.encode())
 
 
 def pick_frames(total: int, most: int) -> list[int]:

@@ -90,7 +90,7 @@ class _TimesError(Exception):
 
 
 @contextmanager
-def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+def opened(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
@@ -117,7 +117,7 @@ def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor
 
     frames: list[torch.Tensor] = []
     conversions: dict[tuple[int, int, str], Any] = {}
-    with _video(file) as (container, stream):
+    with opened(file) as (container, stream):
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
         for frame in _pick(container, stream, clip, in_order=in_order):

@@ -1,0 +1,69 @@
+"""Read the sound of a video file (PyAV, no process group, no cache)."""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.data.videos.colors import ClipError
+from distill.data.videos.decode import opened
+
+logger = logging.getLogger(__name__)
+
+_JITTER = Fraction(1, 100)
+"""Seconds by which time stamps may differ from the samples before them without a gap: containers round them."""
+_NOTABLE = 0.1
+"""Seconds of silence at an end that are worth a line."""
+
+
+def read_sound(file: str | Path, *, rate: int, samples: int, channels: int = 2) -> Tensor:
+    """Return ``samples`` samples of the first sound track of ``file``, resampled to ``rate`` per second.
+
+    The sound begins at the time stamp of the first video frame, which is not always 0: an mp4 whose picture starts
+    half a second late would otherwise sound half a second late. Where the track has no sound, before its beginning, in
+    gaps and after its end, samples are 0. Mono and surround sound become ``channels`` channels, as FFmpeg mixes them.
+
+    Returns: float32 (channels, samples), about [-1, 1].
+    Raises: ``ClipError`` with the reason if the file has no sound track, or one that cannot be decoded.
+    """
+    import av  # here alone: a run without video files needs no FFmpeg
+
+    with opened(file) as (container, video):
+        if not container.streams.audio:
+            raise ClipError("has no sound")
+        picture = next(container.decode(video), None)
+        if picture is None or picture.pts is None:
+            raise ClipError("holds no frame with a time stamp, from which its sound would begin")
+        begin = picture.pts * picture.time_base
+    sound, end = np.zeros((channels, samples), np.float32), 0
+    with opened(file) as (container, _):
+        track = container.streams.audio[0]
+        resampler = av.AudioResampler(format="fltp", layout={1: "mono", 2: "stereo"}[channels], rate=rate)
+        position: int | None = None
+        for frame in chain(container.decode(track), [None]):  # None: what the filter still holds, some milliseconds
+            if frame is not None and frame.pts is None:
+                raise ClipError("has sound without time stamps")
+            for piece in resampler.resample(frame):
+                values = piece.to_ndarray()
+                if piece.pts is not None:
+                    start = round((piece.pts * piece.time_base - begin) * rate)
+                    if position is None or abs(start - position) > _JITTER * rate:
+                        position = start
+                position = position or 0
+                first, last = max(position, 0), min(position + values.shape[1], samples)
+                if first < last:
+                    sound[:, first:last], end = values[:, first - position : last - position], last
+                position += values.shape[1]
+            if position is not None and position >= samples:
+                break
+    if not np.isfinite(sound).all():
+        raise ClipError("has sound that is not finite")
+    if (silent := (samples - end) / rate) > _NOTABLE:
+        logger.warning("%s: its sound ends %.2f s before the clip; the rest is silence", file, silent)
+    return torch.from_numpy(sound)

@@ -1,0 +1,99 @@
+"""Sound of clips: read from the first frame's time on, and written so that it reads back in step with the picture."""
+
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from distill.data.videos.colors import ClipError
+from distill.data.videos.sound import read_sound
+from distill.report.media import Sound, write_mp4
+
+
+def video(path, *, samples=None, rate=48000, codec="aac", layout="mono", picture_at=0.0, sound_at=0.0, seconds=2):
+    """Write a clip of 25 frames a second whose picture and sound begin at these times, and return its path."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        if samples is not None:
+            track = container.add_stream(codec, rate=rate)
+            track.layout = layout
+        for i in range(25 * seconds):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 4 * i % 255, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = i + round(picture_at * 25), Fraction(1, 25)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if samples is not None:
+            whole = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
+            whole.sample_rate, whole.pts, whole.time_base = rate, round(sound_at * rate), Fraction(1, rate)
+            to = av.AudioResampler(format=track.format.name, layout=layout, rate=rate, frame_size=1024)
+            for frame in [*to.resample(whole), *to.resample(None)]:
+                container.mux(track.encode(frame))
+            container.mux(track.encode())
+    return path
+
+
+def click(at, rate, seconds=2, channels=1):
+    """Return silence with 20 ms of a tone that begins at ``at`` seconds."""
+    samples = np.zeros((channels, rate * seconds), np.float32)
+    first, count = round(at * rate), rate // 50
+    samples[:, first : first + count] = 0.8 * np.sin(2 * np.pi * 1000 * np.arange(count) / rate)
+    return samples
+
+
+def onset(sound, rate):
+    """Return the time of the first sample that is loud."""
+    return float(np.argmax(np.abs(np.asarray(sound)).max(0) > 0.2)) / rate
+
+
+@pytest.mark.parametrize("rate", [8000, 44100, 48000, 96000])
+def test_sound_begins_with_the_first_frame(tmp_path, rate):
+    """A click is found where it was put, relative to the picture, whichever of the two begins late."""
+    for picture_at, sound_at in ((0, 0), (0.52, 0), (0, 0.48)):
+        name = tmp_path / f"{picture_at}_{sound_at}.mp4"
+        video(name, samples=click(1.0, rate), rate=rate, picture_at=picture_at, sound_at=sound_at)
+        sound = read_sound(name, rate=16000, samples=24000)
+        assert sound.shape == (2, 24000)
+        assert abs(onset(sound, 16000) - (1.0 + sound_at - picture_at)) < 0.004
+
+
+@pytest.mark.parametrize(("layout", "channels"), [("mono", 1), ("stereo", 2), ("5.1", 6)])
+def test_any_layout_becomes_the_wanted_channels(tmp_path, layout, channels):
+    """PCM at 192 kHz, which no AAC encoder takes; mono comes out on both channels."""
+    file = video(
+        tmp_path / "a.mkv", samples=click(0.5, 192000, channels=channels), rate=192000, codec="pcm_f32le", layout=layout
+    )
+    sound = read_sound(file, rate=16000, samples=16000)
+    assert abs(onset(sound[:1], 16000) - 0.5) < 0.002 and abs(onset(sound[1:], 16000) - 0.5) < 0.002
+    assert read_sound(file, rate=24000, samples=100, channels=1).shape == (1, 100)
+
+
+def test_short_missing_and_broken_sound(tmp_path):
+    short = video(tmp_path / "short.mp4", samples=click(0.5, 48000, seconds=1))
+    sound = read_sound(short, rate=16000, samples=32000)
+    assert sound[:, 20000:].abs().max() == 0 and abs(onset(sound, 16000) - 0.5) < 0.004
+    with pytest.raises(ClipError):
+        read_sound(video(tmp_path / "silent.mp4"), rate=16000, samples=100)
+    damaged = bytearray(video(tmp_path / "broken.mkv", samples=click(0.5, 48000), codec="flac").read_bytes())
+    start = damaged.rfind(b"fLaC")
+    damaged[start + 200 :] = bytes(len(damaged) - start - 200)
+    (tmp_path / "broken.mkv").write_bytes(damaged)
+    with pytest.raises(ClipError):
+        read_sound(tmp_path / "broken.mkv", rate=16000, samples=100)
+
+
+@pytest.mark.parametrize(("rate", "fps", "frames"), [(16000, 8, 6), (24000, 24, 31), (192000, 25, 30)])
+def test_written_sound_reads_back_in_step(tmp_path, rate, fps, frames):
+    """The onset survives, and the track is not longer than the clip by more than AAC's frame."""
+    samples = click(0.4, rate, channels=2)
+    write_mp4(tmp_path / "clip.mp4", np.zeros((frames, 64, 64, 3), np.uint8), fps, Sound(samples, rate))
+    count = round(frames / fps * 16000)
+    sound = read_sound(tmp_path / "clip.mp4", rate=16000, samples=count)
+    assert abs(onset(sound, 16000) - 0.4) < 0.004
+    expected = click(0.4, 16000, channels=2)[:, :count]
+    assert np.corrcoef(sound.numpy().ravel(), expected.ravel())[0, 1] > 0.95
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        track = container.streams.audio[0]
+        assert abs(float(track.duration * track.time_base) - frames / fps) < 1024 / min(rate, 48000)
