@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fsdp_cp.attention.kernels.choose import choose_dual, choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
+from fsdp_cp.attention.pass_q import attend_by_passing_queries, pass_q_dual
 from fsdp_cp.attention.ring import make_ring, ring_dual
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
@@ -28,7 +29,7 @@ from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
-__all__ = ["context_parallel_attention", "cross_attention"]
+__all__ = ["context_parallel_attention", "cross_attention", "cross_way"]
 
 _ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -121,12 +122,16 @@ def cross_attention(
     backend: str = "auto",
     mesh: Mesh | None = None,
     total_keys: int | str | None = None,
+    total_tokens: int | str | None = None,
+    head_groups: int = 1,
 ) -> Tensor:
-    """Compute attention of the rank's own tokens to keys and values of another sequence (text).
+    """Compute attention of the rank's own tokens to keys and values of another sequence: text, or audio and video.
 
     By default every rank holds all keys and values, and nothing is communicated. With ``mesh`` they are split over
-    ``cp`` like the queries: one all-gather collects both, and backward runs one reduce-scatter. This suits text; for a
-    long sequence use :func:`context_parallel_attention`.
+    ``cp`` like the queries. Then, with ``total_tokens``, the cheapest way of :func:`cross_way` connects the two
+    sequences: the keys are gathered, the queries are gathered and the results merge by their log-sum-exps, or both
+    sides go through Ulysses and the ring. A long side is never gathered next to a short one. Without ``total_tokens``
+    the keys are gathered, which suits text.
 
     Without ``mesh``, the gradients of ``k`` and ``v`` are partial sums over the rank's own queries, like every
     gradient upstream of a split (docs/gradients.md). With ``mesh``, the gradients of the rank's own keys are complete.
@@ -137,10 +142,11 @@ def cross_attention(
         k, v: ``(B, L, Hk, D)``; ``Hk`` divides ``H``. With ``mesh`` ``(B, ceil(L / cp), Hk, D)``.
         key_mask: ``(B, L)`` bool, True where a key may be attended to. A row with no allowed key gives 0.
         scale: factor on the logits, ``D ** -0.5`` by default.
-        backend: as in :func:`context_parallel_attention`.
+        backend, head_groups: as in :func:`context_parallel_attention`.
         mesh: the mesh whose ``cp`` axis the keys are split over.
         total_keys: ``L``, or a name from the plan; the default is that of ``total_tokens``. Without ``mesh``, set it
             to confirm that every rank holds all ``L`` keys, if ``L`` also equals a rank's share of a split sequence.
+        total_tokens: number of queries on all ranks, or a name from the plan; only with ``mesh``.
 
     Returns:
         ``(B, S_local, H, D)``.
@@ -149,24 +155,73 @@ def cross_attention(
         ValueError, RuntimeError: as in :func:`context_parallel_attention`.
     """
     q, k, v = check_tensors(q, k, v)
-    keys = k.shape[1]
+    keys, way, groups = k.shape[1], "keys", _ONE_RANK
+    queries = q.shape[1]
     if mesh is not None:
         check_mesh(mesh)
         (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
         if (local := local_token_count(keys, mesh.cp_size)) != k.shape[1]:
             raise UserError(f"k has {k.shape[1]} local tokens, but total_keys={keys} makes {local}; use split_tokens")
+        if total_tokens is not None:
+            (queries,) = segments_of(total_tokens, q.shape[1], mesh.context)
+            check_split(q, q, (queries,), head_groups, mesh.context)
+            check_split(k, k, (keys,), head_groups, mesh.context)
+            sizes = (queries * q.shape[2], keys * k.shape[2])
+            way = cross_way(*sizes, mesh.context, head_dim=q.shape[3], masked=key_mask is not None)
     elif total_keys is None:
         refuse_split_keys(q.shape[1], keys)
     elif total_keys != keys:
         raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
     check_options(q, scale, backend, keys, key_mask)
-    if mesh is not None:
-        k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
-    layout = Layout((q.shape[1],), (keys,), ulysses=1, ring=1)
-    return _attend(q, k, v, key_mask, scale, backend, layout, _ONE_RANK, 1)
+    if mesh is None or way == "keys":
+        queries = q.shape[1]
+        if mesh is not None:
+            k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
+    elif way == "queries":  # to this way the mesh is a ring of all cp ranks
+        name = mesh.cp.get_group().group_name
+        groups = ContextGroups(name, mesh.context.cp_rank, mesh.cp_size, "", 0, 1)
+    else:
+        groups = mesh.context
+    layout = Layout((queries,), (keys,), ulysses=groups.ulysses_size, ring=groups.ring_size)
+    return _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups, pass_q=way == "queries")
 
 
-def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
+CrossWay = Literal["keys", "queries", "both"]
+"""Part of a cross-attention between two split sequences that travels."""
+
+
+def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, masked: bool = False) -> CrossWay:
+    """Return the way of :func:`cross_attention` between two split sequences that sends the fewest bytes.
+
+    Counted are forward and backward of a rank, for 16-bit tensors, with n tokens times heads of a side on P = cp ranks,
+    U = ulysses and R = ring, in units of ``head_dim`` elements of 16 bits:
+
+    - ``keys``: gather k and v, reduce their gradients: 4 (P - 1) n_k / P.
+    - ``queries``: gather q and return the results; in backward gather q, out and its gradient, and reduce dQ in fp32:
+      7 (P - 1) n_q / P, and two log-sum-exps.
+    - ``both``: Ulysses' exchanges of q, k, v and out, 4 (U - 1) / U (n_q + n_k) / P, and the ring's of K, V and, in
+      fp32, of their gradients, 8 (R - 1) n_k / P.
+
+    Args:
+        queries, keys: numbers of tokens of all ranks times heads.
+        groups: the ranks.
+        head_dim: size of a head.
+        masked: whether keys are masked, which queries that travel do not support.
+    """
+    p, u, r = groups.cp_size, groups.ulysses_size, groups.ring_size
+    costs: dict[CrossWay, float] = {
+        "keys": 4 * (p - 1) * keys,
+        "both": 4 * (u - 1) / u * (queries + keys) + 8 * (r - 1) * keys,
+        "queries": (7 + 4 / head_dim) * (p - 1) * queries,
+    }
+    if masked:
+        del costs["queries"]
+    return min(costs, key=lambda way: costs[way])
+
+
+def _attend(
+    q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int, pass_q: bool = False
+) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if may_be_dual(q):
         primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
@@ -179,6 +234,8 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
 
             def attend_dual(x: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
                 q, k, v, t_q, t_k, t_v = x
+                if pass_q:
+                    return pass_q_dual(q, k, v, t_q, t_k, t_v, scale, ring, attention_dual)
                 return ring_dual(q, k, v, t_q, t_k, t_v, key_mask, scale, ring, attention_dual)
 
             # Tangents may be None only on one rank, where nothing packs them.
@@ -191,7 +248,8 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
     runs = [] if layout.mask is None else layout.mask.as_numbers()
     sizes = ([*layout.segments], [*layout.keys], runs, layout.ulysses, layout.ring)
     settings = (scale, *sizes, groups.ring_rank, groups.ring_group, backend)
-    return with_all_tokens((q, k, v), partial(attend_in_ring, key_mask, settings), 1, groups, head_groups)[0]
+    attend = partial(attend_by_passing_queries, []) if pass_q else partial(attend_in_ring, key_mask)
+    return with_all_tokens((q, k, v), partial(attend, settings), 1, groups, head_groups)[0]
 
 
 def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:

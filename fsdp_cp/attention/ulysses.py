@@ -11,6 +11,7 @@ F = sum over the tensors of h D / P.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from einops import rearrange
@@ -116,25 +117,42 @@ def with_all_tokens(
 ) -> Sequence[Tensor]:
     """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its outputs back.
 
-    ``attend`` gets the tensors and the number of the head group, from 0 to ``head_groups - 1`` in order.
+    Queries may have another number of tokens than keys and values. ``attend`` gets the tensors and the number of the
+    head group, from 0 to ``head_groups - 1`` in order.
     """
     ranks, group, head_dim = groups.ulysses_size, groups.ulysses_group, tensors[0].shape[-1]
     if ranks == 1:
         return attend(tensors, 0)
+    # One exchange carries all tensors of a token count: queries of another sequence than the keys travel apart.
+    parts: dict[int, list[int]] = {}
+    for index, x in enumerate(tensors):
+        parts.setdefault(x.shape[1], []).append(index)
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
+
+    def start(head_group: int) -> list[Tensor]:
+        packs = ([tensors[i] for i in part] for part in parts.values())
+        return [start_exchange(pack_tokens(pack, ranks, head_group, head_groups), group) for pack in packs]
+
+    def finish(exchanges: Sequence[Tensor]) -> list[Tensor]:
+        received: dict[int, Tensor] = {}
+        for part, x in zip(parts.values(), exchanges, strict=True):
+            unpacked = unpack_heads(finish_exchange(x, group), [heads[i] for i in part], head_dim)
+            received |= zip(part, unpacked, strict=True)
+        return [received[i] for i in range(len(tensors))]
+
     # Start all exchanges at once. Start each exchange back as soon as its heads are done.
-    coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
+    coming = [start(i) for i in range(head_groups)]
     coming.reverse()
     going: list[Tensor] = []
     try:
         while coming:  # pop, so that a group's buffer is freed when its heads are done
-            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim), len(going))
+            done = attend(finish(coming.pop()), len(going))
             going.append(start_exchange(pack_heads(done, ranks), group))
             del done
     except BaseException:
         # Exchanges that nobody waits for would keep their buffers forever. The exception may be no error: activation
         # checkpointing stops a recomputation early by raising, on all ranks at the same place.
-        for x in (*coming, *going):
+        for x in (*chain.from_iterable(coming), *going):
             finish_exchange(x.detach(), group)
         raise
     return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
-from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention import context_parallel_attention, cross_attention, cross_way
 from fsdp_cp.attention.mask import BlockMask, block_causal, teacher_forcing
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, all_on_ranks, context_mesh, errors, on_ranks, oracle, plain_attention
@@ -163,3 +164,56 @@ def test_cross_attention(pools, is_split):
     """The gradients of keys and values are partial sums over the ranks' queries."""
     for masked in (False, True):
         assert max(pools[3].run(_cross, masked, is_split)) < 1e-12
+
+
+def _split_cross(ring, ulysses, counts, head_groups=1, masked=False):
+    """Return the ways that were taken, and the largest error of output, gradients and tangent."""
+    mesh, ways, worst = context_mesh(ring * ulysses, ulysses, 4 * ulysses), set(), 0.0
+    heads, shared = 4 * ulysses, 2 * ulysses
+    for queries, keys in counts:
+        generator = torch.Generator().manual_seed(100 * queries + keys)
+        shapes = [(2, n, h, 6) for n, h in ((queries, heads), (keys, shared), (keys, shared), (queries, heads))]
+        draws = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)]
+        (*primals, weight), (*tangents, _) = draws
+        mask = torch.rand(2, keys, generator=generator) > 0.3 if masked else None
+        sizes = (queries * heads, keys * shared)
+        ways.add(cross_way(*sizes, mesh.context, head_dim=6, masked=masked))
+
+        def ours(qkv, total_tokens=queries, total_keys=keys, mask=mask):
+            out = cross_attention(
+                *(split_tokens(x, mesh) for x in qkv), mesh=mesh, total_tokens=total_tokens, total_keys=total_keys,
+                head_groups=head_groups, key_mask=mask,
+            )  # fmt: skip
+            return gather_tokens(out, mesh, total_tokens)
+
+        def plain(qkv, mask=mask):
+            return plain_attention(*qkv, Case(heads=heads, kv_heads=shared, head_dim=6), mask)
+
+        results = []
+        for attend in (ours, plain):
+            leaves = [x.clone().requires_grad_() for x in primals]
+            out = attend(leaves)
+            (out * weight).sum().backward()
+            if attend is ours:
+                for x in leaves:
+                    torch.distributed.all_reduce(x.grad)
+            with torch.no_grad(), forward_ad.dual_level():
+                dual = attend([forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)])
+                value, tangent = forward_ad.unpack_dual(dual)
+            results.append([out.detach(), value, tangent, *(x.grad for x in leaves)])
+        for a, b in zip(*results, strict=True):
+            worst = max(worst, ((a - b).norm() / b.norm().clamp_min(1e-300)).item())
+    return ways, worst
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), FACTORS)
+def test_attention_between_two_split_sequences(pools, ring, ulysses):
+    """Any number of tokens on both sides, also fewer than ranks, by the three ways."""
+    world = ring * ulysses
+    counts = [(13, 7), (5, 60), (60, 5), (17, 50), (1, 9 * world), (9 * world, 2), (3, 3), (1, 2)]
+    found = pools[world].run(_split_cross, ring, ulysses, counts)
+    assert max(worst for _, worst in found) < 1e-12
+    if world > 1:
+        assert found[0][0] >= {"keys", "queries"}
+    masked = pools[world].run(_split_cross, ring, ulysses, [(5, 60), (60, 5)], 2, True)
+    assert max(worst for _, worst in masked) < 1e-12

@@ -1,0 +1,182 @@
+"""Attention in which queries travel and keys and values stay where they are ("pass-Q", Yang et al. 2024).
+
+Each rank holds some queries and some keys. It gathers the queries of all ranks, attends to its own keys, and returns
+the results, which merge by their log-sum-exps. In backward the queries are gathered again, with what the gradients
+need, and dQ returns; dK and dV end where they belong. Only the number of queries determines the traffic. Keys may
+belong to the sequence of the queries or to another one, and each rank may hold further, constant keys (a cache).
+
+Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.01783. Shapes of the ring's functions as in
+:mod:`fsdp_cp.attention.ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
+from fsdp_cp.attention.operators import AttentionOperator
+from fsdp_cp.attention.ring import Merged, Ring
+from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
+
+
+def pass_q_forward(
+    q: Tensor, k: Tensor, v: Tensor, past: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of the rank's queries to the keys ``k`` and ``past`` of all ranks.
+
+    Args:
+        q, k, v: queries, and keys and values, each split over the ring as ``ring.layout`` says.
+        past: keys and values ``(B, tokens without pads, Hk, D)`` of each cached chunk, in turn.
+
+    Returns:
+        ``(B, S, H, D)`` in the dtype of ``q`` and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), as
+        :func:`fsdp_cp.attention.ring.ring_forward`.
+    """
+    chunk = ring.layout.chunk(ring.rank)
+    (queries,) = _from_all(ring, q)
+    merged = Merged(queries)
+    for keys, values in _held(ring, k, v, past):
+        merged.add(slice(0, queries.shape[1]), Dual(*kernel.forward(queries, keys, values, None, scale)))
+    out, lse, *_ = _merge_returned(ring, chunk.take(q), merged.result())
+    return chunk.put(out).contiguous(), chunk.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
+
+
+def pass_q_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    past: Sequence[Tensor],
+    scale: float,
+    ring: Ring,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of the rank's queries, keys and values. ``past`` is constant.
+
+    ``out`` and ``lse`` come from :func:`pass_q_forward`. Sums over chunks and ranks are in fp32 (fp64 for fp64).
+    """
+    chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
+    sums = accumulation_dtype(q.dtype)
+    grads, queries, outputs, rows = _from_all(ring, grad_out, q, out, _as_features(lse, q.dtype))
+    lse = _as_rows(rows, sums)
+    dq: Tensor | None = None
+    for keys, values in _held(ring, k, v, past):  # k and v come last
+        dq_part, dk, dv = kernel.backward(grads, queries, keys, values, outputs, lse, None, scale)
+        dq = dq_part if dq is None else dq.to(sums).add_(dq_part)
+    if not key_chunk.size:
+        dk, dv = k[:, :0], v[:, :0]
+    dq = torch.zeros_like(queries) if dq is None else dq
+    dq = chunk.put(dq) if ring.size == 1 else _sum_returned(ring, dq.to(sums))
+    return dq.to(q.dtype), key_chunk.put(dk), key_chunk.put(dv)
+
+
+def pass_q_dual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t_q: Tensor,
+    t_k: Tensor,
+    t_v: Tensor,
+    scale: float,
+    ring: Ring,
+    attention_dual: Callable[..., Dual],
+) -> tuple[Tensor, Tensor]:
+    """Compute attention as :func:`pass_q_forward` without ``past``, and its derivative along the tangents.
+
+    ``attention_dual`` computes the rank's part, like :func:`fsdp_cp.attention.kernels.kernel.attention_dual`.
+
+    Returns:
+        ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    """
+    chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
+    queries, t_queries = _from_all(ring, q, t_q)
+    merged = Merged(queries, moves=True)
+    if key_chunk.size:
+        keys, values, t_keys, t_values = (key_chunk.take(x) for x in (k, v, t_k, t_v))
+        dual = attention_dual(queries, keys, values, t_queries, t_keys, t_values, None, scale)
+        merged.add(slice(0, queries.shape[1]), dual)
+    out, _, t_out, _ = _merge_returned(ring, chunk.take(q), merged.result())
+    assert t_out is not None
+    return chunk.put(out), chunk.put(t_out.to(q.dtype))
+
+
+def _held(ring: Ring, k: Tensor, v: Tensor, past: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values that this rank holds, without pads: ``past``, then its share of ``k`` and ``v``."""
+    chunk = ring.layout.key_chunk(ring.rank)
+    pairs = [*zip(past[::2], past[1::2], strict=True), (chunk.take(k), chunk.take(v))]
+    return [pair for pair in pairs if pair[0].shape[1]]
+
+
+def _as_features(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``(B, H, S)`` as ``(B, S, H, F)`` of another dtype, bit by bit, so that it travels in one buffer."""
+    return lse.transpose(1, 2).unsqueeze(-1).contiguous().view(dtype)
+
+
+def _as_rows(features: Tensor, dtype: torch.dtype) -> Tensor:
+    """Invert :func:`_as_features`."""
+    return features.contiguous().view(dtype).squeeze(-1).transpose(1, 2).contiguous()
+
+
+def _from_all(ring: Ring, *tensors: Tensor) -> list[Tensor]:
+    """Gather tensors ``(B, S, H, F)`` of all ring ranks: ``(B, new tokens without pads, H, F)``. One call."""
+    chunks = [ring.layout.chunk(i) for i in range(ring.size)]
+    if ring.size == 1:
+        return [chunks[0].take(x) for x in tensors]
+    packed = torch.cat(tensors, dim=-1).contiguous()
+    received = packed.new_empty((ring.size, *packed.shape))
+    all_gather_single(received.view(-1), packed.view(-1), _group(ring))
+    widths = [x.shape[-1] for x in tensors]
+    return [
+        torch.cat([chunk.take(x) for chunk, x in zip(chunks, piece, strict=True)], dim=1)
+        for piece in received.split(widths, dim=-1)
+    ]
+
+
+def _for_all(ring: Ring, x: Tensor) -> Tensor:
+    """Return ``(B, new tokens without pads, H, F)`` as ``(R, B, S, H, F)``: a padded part for each ring rank."""
+    chunks = [ring.layout.chunk(i) for i in range(ring.size)]
+    pieces = x.split([chunk.size for chunk in chunks], dim=1)
+    return torch.stack([chunk.put(piece) for chunk, piece in zip(chunks, pieces, strict=True)])
+
+
+def _merge_returned(ring: Ring, queries: Tensor, partial: Dual) -> Dual:
+    """Send each rank the results of its queries; merge the received results of the rank's own ``queries``."""
+    if ring.size == 1:
+        return partial
+    out, lse, t_out, t_lse = partial
+    features = [out, _as_features(lse, out.dtype)]
+    if t_out is not None and t_lse is not None:
+        features += [t_out.to(out.dtype), _as_features(t_lse, out.dtype)]
+    widths = [x.shape[-1] for x in features]
+    sent = _for_all(ring, torch.cat(features, dim=-1))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=_group(ring))
+    chunk, merged = ring.layout.chunk(ring.rank), Merged(queries, moves=t_out is not None)
+    for x in received:
+        pieces = list(chunk.take(x).split(widths, dim=-1))
+        pieces[1::2] = [_as_rows(features, lse.dtype) for features in pieces[1::2]]
+        merged.add(slice(0, chunk.size), Dual(*pieces))
+    return merged.result()
+
+
+def _sum_returned(ring: Ring, x: Tensor) -> Tensor:
+    """Return the sum over ring ranks of the gradients of this rank's queries, ``(B, S, H, D)``."""
+    sent = _for_all(ring, x)
+    received = torch.empty_like(sent[0])
+    reduce_scatter_single(received.view(-1), sent.view(-1), _group(ring))
+    return received
+
+
+def _group(ring: Ring) -> dist.ProcessGroup:
+    assert ring.group is not None, "a ring of one has no group"
+    return ring.group
+
+
+attend_by_passing_queries = AttentionOperator("cached_attention", "Tensor[] past", pass_q_forward, pass_q_backward)
+"""Operator of this module. Its further argument is the ``past`` of :func:`pass_q_forward`, without gradients."""
