@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_cp import build_mesh
-from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.attention import context_parallel_attention, cross_attention, cross_way
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import all_gather_single
 
@@ -90,3 +90,28 @@ def test_collectives_of_dtensors_custom_operators_and_backward(pools):
         one, two = {"all_gather": 1}, {"all_to_all": 2}
         assert calls == [one, one, two, two, {"all_reduce": 1}, {"all_reduce": 2}]
         assert sent == 4 * (4 * WORLD * 8) * 4 * (WORLD - 1) // WORLD  # q, k, v and the output
+
+
+def _between(queries, keys, ulysses):
+    """Return the way of an attention between two split sequences in bf16, its bytes sent and those of the formula."""
+    cp, heads, size = build_mesh(cp=WORLD, ulysses=ulysses, heads=WORLD), WORLD, 8
+    q, k, v = (torch.randn(1, n // WORLD, heads, size).bfloat16().requires_grad_() for n in (queries, keys, keys))
+    with CollectiveCounter() as counter:
+        out = cross_attention(q, k, v, mesh=cp, total_tokens=queries, total_keys=keys)
+        out.float().square().sum().backward()
+    way = cross_way(queries * heads, keys * heads, cp.context, head_dim=size)
+    n_q, n_k = 2 * queries * heads * size / WORLD, 2 * keys * heads * size / WORLD
+    rows = 4 * queries * heads / WORLD  # a log-sum-exp, fp32
+    ring = WORLD // ulysses
+    cost = {
+        "keys": 4 * (WORLD - 1) * n_k,
+        "queries": (WORLD - 1) * (7 * n_q + 2 * rows),
+        "both": 4 * (ulysses - 1) / ulysses * (n_q + n_k) + 8 * (ring - 1) * n_k,
+    }
+    return way, sum(counter.bytes.values()), round(cost[way])
+
+
+def test_attention_between_two_sequences_sends_what_its_rule_counts(pools):
+    for queries, keys, ulysses, way in ((90, 6, 1, "keys"), (6, 90, 1, "queries"), (30, 60, WORLD, "both")):
+        for found in pools[WORLD].run(_between, queries, keys, ulysses):
+            assert found[0] == way and found[1] == found[2], found
