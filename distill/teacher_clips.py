@@ -128,7 +128,7 @@ class _Sampling:
             sampler=method.teacher_sampler,
             steps=self.arguments.steps,
             shift=method.shift,
-            scale=method.guidance,
+            guidance=method.guidance,
             states=states,
         )
         *kept, latents = (torch.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from distill.data import ClipDataset
 from distill.methods.common.chunks import split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.errors import UserError
@@ -48,12 +47,19 @@ class Batch:
         return self.condition.dtype
 
 
+ANY_SAMPLE = Batch(latents=None, condition=Condition({"text": torch.zeros(1)}), latent_shape=(1, 1, 1, 1))
+"""Batch of one sample without values, whose losses tell which experts a step trains."""
+
+
 class Loss(NamedTuple):
     """One loss of a micro-batch. ``closure`` runs the forward and returns the mean over the micro-batch."""
 
     name: str
     closure: Callable[[], Tensor]
-    weight: float
+    weight: float = 1.0
+    at: float | None = None
+    """Time that selects the expert that the loss trains, the same for every micro-batch of a part of the batch
+    (``expert_draws``) and on every rank; ``None`` for a role of one network."""
 
 
 class Method(ABC):
@@ -87,6 +93,11 @@ class Method(ABC):
     def needs_latents(cls, settings: Any) -> bool:
         """Return whether the losses need real clips; otherwise captions are enough (``data=captions``)."""
         return True
+
+    @classmethod
+    def state_times(cls, settings: Any) -> Sequence[float]:
+        """Return the times of the teacher's states that the losses need (:attr:`Batch.states`); empty for none."""
+        return ()
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -138,18 +149,6 @@ class Method(ABC):
                     f" method=flow_matching, dcm, scm, ode_regression or self_forcing, or {name}.causal.chunk=null"
                 )
 
-    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
-        """Return the position of the expert that each loss of ``step`` trains, by loss name; empty without experts.
-
-        The choice may only depend on draws that all ranks share (:attr:`StepRandom.shared`), and must be the same for
-        every micro-batch of a part of the batch (``expert_draws``).
-        """
-        return {}
-
-    def training_data(self, data: ClipDataset) -> ClipDataset:
-        """Return the data set that training reads. Default: ``data``, which also provides the captions of samples."""
-        return data
-
     @abstractmethod
     def trained_role(self, step: int) -> str:
         """Return the one role that trains at ``step`` (0-based), the same on every rank."""
@@ -173,31 +172,29 @@ class Method(ABC):
 
     @abstractmethod
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        """Yield the losses of the role that trains at ``step``. Each gets its own backward, which frees its graph."""
+        """Yield the losses of the role that trains at ``step``. Each gets its own backward, which frees its graph.
+
+        Only the closures call roles or read tensors of the batch. A run also lists the losses of :data:`ANY_SAMPLE`.
+        """
 
     @abstractmethod
     def evaluations(self, role: str, steps: int) -> int:
-        """Return the number of network evaluations of :meth:`generate` per clip (guidance evaluates twice a step)."""
+        """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""
 
-    @abstractmethod
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        """Sample clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the role's sampler."""
-
-    def joined_chunks(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        """Sample a clip: the chunks of :meth:`stream`, joined. Arguments are as for :meth:`generate`."""
+        """Sample whole clips from ``noise`` ``(B, C, T, H, W)``: the chunks of :meth:`stream`, joined."""
         chunks = split_chunks(self.roles[role], noise)
         return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
 
+    @abstractmethod
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Tensor]:
         """Sample clean latents chunk by chunk: yield each chunk ``(B, C, frames of the chunk, H, W)`` once finished.
 
         ``noise`` has the noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`). A bidirectional role
-        has one chunk, the whole clip. ``steps`` is the number of steps per chunk.
+        has one chunk, the whole clip. ``steps`` is the number of steps of the role's sampler per chunk.
         """
-        for x in noise:
-            yield self.generate(role, x, condition, steps, random)
 
 
 Guidance = float | tuple[float, float]
@@ -210,7 +207,7 @@ def guided_velocity(
     x: Tensor,
     t: Tensor,
     condition: Condition,
-    scale: Guidance,
+    guidance: Guidance,
     at: float | None = None,
     *,
     clean: Tensor | None = None,
@@ -222,11 +219,11 @@ def guided_velocity(
         x: noisy latents ``(B, C, T, H, W)``.
         t: times ``(B,)``, or ``(B, T)`` for a time per latent frame.
         condition: conditions of the B samples; ``u`` gets its ``null``.
-        scale: ``w``. If it is 1, only the conditional velocity is computed.
+        guidance: ``w``. If it is 1, only the conditional velocity is computed.
         at: time that selects the expert (:meth:`models.roles.role.Role.network_at`).
         clean: history of a causal role (:meth:`models.roles.role.Role.velocity`), the same for ``c`` and ``u``.
     """
-    w = scale_at(role, scale, at)
+    w = guidance_at(role, guidance, at)
     if w == 1.0:
         return role.velocity(x, t, condition, at=at, clean=clean)
     branches, history = Condition.cat([condition, condition.null]), None if clean is None else torch.cat([clean, clean])
@@ -239,8 +236,6 @@ def guide(both: Tensor, w: float) -> Tensor:
     return unconditional + w * (conditional - unconditional)
 
 
-def scale_at(role: Role, scale: Guidance, at: float | None) -> float:
-    """Return the guidance scale of the expert of ``role`` that serves the time ``at``; without experts, the first."""
-    if not isinstance(scale, tuple):
-        return scale
-    return scale[role.expert_at(at) if role.has_experts else 0]
+def guidance_at(role: Role, guidance: Guidance, at: float | None) -> float:
+    """Return the guidance scale of the expert of ``role`` that serves the time ``at``."""
+    return guidance[role.expert_at(at)] if isinstance(guidance, tuple) else guidance

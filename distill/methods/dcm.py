@@ -69,7 +69,7 @@ class Dcm(FewStepMethod):
         return "teacher"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("dcm", lambda: self._loss(batch, random), 1.0)
+        yield Loss("dcm", lambda: self._loss(batch, random))
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
@@ -86,8 +86,7 @@ class Dcm(FewStepMethod):
         noise = torch.cat([*chunk_noise(student, random, "dcm/noise", batch.shape, batch.dtype)], dim=2)
         x, clean = add_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "dcm/context")
         with torch.no_grad():
-            scale = settings.guidance_scale
-            v = guided_velocity(self.roles["teacher"], x, t, batch.condition, scale, clean=clean)
+            v = guided_velocity(self.roles["teacher"], x, t, batch.condition, settings.guidance, clean=clean)
             next_x = x + per_sample(next_t - t, x) * v
             with self.student_average() if settings.target == "ema" else nullcontext():
                 # At t = 0, after the last node, this is next_x itself.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error
-from distill.methods.common.expert_times import Times, draw_times, expert_of_step
+from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
 from distill.methods.common.schedules import add_noise, shift_time
@@ -127,16 +127,18 @@ class Dmd2(FewStepMethod):
         return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        last = self._last_step(batch, random)
+        rollout = self._rollout_times(random)
+        last = self._last_step(batch, rollout)
         if self.trained_role(step) == "student":
-            yield from self._student_losses(batch, last, random)
+            yield from self._student_losses(batch, rollout, last, random)
             return
-        sample = Shared(lambda: self._rollout(batch, random), uses=2 if self.settings.gan else 1)
+        sample = Shared(lambda: self._rollout(batch, rollout, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
-            weight = self.settings.gan_weight_head
-            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), last, random), weight)
+            at_gan, weight = self._score_time("dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
+            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), at_gan, last, random), weight, at_gan.at)
         # This loss is last because its backward reaches every block: FSDP ends the step with it.
-        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), last, random), 1.0)
+        times = self._score_time("dmd2/fake_time", batch, random, "fake")
+        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), times, last, random), at=times.at)
 
     @classmethod
     def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -152,15 +154,6 @@ class Dmd2(FewStepMethod):
                     " second expert begins: it would never be trained; add one, or use a student of one network"
                 )
 
-    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
-        if self.trained_role(step) == "student":
-            return {"dmd": self.roles["student"].expert_at(self._rollout_times(random)[-1])}
-        fake = self.roles["fake"]
-        return {
-            loss: expert_of_step(self._draw_score_time, random, purpose, fake)
-            for loss, purpose in (("gan", "dmd2/gan_time"), ("fake_score", "dmd2/fake_time"))
-        }
-
     def _rollout_times(self, random: StepRandom) -> list[float]:
         """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch.
 
@@ -175,20 +168,25 @@ class Dmd2(FewStepMethod):
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
-    def _rollout(self, batch: Batch, random: StepRandom) -> Tensor:
+    def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
-        return self.own_sample(batch, self._rollout_times(random), random)
+        return self.own_sample(batch, times, random)
 
-    def _last_step(self, batch: Batch, random: StepRandom) -> Tensor | None:
+    def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
         """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         if not self.settings.fake_knows_last_step:
             return None
-        time = self._rollout_times(random)[-1]
-        return torch.full((len(batch.condition),), time, dtype=batch.dtype, device=batch.condition.device)
+        return torch.full((len(batch.condition),), times[-1], dtype=batch.dtype, device=batch.condition.device)
 
-    def _student_losses(self, batch: Batch, last: Tensor | None, random: StepRandom) -> Iterator[Loss]:
+    def _student_losses(
+        self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
+    ) -> Iterator[Loss]:
         """Yield the losses of a student step."""
-        yield Loss("dmd", lambda: self._sample_loss(self._rollout(batch, random), batch, last, random), 1.0)
+
+        def loss() -> Tensor:
+            return self._sample_loss(self._rollout(batch, times, random), batch, last, random)
+
+        yield Loss("dmd", loss, at=times[-1])
 
     def _sample_loss(self, sample: Tensor, batch: Batch, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return the DMD loss of ``sample``, ``x_G``, plus the weighted GAN loss."""
@@ -202,7 +200,7 @@ class Dmd2(FewStepMethod):
             batch=batch,
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
-            scale=self.settings.guidance,
+            guidance=self.settings.guidance,
             last_step=last,
             observations=self.observations,
         )
@@ -225,14 +223,14 @@ class Dmd2(FewStepMethod):
         t = shift_time(random.uniform(purpose, dtype), self.settings.shift)
         return [t.clamp(self.settings.min_time, self.settings.max_time)]
 
-    def _head_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
+    def _head_loss(self, batch: Batch, sample: Tensor, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
 
         Means are over all logits. ``x_t`` are the clips, noised to the same times as the samples ``x_G``
         ``(B, C, T, H, W)`` of their captions. A discriminator that is conditioned on the ``last`` step gets the
         samples' value for both.
         """
-        t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
+        t, at = times
         inputs = [
             add_noise(x, random.normal(purpose, batch.shape, batch.dtype), t)
             for x, purpose in ((sample, "dmd2/gan_noise"), (batch.latents, "dmd2/gan_real_noise"))
@@ -254,9 +252,8 @@ class Dmd2(FewStepMethod):
             loss = loss + self.settings.gan_r1_weight * r1
         return loss.mean()
 
-    def _fake_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
+    def _fake_loss(self, batch: Batch, sample: Tensor, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean (v(x_t) - (e - x_G))^2``: flow matching on the student's samples, without guidance."""
-        times = self._score_time("dmd2/fake_time", batch, random, "fake")
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
         errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)
         observe_by_time(self.observations, "loss", errors, times.t)

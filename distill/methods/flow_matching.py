@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
 from distill.methods.common.chunks import chunk_draws, chunk_noise, clean_history
-from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
 from distill.methods.common.sampling import Sampler, guided_chunks
 from distill.methods.common.schedules import add_noise, shift_time
@@ -74,7 +74,8 @@ class FlowMatching(Method):
         return "student"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("flow_matching", lambda: self._loss(batch, random), 1.0)
+        times = self._times(batch, random)
+        yield Loss("flow_matching", lambda: self._loss(batch, times, random), at=times.at)
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -87,16 +88,11 @@ class FlowMatching(Method):
                 "method.history=clean is for a causal student; set student.causal.chunk, or use method.history=noisy"
             )
 
-    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
-        expert = expert_of_step(self._draw, random, "flow_matching/time", self.roles["student"])
-        return {"flow_matching": expert}
-
     def _draw(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
 
-    def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
-        x0, student = batch.latents, self.roles["student"]
-        t, at = self._times(x0, random)
+    def _loss(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
+        x0, student, (t, at) = batch.latents, self.roles["student"], times
         noise = torch.cat([*chunk_noise(student, random, "flow_matching/noise", x0.shape[1:], x0.dtype)], dim=2)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
@@ -109,24 +105,20 @@ class FlowMatching(Method):
         observe_latents(self.observations, "data", x0)
         return errors.mean()
 
-    def _times(self, x0: Tensor, random: StepRandom) -> tuple[Tensor, float | None]:
-        """Draw the times of ``x0``: ``(B,)`` with the time that selects the expert, or ``(B, T)`` by chunks."""
+    def _times(self, batch: Batch, random: StepRandom) -> Times:
+        """Draw the times of the clips: ``(B,)``, or ``(B, T)`` by chunks."""
         student, purpose = self.roles["student"], "flow_matching/time"
         if student.causal is None:
-            ((t, at),) = draw_times(self._draw, random, purpose, x0.dtype, [(student,)], student)
-            return t, at
+            return draw_times(self._draw, random, purpose, batch.dtype, [(student,)], student)[0]
 
         def draw(name: str) -> Tensor:
-            return self._draw(random, name, x0.dtype)[0]
+            return self._draw(random, name, batch.dtype)[0]
 
-        return chunk_draws(student, x0.shape[2], draw, purpose), None
+        return Times(chunk_draws(student, batch.shape[1], draw, purpose))
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
         return steps if self.settings.guidance_scale == 1 else 2 * steps
-
-    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        return self.joined_chunks(role, noise, condition, steps, random)
 
     def stream(
         self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
@@ -140,7 +132,7 @@ class FlowMatching(Method):
             sampler=settings.sampler,
             steps=steps,
             shift=settings.shift,
-            scale=settings.guidance_scale,
+            guidance=settings.guidance_scale,
         )
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -95,7 +95,7 @@ class MeanFlow(FewStepMethod):
         return "student" if self.settings.velocity == "data" else "teacher"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("meanflow", lambda: self._loss(step, batch, random), 1.0)
+        yield Loss("meanflow", lambda: self._loss(step, batch, random))
 
     def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
@@ -137,16 +137,21 @@ class MeanFlow(FewStepMethod):
     def _velocity(self, batch: Batch, noise: Tensor, x: Tensor, t: Tensor) -> Tensor:
         if self.settings.velocity == "data":
             return noise - batch.latents
-        scale = self.settings.guidance_scale
-        return guided_velocity(self.roles["teacher"], x, t, batch.condition, scale)
+        return guided_velocity(self.roles["teacher"], x, t, batch.condition, self.settings.guidance)
 
-    @torch.no_grad()
-    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
+    def stream(
+        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Tensor]:
         """Sample a role; the student's steps are ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
         if role != "student":
-            return super().generate(role, noise, condition, steps, random)
-        x = noise
-        for time, next_time in pairwise([*self.sampling_times(steps), 0.0]):
-            t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
-            x = x - (time - next_time) * self.roles[role].velocity(x, t, condition, r)
-        return x
+            return super().stream(role, noise, condition, steps, random)
+        times = [*self.sampling_times(steps), 0.0]
+
+        @torch.no_grad()
+        def sample(x: Tensor) -> Tensor:
+            for time, next_time in pairwise(times):
+                t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
+                x = x - (time - next_time) * self.roles[role].velocity(x, t, condition, r)
+            return x
+
+        return map(sample, noise)

@@ -8,14 +8,14 @@ A causal student sees the set's clip as its history.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.data import ClipDataset, EncodedSettings
+from distill.data import EncodedSettings
 from distill.methods.base import Batch, Loss
 from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
@@ -80,14 +80,15 @@ class OdeRegression(FewStepMethod):
             poor = _POOR if teacher is None and student is not None else ""
             log.info("%s has states of a %s teacher%s", encoded.where, kind, poor)
 
-    def training_data(self, data: ClipDataset) -> ClipDataset:
-        return data.with_states(self.settings.step_list)
+    @classmethod
+    def state_times(cls, settings: OdeRegressionSettings) -> Sequence[float]:
+        return settings.step_list
 
     def trained_role(self, step: int) -> str:
         return "student"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("ode_regression", lambda: self._loss(batch, random), 1.0)
+        yield Loss("ode_regression", lambda: self._loss(batch, random))
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         times, student = self.settings.student_times(), self.roles["student"]

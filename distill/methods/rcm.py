@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.common.distribution_matching import distribution_matching, fake_score_error
-from distill.methods.common.expert_times import Draw, Times, draw_times, expert_of_step
+from distill.methods.common.expert_times import Draw, Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.methods.common.schedules import shift_time
 from distill.methods.scm import Scm, ScmSettings
@@ -123,15 +123,20 @@ class Rcm(Scm):
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         if self.trained_role(step) == "fake":
-            yield Loss("fake_score", lambda: self._fake_loss(step, batch, random), 1.0)
+            rollout, times = (
+                self._rollout_times(step, batch, random),
+                self._score_times("rcm/fake_time", batch, random, "fake"),
+            )
+            yield Loss("fake_score", lambda: self._fake_loss(batch, rollout, times, random), at=times.at)
             return
         weight = self.settings.consistency_weight
         if weight is None:
             # rCM's ratio is 100 to 1 between sums over elements, with a g of norm 1 and no 1/2 in DMD's loss.
             weight = 50 / math.prod(batch.shape) ** 0.5
-        yield Loss("scm", lambda: self._consistency_loss(step, batch, random, weight), weight)
+        yield self._consistency(step, batch, random, weight)
         if step >= self.settings.consistency_steps:
-            yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
+            rollout = self._rollout_times(step, batch, random)
+            yield Loss("dmd", lambda: self._dmd_loss(batch, rollout, random), at=rollout[-1].at)
 
     @classmethod
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -140,15 +145,6 @@ class Rcm(Scm):
                 f"student.experts={trained}: method=rcm's rollouts end at times of both experts; use method=scm or"
                 " dmd2, or student.experts=both"
             )
-
-    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
-        student, fake = self.roles["student"], self.roles["fake"]
-        if self.trained_role(step) == "fake":
-            return {"fake_score": expert_of_step(self._draw_score_time, random, "rcm/fake_time", fake)}
-        experts = {"scm": self._consistency_expert(random)}
-        if step >= self.settings.consistency_steps:
-            experts["dmd"] = expert_of_step(self._draw_rollout(step), random, "rcm/rollout_time", student)
-        return experts
 
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
         """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""
@@ -171,6 +167,10 @@ class Rcm(Scm):
 
         return draw
 
+    def _score_times(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
+        scored = [self.roles[name] for name in roles]
+        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [scored])[0]
+
     def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]
 
@@ -178,20 +178,18 @@ class Rcm(Scm):
         """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         return times[-1].t if self.settings.fake_knows_last_step else None
 
-    def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
-        times = self._rollout_times(step, batch, random)
+    def _dmd_loss(self, batch: Batch, times: list[Times], random: StepRandom) -> Tensor:
         sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
-        teacher, fake = self.roles["teacher"], self.roles["fake"]
         loss = distribution_matching(
             sample,
-            draw_times(self._draw_score_time, random, "rcm/score_time", batch.dtype, [(teacher, fake)])[0],
+            self._score_times("rcm/score_time", batch, random, "teacher", "fake"),
             random.normal("rcm/score_noise", batch.shape, batch.dtype),
             batch=batch,
-            teacher=teacher,
-            fake=fake,
-            scale=self.settings.guidance,
+            teacher=self.roles["teacher"],
+            fake=self.roles["fake"],
+            guidance=self.settings.guidance,
             last_step=self._last_step(times),
             observations=self.observations,
         )
@@ -202,16 +200,12 @@ class Rcm(Scm):
         self.observations.add("output_gradient/dmd", sin * sample.numel() * per_sample_norm(gradient))
         return loss
 
-    def _fake_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+    def _fake_loss(self, batch: Batch, rollout: list[Times], times: Times, random: StepRandom) -> Tensor:
         """Return the squared error of F (that of x0 over ``sin^2 t``) on the student's samples, without guidance."""
         with torch.no_grad():
-            times = self._rollout_times(step, batch, random)
-            sample = self.own_sample(batch, times, random)
-        fake = self.roles["fake"]
-        drawn = draw_times(self._draw_score_time, random, "rcm/fake_time", batch.dtype, [(fake,)])[0]
-        noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
-        errors = fake_score_error(fake, sample, drawn, noise, batch.condition, self._last_step(times))
-        t = drawn.t
+            sample = self.own_sample(batch, rollout, random)
+        noise, last = random.normal("rcm/fake_noise", batch.shape, batch.dtype), self._last_step(rollout)
+        errors, t = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last), times.t
         # F is linear in v with the factor 1 / (cos + sin); its square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * errors
         observe_by_time(self.observations, "loss", errors, t)

@@ -20,7 +20,7 @@ from torch import Tensor
 from distill.methods.base import Batch, Loss
 from distill.methods.common.chunks import check_same_chunks, chunk_draws, chunk_noise, clean_history, split_chunks
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
-from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, per_time_mean
 from distill.methods.common.schedules import per_sample
@@ -105,7 +105,7 @@ class Scm(FewStepMethod):
         return self.settings.student_times()[:steps]
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("scm", lambda: self._consistency_loss(step, batch, random), 1.0)
+        yield self._consistency(step, batch, random, 1.0)
 
     @classmethod
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -115,11 +115,9 @@ class Scm(FewStepMethod):
     def check_causal(cls, settings: ScmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
         check_same_chunks(causal)
 
-    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
-        return {"scm": self._consistency_expert(random)}
-
-    def _consistency_expert(self, random: StepRandom) -> int:
-        return expert_of_step(self._draw_time, random, "scm/time", self.roles["student"])
+    def _consistency(self, step: int, batch: Batch, random: StepRandom, weight: float) -> Loss:
+        times = self._times(batch, random)
+        return Loss("scm", lambda: self._consistency_loss(step, batch, times, random, weight), weight, times.at)
 
     def _draw_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         """Draw TrigFlow times; return them and their rectified-flow times, at which networks are evaluated."""
@@ -127,10 +125,12 @@ class Scm(FewStepMethod):
         t = torch.atan(torch.exp(self.settings.time_mean + self.settings.time_std * z))
         return [t, flow_time(t)]
 
-    def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
-        """Return ``mean (F - sg(F) - g)^2``. Only the logged gradient norm uses ``weight``, the weight of this loss."""
-        settings, student = self.settings, self.roles["student"]
-        t, at = self._times(batch, random)
+    def _consistency_loss(self, step: int, batch: Batch, times: Times, random: StepRandom, weight: float) -> Tensor:
+        """Return ``mean (F - sg(F) - g)^2``. Only the logged gradient norm uses ``weight``, the weight of this loss.
+
+        ``times`` are TrigFlow times and the flow time that selects the expert.
+        """
+        settings, student, (t, at) = self.settings, self.roles["student"], times
         noise = torch.cat([*chunk_noise(student, random, "scm/noise", batch.shape, batch.dtype)], dim=2)
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")
         with torch.no_grad():
@@ -161,18 +161,18 @@ class Scm(FewStepMethod):
         observe_latents(self.observations, "data", batch.latents)
         return errors.mean()
 
-    def _times(self, batch: Batch, random: StepRandom) -> tuple[Tensor, float | None]:
+    def _times(self, batch: Batch, random: StepRandom) -> Times:
         """Draw TrigFlow times: ``(B,)`` with the flow time that selects the expert, or ``(B, T)`` by chunks."""
         student, teacher = self.roles["student"], self.roles["teacher"]
         if student.causal is None:
             evaluated = [(), (student, teacher)]
             (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
-            return t, at
+            return Times(t, at)
 
         def draw(purpose: str) -> Tensor:
             return self._draw_time(random, purpose, batch.dtype)[0]
 
-        return chunk_draws(student, batch.shape[1], draw, "scm/time"), None
+        return Times(chunk_draws(student, batch.shape[1], draw, "scm/time"))
 
 
 def consistency_tangent(

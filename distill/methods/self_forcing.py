@@ -74,8 +74,8 @@ class SelfForcing(Dmd2):
         times, first = self.sampling_times(steps), self.settings.step_list_first
         return lambda chunk: times if chunk or first is None else first
 
-    def _exit_times(self, random: StepRandom) -> Callable[[int], Sequence[float]]:
-        """Return a function of a chunk's number that returns its times up to the exit step.
+    def _exit_times(self, shared: list[float], random: StepRandom) -> Callable[[int], Sequence[float]]:
+        """Return a function of a chunk's number that returns its times up to the exit step, by default ``shared``.
 
         The draws are the same on every rank and in every micro-batch of a part of the batch.
         """
@@ -87,21 +87,23 @@ class SelfForcing(Dmd2):
             elif settings.exit == "each":
                 chosen, purpose = settings.student_times(), f"self_forcing/exit/{chunk}"
             else:
-                return self._rollout_times(random)
+                return shared
             if settings.rollout == "full":
                 return chosen
             return chosen[: random.shared_integer(purpose, 1, len(chosen))]
 
         return times
 
-    def _rollout(self, batch: Batch, random: StepRandom, last_steps: list[LastStep] | None = None) -> Tensor:
+    def _rollout(
+        self, batch: Batch, times: list[float], random: StepRandom, last_steps: list[LastStep] | None = None
+    ) -> Tensor:
         student = self.roles["student"]
         with torch.no_grad(), student.kept_gathered():
             chunks = rollout_chunks(
                 student,
                 chunk_noise(student, random, "self_forcing/noise", batch.shape, batch.dtype),
                 batch.condition,
-                self._exit_times(random),
+                self._exit_times(times, random),
                 random,
                 "self_forcing",
                 sampler=self.settings.student_sampler,
@@ -109,14 +111,16 @@ class SelfForcing(Dmd2):
             )
             return torch.cat([*chunks], dim=2)
 
-    def _student_losses(self, batch: Batch, last: Tensor | None, random: StepRandom) -> Iterator[Loss]:
+    def _student_losses(
+        self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
+    ) -> Iterator[Loss]:
         sizes = self.roles["student"].causal.chunks(batch.shape[1])
         replay: list[tuple[LastStep, Tensor]] = []
         """Exit steps of the chunks that are still to be replayed, and ``dL/dx_G`` of these chunks."""
 
         def rollout_loss() -> Tensor:
             steps: list[LastStep] = []
-            clip = self._rollout(batch, random, steps).requires_grad_()
+            clip = self._rollout(batch, times, random, steps).requires_grad_()
             loss = self._sample_loss(clip, batch, last, random)
             loss.backward()
             # A given first frame is a chunk without an exit step.
@@ -136,4 +140,4 @@ class SelfForcing(Dmd2):
         first = int(FIRST_FRAME in batch.condition.tensors)
         for chunk in range(first, len(sizes)):
             value = rollout_loss if chunk == first else nothing
-            yield Loss("dmd", partial(replayed, value), 1.0)
+            yield Loss("dmd", partial(replayed, value))

@@ -234,9 +234,8 @@ class _Run:
         latent_shape, condition_shapes = self.plan.shapes
         values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name.startswith("text")}
         tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
-        states = None
-        if self.config.method.name == "ode_regression":
-            states = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
+        times = self.method.state_times(self.config.method)
+        states = torch.zeros(count, len(times), *latent_shape) if times else None
         return Batch(
             latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or states is not None else None,
             condition=Condition(tensors, values, values),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,14 +42,9 @@ def accumulate_gradients(
     name = method.trained_role(step)
     role = method.roles[name]
     roots = [other.network for other in method.roles.values()]
-    streams = [random(i) for i in range(len(micro_batches))]
     # List all losses first, to know the last backward of each network. Only their closures compute.
-    by_batch = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
-    work = list(chain.from_iterable(by_batch))
-    networks = [0 for _ in work]
-    if role.has_experts:
-        trains = [method.networks(step, draws) for draws in streams]
-        networks = [by_loss[loss.name] for batch, by_loss in zip(by_batch, trains, strict=True) for loss in batch]
+    work = [loss for i, batch in enumerate(micro_batches) for loss in method.losses(step, batch, random(i))]
+    networks = [role.expert_at(loss.at) for loss in work]
     losses = Losses({}, {}, set(networks))
     with phase(f"{name}/gradients"), resharded(roots), ExitStack() as frozen:
         frozen.enter_context(role.training(set(networks)))

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from distill.config.schema import Config, OptimizerSettings
 from distill.methods import Method
+from distill.methods.base import ANY_SAMPLE
 from distill.run.parameter_groups import parameter_groups
 from fsdp_cp.reduce import in_pieces, local_shards, scale_grads
 from fsdp_cp.rng import StepRandom
@@ -194,9 +195,9 @@ def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
         if not role.has_experts:
             counts[role.name, 0] += 1
             continue
-        streams = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
-        networks = {index for draws in streams for index in method.networks(step, draws).values()}
-        counts.update((role.name, index) for index in networks)
+        streams = (StepRandom(seed=config.seed, step=step, positions=(0,), part=i) for i in range(config.expert_draws))
+        losses = (loss for random in streams for loss in method.losses(step, ANY_SAMPLE, random))
+        counts.update((role.name, index) for index in {role.expert_at(loss.at) for loss in losses})
     return counts
 
 

@@ -74,7 +74,8 @@ class Trainer:
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.trained = build_trained(config, method)
         method.student_average = partial(averaged, self.trained_of("student"))
-        self.training_data = method.training_data(data)
+        times = method.state_times(method.settings)
+        self.training_data = data.with_states(times) if times else data
         self.batching = Batching(
             global_size=config.batch_size,
             micro_batch_size=micro_batch_size,

@@ -76,7 +76,9 @@ class SecondTime(Addition):
             return embedding + added[:, None]
         if self.shared:
             return None
-        raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
+        raise RuntimeError(
+            "this network has a second time, and was called without one; give Role.velocity its second_time"
+        )
 
     def forward(self, d: Tensor) -> Tensor:
         """Return the embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""

@@ -111,11 +111,18 @@ class Role:
         """Contents of the ``causal.json`` of an export; ``None`` for a role that is not causal."""
         return None if self.causal is None else {**asdict(self.causal), "frames": self.trained_frames}
 
-    def expert_at(self, time: float) -> int:
+    def expert_at(self, time: float | None) -> int:
         """Return the position of the network that serves ``time``.
 
         A boundary belongs to the network before it, as in diffusers' pipelines.
+
+        Raises:
+            ValueError: ``time`` is ``None`` for a role with experts.
         """
+        if not self.has_experts:
+            return 0
+        if time is None:
+            raise ValueError(f"{self.name}: at= must be a time, which selects one of its networks")
         return sum(time + ROUNDING < boundary for boundary in self.boundaries)
 
     def trains_at(self, time: float) -> bool:
@@ -133,12 +140,8 @@ class Role:
             ValueError: ``at`` is missing for experts, or ``t`` spans several experts. CUDA times are not checked, which
                 would synchronize the device.
         """
-        if not self.has_experts:
-            return self.networks[0]
-        if at is None:
-            raise ValueError(f"{self.name}: at= must be a time, which selects one of its networks")
         expert = self.expert_at(at)
-        if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
+        if self.has_experts and t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
             wrong = [
                 time
                 for time in t.detach().flatten().tolist()
@@ -170,7 +173,7 @@ class Role:
         x: Tensor,
         t: Tensor,
         condition: Condition,
-        r: Tensor | None = None,
+        second_time: Tensor | None = None,
         *,
         clean: Tensor | None = None,
         at: float | None = None,
@@ -184,8 +187,8 @@ class Role:
             t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. ``(B, T)``, a time per latent
                 frame, if the family supports it.
             condition: condition of the B samples.
-            r: ``(B,)`` in [0, 1], required by the additions ``second_time`` (mean velocity from r to t) and
-                ``last_step`` (samples whose last step was at r), and refused without them.
+            second_time: ``(B,)`` in [0, 1]: with the addition ``second_time``, the start of the interval over which the
+                velocity is a mean; with ``last_step``, the last step of the samples. Refused without them.
             clean: for a causal role, the clip at ``causal.context_time``, of the shape of ``x``: the history of every
                 chunk (teacher forcing).
             at: as for :meth:`network_at`.
@@ -198,24 +201,24 @@ class Role:
                 for a causal role, frames that are not whole chunks.
         """
         network, causal, hidden, times = self.network_at(t, at), None, x, t
-        if clean is not None and r is not None:
-            raise ValueError(f"{self.name}: a clean history has one time a token, and takes no r")
+        if clean is not None and second_time is not None:
+            raise ValueError(f"{self.name}: a clean history has one time a token, and takes no second time")
         if self.causal is not None:
             causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x))
         elif clean is not None:
             raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
-        with self._at_second_time(network, t, r):
+        with self._at_second_time(network, t, second_time):
             v = self._outputs(network, hidden, times, condition, causal=causal)[0]
         if causal is None and v.dtype == x.dtype:
             return v
         return network.family.hold(v[:, :, -x.shape[2] :].to(x.dtype), x, t, condition)
 
-    def _at_second_time(self, network: Network, t: Tensor, r: Tensor | None) -> AbstractContextManager:
-        """Run calls of ``network`` within this context at the times ``(r, t)``."""
+    def _at_second_time(self, network: Network, t: Tensor, second_time: Tensor | None) -> AbstractContextManager:
+        """Run calls of ``network`` within this context at ``t`` and ``second_time``."""
         addition = self.second_times.get(network)
-        if (addition is None) != (r is None):
-            raise RuntimeError(f"{self.name}: a role with a second time must get its r, and no other role")
-        return nullcontext() if addition is None or r is None else addition.at(t, r)
+        if (addition is None) != (second_time is None):
+            raise RuntimeError(f"{self.name}: a role with a second time must get it, and no other role")
+        return nullcontext() if addition is None or second_time is None else addition.at(t, second_time)
 
     def cache(self, condition: Condition) -> Cache:
         """Return the cache of a causal role at the start of a clip.
@@ -259,19 +262,19 @@ class Role:
         return self._outputs(network, x, t, cache.condition, causal=causal)[0].to(x.dtype)
 
     def logits(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+        self, x: Tensor, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
     ) -> Tensor:
         """Return ``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py); positive means real.
 
         Args:
-            x, t, condition, r, at: as for :meth:`velocity`.
+            x, t, condition, second_time, at: as for :meth:`velocity`.
 
         Returns:
             Logits ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
-        with head.wanted(self.tokens), self._at_second_time(network, t, r):
+        with head.wanted(self.tokens), self._at_second_time(network, t, second_time):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 
     def tokens_of(self, network: Network, x: Tensor, causal: CausalForward | None) -> int:

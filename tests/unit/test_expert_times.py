@@ -4,14 +4,14 @@ The tests take one sample of each step. Samples of one step share a range, so th
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from scipy import stats
 
 from distill.methods import build_method
-from distill.methods.common.expert_times import draw_times, expert_of_step, pilot_times
+from distill.methods.base import ANY_SAMPLE
+from distill.methods.common.expert_times import draw_times, pilot_times
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.rcm import RcmSettings
@@ -27,6 +27,7 @@ def role(name, *boundaries):
     """Return a role with boundaries alone."""
     made = object.__new__(Role)
     made.name, made.boundaries, made.trained_experts = name, boundaries, tuple(range(len(boundaries) + 1))
+    made.causal = None
     return made
 
 
@@ -141,7 +142,9 @@ def test_a_boundary_is_the_noisier_experts():
     """diffusers uses ``t >= boundary``. An fp32 time of .9, a little below .9, must count as the boundary too."""
     of = role("student", 0.9)
     assert [of.expert_at(t) for t in (1.0, 0.9, 0.8999)] == [0, 0, 1]
-    assert expert_of_step(None, None, "x", SimpleNamespace(has_experts=False)) == 0, "one network: no draw"
+    assert role("student").expert_at(None) == 0, "one network serves all times"
+    with pytest.raises(ValueError, match="at="):
+        of.expert_at(None)
     in_fp32 = torch.tensor([0.9], dtype=torch.float32)
     assert float(in_fp32) < 0.9 and of.expert_at(float(in_fp32)) == 0
 
@@ -167,14 +170,16 @@ def test_one_expert_trained_alone_has_its_times_alone(settings, expert):
         settings.step_list = [1.0, 0.8, 0.5, 0.3]
         lengths = {len(method._rollout_times(random(step))) for step in range(60)}
         assert lengths == ({1, 2}, {3, 4})[expert]
-        assert {tuple(method.networks(step, random(step)).items()) for step in (0, 6, 12)} == {(("dmd", expert),)}
+        losses = [loss for step in (0, 6, 12) for loss in method.losses(step, ANY_SAMPLE, random(step, 0))]
+        assert [student.expert_at(loss.at) for loss in losses] == 3 * [expert]
         return
     draw, purpose = (method._draw_time, "scm/time") if settings.name == "scm" else (method._draw, "flow_matching/time")
     roles = [(), (student,)] if settings.name == "scm" else [(student,)]
     found, own = [], []
     for step in range(800):
         times = draw_times(draw, random(step, 0), purpose, torch.float64, roles, student)[-1]
-        assert student.expert_at(times.at) == expert == expert_of_step(draw, random(step), purpose, student)
+        (loss,) = method.losses(step, ANY_SAMPLE, random(step, 0))
+        assert student.expert_at(times.at) == expert and loss.at == times.at
         found.append(float(times.t))
         own.append(float(draw(random(step, 0, seed=1), purpose, torch.float64)[-1]))
     inside = [t for t in own if student.expert_at(t) == expert]
@@ -187,4 +192,4 @@ def test_an_expert_that_no_draw_reaches_is_refused():
     student.trained_experts = (0,)
     method = build_method(FlowMatchingSettings(logit_std=0.1), {"student": student})
     with pytest.raises(UserError, match="student.experts"):
-        method.networks(0, random(0))
+        next(method.losses(0, ANY_SAMPLE, random(0, 0)))

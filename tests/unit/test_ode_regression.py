@@ -95,7 +95,7 @@ def test_a_mean_over_samples():
 def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
     teacher = Net(8)
     noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(*TEXT, seed=3)
-    how = {"sampler": "euler", "steps": 7, "shift": 3.0, "scale": 2.5, "states": times}
+    how = {"sampler": "euler", "steps": 7, "shift": 3.0, "guidance": 2.5, "states": times}
     random = StepRandom(seed=5, step=0, positions=[0, 1])
     ((*states, latents),) = guided_states(teacher, [noise], text_condition(text, null), random, **how)
     grid = sorted({*euler_times(7, 3.0), *times}, reverse=True)
@@ -117,12 +117,12 @@ def test_states_of_a_set_in_the_order_of_the_step_list(tmp_path):
     write_state_set(tmp_path / "set", 5, TIMES)
     data = open_set(tmp_path / "set", cache=tmp_path / "cache")
     assert "states" not in data[0] and data[0]["latents"].shape == data.latent_shape
-    method = ode_regression(step_list=[1.0, 0.5])
-    item = method.training_data(data)[3]
+    chosen = data.with_states(OdeRegression.state_times(OdeRegressionSettings(step_list=[1.0, 0.5])))
+    item = chosen[3]
     assert torch.equal(item["states"], stored(3, TIMES)["states"][[0, 2]])
     assert torch.equal(item["latents"], stored(3, TIMES)["latents"])
     assert item["caption"] == MovingShapesSettings().build(seed=0).caption(3)
-    assert method.training_data(data).fingerprint == data.fingerprint
+    assert chosen.fingerprint == data.fingerprint
     torch.testing.assert_close(item["text"], MovingShapesSettings().build(seed=0)[3]["text"])
 
 

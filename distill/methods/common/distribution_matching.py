@@ -29,7 +29,7 @@ def distribution_matching(
     batch: Batch,
     teacher: Role,
     fake: Role,
-    scale: Guidance,
+    guidance: Guidance,
     last_step: Tensor | None = None,
     observations: Observations,
 ) -> Tensor:
@@ -42,14 +42,14 @@ def distribution_matching(
         batch: micro-batch with the captions of ``sample``.
         teacher: the real score, with guidance.
         fake: the score of the student's samples, without guidance.
-        scale: guidance ``w``.
+        guidance: guidance scale ``w``.
         last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
         observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     t, at = times
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
-        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, scale, at), t)
+        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, guidance, at), t)
         estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
         # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
         q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)

@@ -75,11 +75,6 @@ def draw_times(
     return [Times(t.to(random.device), at) for t, at in zip(times, pilot, strict=True)]
 
 
-def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
-    """Return the position of the expert of the trained ``role`` that serves the last of the drawn times."""
-    return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.has_experts else 0
-
-
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
     """Draw the times that select the ranges of a part of the batch, the same on every rank and in every micro-batch.
 

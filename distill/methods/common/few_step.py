@@ -94,7 +94,7 @@ class FewStepMethod(Method):
         return [times[i * len(times) // steps] for i in range(steps)]
 
     def scheduler(self, pipeline_times: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
-        """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.
+        """Return the scheduler with which a diffusers pipeline samples the student like :meth:`stream` at full steps.
 
         ``pipeline_times`` returns the times that this pipeline passes to its scheduler (``Family.pipeline_times``).
 
@@ -126,15 +126,6 @@ class FewStepMethod(Method):
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
         return steps if role == "student" or self.settings.guidance == 1 else 2 * steps
 
-    @torch.no_grad()
-    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        student = self.roles[role]
-        if role != "student" or student.causal is not None:
-            return self.joined_chunks(role, noise, condition, steps, random)
-        times, sampler = self.sampling_times(steps), self.settings.student_sampler
-        with student.kept_gathered():
-            return rollout(student, noise, condition, times, random, "sample/renoise", sampler=sampler)
-
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""
         times = self.sampling_times(steps)
@@ -153,9 +144,17 @@ class FewStepMethod(Method):
                 sampler=settings.teacher_sampler,
                 steps=steps,
                 shift=settings.shift,
-                scale=settings.guidance,
+                guidance=settings.guidance,
             )
-        if self.roles[role].causal is None:
-            return super().stream(role, noise, condition, steps, random)
-        times, sampler = self.chunk_times(steps), settings.student_sampler
-        return rollout_chunks(self.roles[role], noise, condition, times, random, "sample", sampler=sampler)
+        student, sampler = self.roles[role], settings.student_sampler
+        if student.causal is not None:
+            chunk_times = self.chunk_times(steps)
+            return rollout_chunks(student, noise, condition, chunk_times, random, "sample", sampler=sampler)
+        times = self.sampling_times(steps)
+
+        @torch.no_grad()
+        def sample(x: Tensor) -> Tensor:
+            with student.kept_gathered():
+                return rollout(student, x, condition, times, random, "sample/renoise", sampler=sampler)
+
+        return map(sample, noise)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from distill.methods.base import Guidance, guide, guided_velocity, scale_at
+from distill.methods.base import Guidance, guidance_at, guide, guided_velocity
 from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
@@ -30,11 +30,13 @@ Velocity = Callable[[Tensor, float], Tensor]
 """Velocity of a state ``(B, C, T, H, W)`` at a time that all samples share."""
 
 
-def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
-    """Return the velocity of ``role`` for the B samples of ``condition``, with guidance ``w = scale``."""
+def guided(role: Role, condition: Condition, guidance: Guidance) -> Velocity:
+    """Return the velocity of ``role`` for the B samples of ``condition``, with the scale ``guidance``."""
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        return guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
+        return guided_velocity(
+            role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, guidance, t
+        )
 
     return velocity
 
@@ -55,7 +57,7 @@ def guided_states(
     sampler: Sampler,
     steps: int,
     shift: float,
-    scale: Guidance,
+    guidance: Guidance,
     states: Sequence[float] = (),
 ) -> Iterator[list[Tensor]]:
     """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`).
@@ -69,15 +71,15 @@ def guided_states(
         random: random streams of the noise on finished chunks, ``sample/context/CHUNK``.
         sampler, shift, states: as for :func:`integrate`.
         steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
-        scale: guidance ``w``.
+        guidance: guidance scale ``w``.
 
     Yields:
         States of the next chunk and last its clean latents, each in the shape of its noise.
     """
     how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
     if role.causal is None:
-        return (integrate(guided(role, condition, scale), x, **how) for x in noise)
-    w = scale_at(role, scale, None)
+        return (integrate(guided(role, condition, guidance), x, **how) for x in noise)
+    w = guidance_at(role, guidance, None)
     branches = [condition] if w == 1.0 else [condition, condition.null]
 
     def sample(_: int, noise: Tensor, cache: Cache) -> list[Tensor]:

@@ -42,7 +42,7 @@ def trig_field(
     x: Tensor,
     t: Tensor,
     condition: Condition,
-    scale: Guidance = 1.0,
+    guidance: Guidance = 1.0,
     at: float | None = None,
     *,
     clean: Tensor | None = None,
@@ -53,13 +53,13 @@ def trig_field(
 
     Args:
         x: ``x_t`` at the TrigFlow times ``t``.
-        scale: guidance ``w``.
+        guidance: guidance scale ``w``.
         at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
         clean: history of a causal role, a rectified-flow state (:meth:`models.roles.role.Role.velocity`).
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
-    v = guided_velocity(role, x / k, flow_time(t), condition, scale, at, clean=clean)
+    v = guided_velocity(role, x / k, flow_time(t), condition, guidance, at, clean=clean)
     return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
 
 
