@@ -1,7 +1,8 @@
-"""Export of a role's weights from a training checkpoint, as a diffusers folder or as an adapter file.
+"""Export of a role's weights from a run or its checkpoint, as a diffusers folder or as an adapter file.
 
-Run ``python -m models.export RUN OUT`` in one process. OUT is a new or empty folder, or an earlier export. The new
-export replaces an earlier one when complete. Any other folder is refused and not changed.
+Run ``python -m models.export RUN OUT`` in one process. It writes what the run would export, with the scheduler in
+``OUT/scheduler``. OUT is a new or empty folder, or an earlier export. The new export replaces an earlier one when
+complete. Any other folder is refused and not changed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from diffusers import SchedulerMixin
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -26,20 +29,93 @@ from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
 from models.export_folder import write_folder
+from models.families.base import Family
 from models.families.registry import family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.scheduler import few_step_scheduler
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+log = logging.getLogger(__name__)
 
-def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
-    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint."""
+
+@dataclass(frozen=True, kw_only=True)
+class RoleExport:
+    """Weights of a role in a run or in its checkpoint, and what an export needs to know of them."""
+
+    family: Family
+    config: dict[str, Any]
+    boundaries: Sequence[float] = ()
+    causal: Mapping[str, Any] | None = None
+    scale: float | None = None
+    """``alpha / rank`` of adapters; ``None`` for a role that trained its whole network."""
+    trained: Mapping[int, Weights]
+    """Weights of the networks that train, by position."""
+    bases: Callable[[], Sequence[Weights]]
+    """Function that returns what each network is without the role's training: what adapters are merged into, and an
+    expert that does not train."""
+    few_steps: Mapping[str, Any] | None = None
+    """Arguments of :func:`models.files.scheduler.few_step_scheduler`; ``None`` for a role without such a scheduler."""
+
+    def expert(self, index: int) -> RoleExport:
+        """Return one of two experts as a network of its own, which samples no clip alone."""
+        trained, bases = {0: self.trained[index]}, lambda: [self.bases()[index]]
+        return replace(self, boundaries=(), few_steps=None, trained=trained, bases=bases)
+
+    @property
+    def not_adapters(self) -> list[str]:
+        """Names of the weights that an adapter file cannot hold."""
+        return [name for weights in self.trained.values() for name in weights.shapes if ".lora_" not in name]
+
+    def scheduler(self) -> SchedulerMixin | None:
+        """Return the scheduler with which a plain diffusers pipeline samples the student; log why if none fits."""
+        if self.few_steps is None:
+            return None
+        try:
+            return few_step_scheduler(**self.few_steps, pipeline_times=self.family.pipeline_times)
+        except UserError as error:
+            log.warning("could not write a scheduler: %s", error)
+            return None
+
+    def write(
+        self, folder: Path, kind: str | None, *, dtype: torch.dtype, about: Mapping[str, Any], **options: Any
+    ) -> None:
+        """Write the role as a diffusers folder, or as an adapter file of a ``kind`` of :data:`FORMATS`. A collective.
+
+        ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`.
+        """
+        about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
+        if kind in FORMATS:
+            (adapters,), scale = self.trained.values(), cast(float, self.scale)
+            tensors = file_tensors(kind, adapters.shapes, adapters.read, family=self.family, scale=scale, dtype=dtype)
+            write_file(folder, tensors, {"format": kind, **about}, **options)
+            return
+        networks = [
+            merged(base, self.trained[i], self.scale or 1.0) if i in self.trained else base
+            for i, base in enumerate(self.bases())
+        ]
+        write_folder(folder, networks, self.config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
+
+
+def exported_weights(setting: str, has_average: bool) -> str:
+    """Return ``raw`` or ``ema``: the weights that a run with this ``export.weights`` exports."""
+    return "ema" if has_average and setting != "raw" else "raw"
+
+
+def _trained(
+    checkpoint: Path, role: str, boundaries: Sequence[float], chosen: str | None, setting: str
+) -> tuple[dict[int, Weights], str]:
+    """Return a role's weights in a checkpoint, by position, and whether they are ``raw`` or ``ema``.
+
+    They are the ``chosen`` ones, or by default those that a run with ``export.weights=setting`` exports.
+    """
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
-    names = [role]
-    if state.get("boundaries", {}).get(role):  # parameter names of a network may begin with anything
-        names += [f"{role}.{expert}" for expert in EXPERTS]
+    names = [f"{role}.{expert}" for expert in EXPERTS] if boundaries else [role]
+    has_average = any(key.startswith(f"{name}.ema.") for key in stored for name in names)
+    weights = chosen or exported_weights(setting, has_average)
 
     def read(prefix: str, name: str) -> Tensor:
         key = prefix + name
@@ -50,19 +126,19 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
             dcp.load({key: value}, storage_reader=files, no_dist=True)
         return value
 
-    networks = {}
-    for name in names:
+    trained = {}
+    for i, name in enumerate(names):
         prefix = f"{name}.{'ema' if weights == 'ema' else 'weights'}."
         tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
         shapes = {key: tuple(cast(TensorStorageMetadata, tensor).size) for key, tensor in tensors.items()}
         if shapes:
-            networks[name] = Weights(shapes, partial(read, prefix))
-    if not networks:
+            trained[i] = Weights(shapes, partial(read, prefix))
+    if not trained:
         held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
         raise UserError(
             f"{checkpoint} holds no {weights} weights of a role {role!r}; it has raw weights of {' and '.join(held)}"
         )
-    return networks
+    return trained, weights
 
 
 def export_checkpoint(
@@ -70,8 +146,8 @@ def export_checkpoint(
     out: Path,
     *,
     role: str,
-    weights: str,
-    dtype: torch.dtype,
+    weights: str | None,
+    dtype: str | None,
     kind: str | None,
     base: str | None,
     expert: str | None = None,
@@ -82,8 +158,8 @@ def export_checkpoint(
         checkpoint: a ``step_*`` folder.
         out: the folder to write; see :func:`fsdp_cp.files.atomic_folder.refuse_occupied`.
         role: ``student`` or ``fake``.
-        weights: ``raw`` or ``ema``.
-        dtype: dtype of the files.
+        weights: ``raw`` or ``ema``; ``None`` for what the run exports.
+        dtype: ``fp32`` or ``bf16``; ``None`` for that of the run's export.
         kind: ``merged``, or one of :data:`models.lora.files.FORMATS`; ``None`` for the whole network, which is
             ``merged`` where the role has adapters.
         base: folder of the adapters' base, if it has moved.
@@ -99,55 +175,53 @@ def export_checkpoint(
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)
     try:
-        networks = _networks(checkpoint, state, role, weights)
-        config, adapters = dict(state["configs"][role]), state.get("adapters", {}).get(role)
-        boundaries = list(state.get("boundaries", {}).get(role) or ())
-        causal = state.get("causal", {}).get(role)
-        step = state["step"]
+        settings, boundaries = state.get("settings", {}), list(state.get("boundaries", {}).get(role) or ())
+        as_the_run = {"weights": "auto", "dtype": "fp32", **settings.get("export", {})}
+        trained, weights = _trained(checkpoint, role, boundaries, weights, as_the_run["weights"])
+        adapters = state.get("adapters", {}).get(role)
+        exported = RoleExport(
+            family=family_of(settings.get(role, {}).get("family", "wan"), role),
+            config=dict(state["configs"][role]),
+            boundaries=boundaries,
+            causal=state.get("causal", {}).get(role),
+            scale=None if adapters is None else adapters["scale"],
+            trained=trained,
+            bases=lambda: [*trained.values()] if adapters is None else _bases(adapters["base"], role, base, out),
+            few_steps=state.get("few_steps") if role == "student" else None,
+        )
+        about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
+        options: dict[str, Any] = {"dtype": DTYPES[dtype or as_the_run["dtype"]], "scheduler": exported.scheduler()}
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
-    experts = [network.rpartition(".")[2] for network in networks] if boundaries else []
-    takes_both = len(experts) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
-    if boundaries and expert not in experts and not (expert is None and takes_both):
-        raise UserError(
-            f"{checkpoint} holds the {role}'s experts for {' and '.join(experts)} noise; add --expert"
-            f" {' or '.join(experts)}, or take both from the run's export/student"
-        )
+    name = f"the {role}"
+    if boundaries:
+        held = [EXPERTS[i] for i in trained]
+        takes_both = len(held) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
+        if expert not in held and not (expert is None and takes_both):
+            raise UserError(
+                f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; add --expert"
+                f" {' or '.join(held)}, or take both from the run's export/student"
+            )
+        if expert is not None:
+            exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
+            about["expert"], options["scheduler"] = expert, None
     if adapters is None and kind is not None:
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
-    about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
-    about["dtype"], name, chosen = str(dtype), f"the {role}", list(networks.values())
-    if boundaries and expert is not None:
-        about["expert"], name = expert, f"the {role}'s expert for {expert} noise"
-        chosen, experts, boundaries = [networks[f"{role}.{expert}"]], [expert], []
-    if kind in FORMATS:
-        (adapters_only,) = chosen
-        if whole := sorted(key for key in adapters_only.shapes if ".lora_" not in key):
-            raise UserError(
-                f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
-            )
-        family = family_of(state["settings"][role]["family"], role)
-        tensors = file_tensors(
-            kind, adapters_only.shapes, adapters_only.read, family=family, scale=adapters["scale"], dtype=dtype
+    if kind in FORMATS and (whole := exported.not_adapters):
+        raise UserError(
+            f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
         )
-        write_file(out, tensors, about | {"format": kind}, causal)
+    exported.write(out, kind, about=about, **options)
+    if kind in FORMATS:
         return f"the {weights} adapters of {name}"
-    if adapters is not None:
-        bases = _bases(state, role, base, out)
-        base_weights = [bases[EXPERTS.index(expert)] for expert in experts] or bases
-        chosen = [
-            merged(frozen, trained, adapters["scale"]) for frozen, trained in zip(base_weights, chosen, strict=True)
-        ]
-    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about, causal=causal)
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
-def _bases(state: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
+def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
     """Return the base of the adapters of each network of the role. Refuse one with other weights, or that ``out``
     replaces."""
-    base = state["adapters"][role]["base"]
     if base["path"] is None:
         raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
     path = moved or base["path"]
@@ -170,8 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         help="the diffusers transformer folder to write: new, empty, or an earlier export, which is replaced",
     )
     parser.add_argument("--role", default="student", choices=("student", "fake"))
-    parser.add_argument("--weights", default="raw", choices=("raw", "ema"))
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--weights", choices=("raw", "ema"), help="by default those that the run exports")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
     parser.add_argument(
         "--format",
         choices=("merged", *FORMATS),
@@ -183,7 +257,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     logging.basicConfig(format="%(message)s")
 
     @paths_of_the_user()
@@ -191,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
         base = str(user_path(args.base, "--base")) if args.base is not None else None
-        chosen = {"role": args.role, "weights": args.weights, "kind": args.format, "expert": args.expert}
-        written = export_checkpoint(checkpoint, out, dtype=dtype, base=base, **chosen)
+        chosen = {name: getattr(args, name) for name in ("role", "weights", "dtype", "expert")}
+        written = export_checkpoint(checkpoint, out, kind=args.format, base=base, **chosen)
         print(f"{out}: {written} in {checkpoint}")
 
     return exit_code(work)

@@ -1,7 +1,4 @@
-"""Writers of diffusers transformer folders and adapter files.
-
-``python -m models.export RUN OUT`` (models/export.py) uses them for a training checkpoint.
-"""
+"""Writers of diffusers folders: transformers and schedulers."""
 
 from __future__ import annotations
 
@@ -23,14 +20,12 @@ from torch import Tensor
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder, withdraw
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import full_tensor, on_all_ranks, on_first_rank
+from fsdp_cp.reduce import full_tensor, on_all_ranks
 from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
-from models.families.base import Family
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS
-from models.lora.files import file_tensors, write_file
-from models.lora.merge import Weights, merged
+from models.lora.merge import Weights
 
 NAME = "diffusion_pytorch_model"
 MAX_BYTES = 5 * 10**9
@@ -42,70 +37,9 @@ _NOTE = (
 log = logging.getLogger(__name__)
 
 
-def export_weights(
-    folder: Path,
-    networks: Sequence[Mapping[str, Tensor]],
-    config: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    about: Mapping[str, Any] | None = None,
-    bases: Sequence[Mapping[str, Tensor] | None] | None = None,
-    scale: float = 1.0,
-    **options: Any,
-) -> None:
-    """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
-
-    Args:
-        folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
-            renamed.
-        networks: DTensors by diffusers name, one mapping per network.
-        config, dtype, options: as for :func:`write_folder`.
-        about: description of the weights, for the manifest.
-        bases: for adapters, the base of each of ``networks``, into which they are merged.
-        scale: ``alpha / rank`` of the adapters.
-
-    Raises:
-        UserError: a folder that cannot be written; on every rank.
-    """
-    weights = [_sharded(network) for network in networks]
-    for i, base in enumerate(bases or ()):
-        if base is not None:
-            weights[i] = merged(_sharded(base), weights[i], scale)
-    about = {"dtype": str(dtype), **(about or {})}
-    on_all_ranks(
-        lambda: write_folder(
-            folder, weights, config, dtype=dtype, about=about, writes=rank() == 0, move_aside=True, **options
-        )
-    )  # fmt: skip
-
-
-def _sharded(tensors: Mapping[str, Tensor]) -> Weights:
+def sharded(tensors: Mapping[str, Tensor]) -> Weights:
+    """Return the weights of DTensors by public name, each gathered when it is read."""
     return Weights({name: tuple(w.shape) for name, w in tensors.items()}, lambda name: full_tensor(tensors[name]))
-
-
-def export_adapters(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    family: Family,
-    *,
-    scale: float,
-    dtype: torch.dtype,
-    about: Mapping[str, Any],
-    causal: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a role's adapters in diffusers' format to a run directory. All ranks must call it; rank 0 writes.
-
-    ``weights`` are adapters only, DTensors by public name, with the ``scale`` ``alpha / rank``. ``folder``, ``about``
-    and ``causal`` are as for :func:`export_weights`.
-
-    Raises:
-        UserError: a folder that cannot be written; on every rank.
-    """
-    tensors = file_tensors(
-        "diffusers-lora", weights, lambda name: full_tensor(weights[name]), family=family, scale=scale, dtype=dtype
-    )
-    about = {"dtype": str(dtype), "format": "diffusers-lora", **about}
-    on_first_rank(lambda: write_file(folder, tensors, about, causal, move_aside=True))
 
 
 def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
@@ -127,48 +61,55 @@ def write_folder(
     max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
     causal: Mapping[str, Any] | None = None,
-    writes: bool = True,
+    scheduler: SchedulerMixin | None = None,
     move_aside: bool = False,
 ) -> None:
-    """Write a diffusers folder, with additions in a separate file.
+    """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
 
     One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
     boundary in ``model_index.json`` as in pipelines.
 
     Args:
         folder, about, move_aside: as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
-        networks: weights of each network; each tensor is read once.
+        networks: weights of each network; each tensor is read once, on every rank.
         config: contents of their ``config.json``.
         boundaries: times between experts (:class:`models.roles.role.Role`).
         max_bytes: maximum size of a file.
         causal: contents of the ``causal.json`` of a causal network (:attr:`models.roles.role.Role.causal_file`).
-        writes: whether this rank writes; other ranks only take part in reading.
+        scheduler: scheduler to write into ``scheduler/``.
 
     Raises:
-        UserError: the folder cannot be written; on the writing rank, after the last tensor is read.
+        UserError: the folder cannot be written; on every rank, after the last tensor is read.
     """
     assert len(networks) == len(boundaries) + 1
-    places = EXPERT_FOLDERS if boundaries else ("",)
+    places, writes = EXPERT_FOLDERS if boundaries else ("",), rank() == 0
     contents = [_contents(weights.shapes, max_bytes // dtype.itemsize) for weights in networks]
     files = _read_files(places, contents, networks, dtype if writes else None)
-    try:
-        with atomic_folder(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
-            for file, tensors in files:
-                if unfinished is not None:
-                    (unfinished / file).parent.mkdir(exist_ok=True)
-                    save_file(tensors, unfinished / file, metadata={"format": "pt"})
-            if unfinished is not None:
+
+    def write() -> None:
+        try:
+            with atomic_folder(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
+                for file, tensors in files:
+                    if unfinished is not None:
+                        (unfinished / file).parent.mkdir(exist_ok=True)
+                        save_file(tensors, unfinished / file, metadata={"format": "pt"})
+                if unfinished is None:
+                    return
                 for place, content, weights in zip(places, contents, networks, strict=True):
                     _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype, causal)
                 if boundaries:
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
                     (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-    except SafetensorError as error:  # includes a full disk
-        raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
-    finally:
-        for _ in files:  # if this rank left the collectives, the others would block in them
-            pass
+                if scheduler is not None:
+                    scheduler.save_pretrained(unfinished / "scheduler")
+        except SafetensorError as error:  # includes a full disk
+            raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
+        finally:
+            for _ in files:  # if this rank left the collectives, the others would block in them
+                pass
+
+    on_all_ranks(write)
 
 
 def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, list[str]]:

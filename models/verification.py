@@ -31,7 +31,7 @@ from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
 from models.condition import Condition
-from models.export_folder import export_weights
+from models.export_folder import sharded, write_folder
 from models.families.base import LatentShape
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.roles.load import build_role
@@ -214,7 +214,7 @@ def _by_chunks(role: Role, output: Tensor, x: Tensor, t: Tensor, condition: Cond
 def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
     """Return the number of tensors that differ in any bit from the folder's after writing them from their shards."""
     (folder,) = plan.folders
-    export_weights(scratch, [weights], plan.config, dtype=torch.float32)
+    write_folder(scratch, [sharded(weights)], plan.config, dtype=torch.float32)
     before = _weights(folder)
     after = {name: tensor for file in scratch.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return len(before.keys() ^ after.keys()) + sum(

@@ -177,6 +177,12 @@ class Method(ABC):
         Only the closures call roles or read tensors of the batch. A run also lists the losses of :data:`ANY_SAMPLE`.
         """
 
+    @property
+    def few_steps(self) -> dict[str, Any] | None:
+        """``times`` of a few-step student and whether its sampler is ``stochastic``, for a scheduler of diffusers that
+        samples it so (:func:`models.files.scheduler.few_step_scheduler`); ``None`` without one."""
+        return None
+
     @abstractmethod
     def evaluations(self, role: str, steps: int) -> int:
         """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""

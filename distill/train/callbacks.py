@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from distill.methods import Method
-from distill.methods.common.few_step import FewStepMethod
-from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
-from models.export_folder import export_adapters, export_scheduler, export_weights
+from models.export import DTYPES, RoleExport, exported_weights
+from models.export_folder import export_scheduler, sharded
 from models.roles.role import EXPERTS
 
 if TYPE_CHECKING:
@@ -37,43 +32,30 @@ class Export:
         config, step, run_dir = self.trainer.config, self.trainer.step, self.trainer.run_dir
         role, trained = self.trainer.roles["student"], self.trainer.trained_of("student")
         has_average = trained[0].average is not None
-        averaged = config.export.weights != "raw" and has_average
-        about = {"run": str(run_dir.resolve()), "step": step, "role": "student"}
-        about["weights"] = "ema" if averaged else "raw"
-        dtype = torch.bfloat16 if config.export.dtype == "bf16" else torch.float32
-        scale = 1.0 if role.adapters is None else role.adapters["scale"]
+        weights = exported_weights(config.export.weights, has_average)
         role.rest()
-        # An expert that does not train has the weights of its base.
-        weights: list[Any] = [network.base_parameters() for network in role.networks]
-        bases: list[Any] | None = None if role.adapters is None else [None for _ in role.networks]
-        for network in trained:
-            if bases is not None:
-                bases[network.index] = weights[network.index]
-            weights[network.index] = network.weights(averaged=averaged)
-        export_weights(
-            run_dir / "export" / "student",
-            weights,
-            role.config,
-            dtype=dtype,
+        student = RoleExport(
+            family=role.family,
+            config=role.config,
             boundaries=role.boundaries,
-            about=about,
-            bases=bases,
-            scale=scale,
             causal=role.causal_file,
+            scale=None if role.adapters is None else role.adapters["scale"],
+            trained={network.index: sharded(network.weights(averaged=weights == "ema")) for network in trained},
+            bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
+            few_steps=self.trainer.method.few_steps,
         )
-        whole = [name for network in trained for name in weights[network.index] if ".lora_" not in name]
+        about = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
+        options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
+        student.write(run_dir / "export" / "student", "merged", **options)
+        whole = student.not_adapters
         adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
         for name in ADAPTER_FOLDERS:
             folder = run_dir / "export" / name
             if name in adapters:
-                adapter_weights = weights[adapters[name].index]
-                export_adapters(
-                    folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about, causal=role.causal_file
-                )
+                student.expert(adapters[name].index).write(folder, "diffusers-lora", **options)
             else:  # an earlier run in this directory may have left such a folder
                 on_first_rank(partial(withdraw, folder))
-        scheduler = run_dir / "export" / "scheduler"
-        on_first_rank(lambda: write_scheduler(self.trainer.method, scheduler))
+        on_first_rank(lambda: export_scheduler(run_dir / "export" / "scheduler", student.scheduler()))
         if rank() == 0:
             if role.adapters is not None and whole:
                 log.info(
@@ -81,18 +63,7 @@ class Export:
                     whole[0],
                     len(whole) - 1,
                 )
-            if has_average and not averaged:
+            if has_average and weights == "raw":
                 log.info("export.weights=raw: exporting the raw student; samples and report use the average")
             merged = "" if role.adapters is None else ", merged into its base,"
-            log.info("exported the student (%s weights)%s to %s", about["weights"], merged, run_dir / "export/student")
-
-
-def write_scheduler(method: Method, folder: Path) -> None:
-    """Write the scheduler with which a plain diffusers pipeline samples as ``method`` does, or log why none fits."""
-    scheduler = None
-    if isinstance(method, FewStepMethod):
-        try:
-            scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
-        except UserError as error:
-            log.warning("could not write %s: %s", folder, error)
-    export_scheduler(folder, scheduler)
+            log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")

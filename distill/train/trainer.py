@@ -210,6 +210,7 @@ class Trainer:
             "settings": asdict(self.config),
             "sources": self.sources,
             "method": self.method.settings.name,
+            "few_steps": self.method.few_steps,
             "data": self.training_data.fingerprint,
             "configs": {name: role.config for name, role in self.roles.items()},
             "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},

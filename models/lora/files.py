@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder
+from fsdp_cp.reduce import on_first_rank
 from models.causal import write_causal
 from models.families.base import Family
 
@@ -61,20 +63,28 @@ def write_file(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
     causal: Mapping[str, Any] | None = None,
+    scheduler: SchedulerMixin | None = None,
     *,
     move_aside: bool = False,
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``, and ``causal.json`` for the adapters of a causal network.
+    """Write ``folder/pytorch_lora_weights.safetensors``. All ranks must call it; rank 0 writes.
 
-    ``folder``, ``about`` and ``move_aside`` are as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
+    ``causal`` and ``scheduler`` are as for :func:`models.export_folder.write_folder`; ``folder``, ``about`` and
+    ``move_aside`` as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written; on every rank.
     """
-    try:
-        with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-            save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
-            if causal is not None:
-                write_causal(unfinished, causal)
-    except SafetensorError as error:  # includes a full disk
-        raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
+
+    def write() -> None:
+        try:
+            with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
+                save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
+                if causal is not None:
+                    write_causal(unfinished, causal)
+                if scheduler is not None:
+                    scheduler.save_pretrained(unfinished / "scheduler")
+        except SafetensorError as error:  # includes a full disk
+            raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
+
+    on_first_rank(write)

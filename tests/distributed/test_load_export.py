@@ -12,7 +12,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models.export import main as export
-from models.export_folder import export_weights
+from models.export_folder import sharded, write_folder
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
@@ -64,7 +64,7 @@ def test_every_rank_reads_its_shards(pools, checkpoints, tmp_path, kind):
 
 def _export(path, out, max_bytes):
     role = _load(path)
-    export_weights(out, [role.weights()], role.config, dtype=torch.float32, max_bytes=max_bytes)
+    write_folder(out, [sharded(role.weights())], role.config, dtype=torch.float32, max_bytes=max_bytes)
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 20_000])

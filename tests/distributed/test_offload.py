@@ -20,7 +20,7 @@ from fsdp_cp.launch import process_group
 from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
-from models.export_folder import export_weights
+from models.export_folder import sharded, write_folder
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
@@ -129,7 +129,7 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
     tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state, "ema": ema.weights}}
     Checkpoints(out / "checkpoints", keep=1).save(1, tensors, {"configs": {"student": role.config}})
     with ema.swapped_in():
-        export_weights(out / "export", [role.weights()], role.config, dtype=torch.float32, max_bytes=20_000)
+        write_folder(out / "export", [sharded(role.weights())], role.config, dtype=torch.float32, max_bytes=20_000)
     raw = {name: w.to_local().clone() for name, w in role.weights().items()}
     with torch.no_grad():
         for w in role.weights().values():

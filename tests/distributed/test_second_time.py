@@ -23,7 +23,7 @@ from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models import export
 from models.additions.base import additions_of
-from models.export_folder import export_weights
+from models.export_folder import sharded, write_folder
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
@@ -253,7 +253,7 @@ def test_a_stale_or_missing_second_time_is_refused(pools, checkpoints, trained):
 
 def _export(trained, out):
     role = _role(trained, _mesh(2, 1))
-    export_weights(out / "export", [role.weights()], role.config, dtype=torch.float32, max_bytes=20_000)
+    write_folder(out / "export", [sharded(role.weights())], role.config, dtype=torch.float32, max_bytes=20_000)
     tensors = {"student": {"weights": role.weights()}}
     Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
     again = _role(out / "export", _mesh(2, 1))

@@ -61,8 +61,11 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert len(clips) == 2 and frames(clips[0]) == 6
     assert (run_dir / "report.html").stat().st_size > 1000 and json.loads((run_dir / "report.json").read_text())
 
-    assert export.main([str(run_dir), str(tmp_path / "out"), "--weights", "ema"]) == 0
-    assert same_weights(run_dir / "export" / "student", tmp_path / "out"), "the command exports what the run did"
+    out = tmp_path / "out"
+    assert export.main([str(run_dir), str(out)]) == 0
+    assert same_weights(run_dir / "export" / "student", out), "the command exports what the run did"
+    files = [(folder / "scheduler" / "scheduler_config.json").read_text() for folder in (run_dir / "export", out)]
+    assert files[0] == files[1]
     assert sample.main([str(run_dir), "--steps", "2", "--count", "1", "--out", str(tmp_path / "clips")]) == 0
     assert frames(tmp_path / "clips" / "0.mp4") == 6
 

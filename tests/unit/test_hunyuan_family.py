@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from distill.config import compose_config
-from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.run.setup import plan_run
@@ -24,6 +23,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
 from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
+from models.files.scheduler import few_step_scheduler
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
@@ -94,7 +94,7 @@ def test_it_runs_on_fake_tensors(without_attention):
 def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(sampler):
     """HunyuanVideo15Pipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``."""
     assert diffusers.__version__.startswith("0.42"), "look at HunyuanVideo15Pipeline.__call__: pipeline_times is its"
-    scheduler = Dmd2(Dmd2Settings(step_list=STUDENT, student_sampler=sampler), {}).scheduler(HUNYUAN.pipeline_times)
+    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", pipeline_times=HUNYUAN.pipeline_times)
     _, network, *_ = hunyuan_inputs({}, 1, (1, 1, 1), 3)
     seen = []
     network.time_embed.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0].item() / 1000))

@@ -9,7 +9,6 @@ import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 
 from distill.config import compose_config
-from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.run.setup import plan_run
@@ -39,8 +38,7 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
 def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(tmp_path, sampler):
     """LTXPipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``. The scheduler's own times differ."""
     assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
-    settings = Dmd2Settings(step_list=STUDENT, student_sampler=sampler)
-    scheduler = Dmd2(settings, {}).scheduler(LTX_FAMILY.pipeline_times)
+    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", pipeline_times=LTX_FAMILY.pipeline_times)
     assert scheduler.config.stochastic_sampling == (sampler == "renoise"), "sampled as it was trained"
     _, network, *_ = ltx_inputs({}, 1, (1, 1, 1), 3)
     pipeline = LTXPipeline(scheduler, None, None, None, network)

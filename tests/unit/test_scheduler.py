@@ -122,7 +122,7 @@ def student_with(*boundaries):
 def test_a_pipeline_runs_the_expert_that_was_trained(boundary, times):
     """diffusers takes the first expert where a time is not below the boundary times 1000."""
     student = student_with(boundary)
-    scheduler = dmd2(student, step_list=times).scheduler()
+    scheduler = few_step_scheduler(**dmd2(student, step_list=times).few_steps)
     assert times_of(scheduler, len(times)) == pytest.approx(times, abs=TOLERANCE)
     served = [0 if t >= boundary * 1000 else 1 for t in scheduler.timesteps]
     assert served == [student.expert_at(t) for t in times]
@@ -130,17 +130,17 @@ def test_a_pipeline_runs_the_expert_that_was_trained(boundary, times):
 
 def test_a_scheduler_that_would_run_the_other_expert_is_withheld():
     times = [1.0, 0.936, 0.8333, 0.625]
-    assert times_of(dmd2(student_with(), step_list=times).scheduler(), 4)[2] < 0.8324
+    assert times_of(few_step_scheduler(**dmd2(student_with(), step_list=times).few_steps), 4)[2] < 0.8324
     with refused("0.8333"):
-        dmd2(student_with(0.8333), step_list=times).scheduler()
+        few_step_scheduler(**dmd2(student_with(0.8333), step_list=times).few_steps)
 
 
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])
 def test_methods_give_their_students_scheduler(sampler):
-    scheduler = dmd2(student_with(), step_list=PUBLISHED, student_sampler=sampler).scheduler()
+    method = dmd2(student_with(), step_list=PUBLISHED, student_sampler=sampler)
+    scheduler = few_step_scheduler(**method.few_steps)
     assert times_of(scheduler, 4) == pytest.approx(PUBLISHED, abs=2e-5)
     assert scheduler.config.stochastic_sampling == (sampler == "renoise")
-    with refused("method=meanflow"):
-        MeanFlow(MeanFlowSettings(), {}).scheduler()
+    assert MeanFlow(MeanFlowSettings(), {}).few_steps is None, "its network is not one of diffusers'"
     with refused("0.987654"):
-        Rcm(RcmSettings(), {"student": student_with()}).scheduler()
+        few_step_scheduler(**Rcm(RcmSettings(), {"student": student_with()}).few_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
-from models.files.scheduler import few_step_scheduler
-
-if TYPE_CHECKING:
-    from diffusers import SchedulerMixin
 
 
 @dataclass(kw_only=True)
@@ -93,27 +89,17 @@ class FewStepMethod(Method):
             raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
         return [times[i * len(times) // steps] for i in range(steps)]
 
-    def scheduler(self, pipeline_times: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
-        """Return the scheduler with which a diffusers pipeline samples the student like :meth:`stream` at full steps.
-
-        ``pipeline_times`` returns the times that this pipeline passes to its scheduler (``Family.pipeline_times``).
-
-        Raises:
-            UserError: diffusers has no scheduler for the student's times, or no network like the student's.
-        """
-        if self.additions(self.settings).get("student"):
-            raise UserError(
-                f"method={self.settings.name}: diffusers has neither a network nor a scheduler for this student;"
-                " sample it with python -m distill.sample"
-            )
+    @property
+    def few_steps(self) -> dict[str, Any] | None:
+        if self.additions(self.settings).get("student"):  # diffusers has no such network
+            return None
         student, times = self.roles["student"], self.settings.student_times()
-        return few_step_scheduler(
-            times,
-            stochastic=self.settings.student_sampler == "renoise",
-            pipeline_times=pipeline_times,
-            boundaries=student.boundaries,
-            experts=[student.expert_at(time) for time in times],
-        )
+        return {
+            "times": times,
+            "stochastic": self.settings.student_sampler == "renoise",
+            "boundaries": list(student.boundaries),
+            "experts": [student.expert_at(time) for time in times],
+        }
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
