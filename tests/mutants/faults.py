@@ -346,9 +346,9 @@ FAULTS = (
         name="scheduler_stochastic",
         room="export: scheduler config",
         harm="the exported scheduler samples the student in the other way than it was trained",
-        old='            stochastic=self.settings.student_sampler == "renoise",\n',
-        new='            stochastic=self.settings.student_sampler == "ode",\n',
-        killed_by="unit/test_ltx_family.py::test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over",  # noqa: E501
+        old='            "stochastic": self.settings.student_sampler == "renoise",\n',
+        new='            "stochastic": self.settings.student_sampler != "renoise",\n',
+        killed_by="unit/test_scheduler.py::test_methods_give_their_students_scheduler[ode]",
     ),
     Fault(
         name="scheduler_expert",
