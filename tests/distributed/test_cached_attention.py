@@ -236,6 +236,24 @@ def test_attention_to_a_cache(pools, ring, ulysses):
     assert all(pools[ring * ulysses].run(_everything, ring, ulysses))
 
 
+def _sums():
+    """Return dQ of a chunk whose cached chunks add 1024, 3 and -1024 to it. A sum in bf16 loses the 3."""
+    mesh, past = context_mesh(1, 1, 1), []
+    values = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.bfloat16).view(1, 4, 1, 1).expand(1, 4, 1, 8)
+    for first in (1024, 3, -1024):
+        keys = torch.zeros_like(values)
+        keys[0, 0, 0, 0] = first
+        past.append(KeyValues(keys, values.clone(), 4))
+    q = torch.zeros(values.shape, dtype=torch.bfloat16, requires_grad=True)  # every probability is 1/16
+    out, _ = cached_attention(q, torch.zeros_like(values), values, past, mesh=mesh, scale=16)
+    out[..., 0].sum().backward()
+    return q.grad[0, :, 0, 0].tolist()
+
+
+def test_a_cache_sums_in_fp32(pools):
+    assert pools[1].run(_sums) == [[3.0] * 4]
+
+
 class Masked(nn.Module):
     """Block that gets its mask as an argument."""
 

@@ -19,7 +19,7 @@ from tests.oracles.runs import METHODS, Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 
 STEPS, STOP = 5, 3
-OWN = Setup(cp=2, micro_batch_size=4)
+OWN = Setup(cp=2, micro_batch_size=2)
 EMA = EmaSettings(enabled=True, decay=None, gamma=1.0, start=1)
 pytestmark = pytest.mark.slow
 

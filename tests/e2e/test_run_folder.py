@@ -59,9 +59,12 @@ def test_a_start_is_recorded_and_a_finished_run_can_be_exported_again(finished, 
     shutil.copytree(finished, run_dir)
     assert run(run_dir, "steps=2", "export.dtype=bf16", "student.activation_checkpointing=full") == 0
     assert {weight.dtype for weight in weights(run_dir / "export" / "student").values()} == {torch.bfloat16}
-    assert run(run_dir, "steps=3", "optim.student.lr=0.0005") == 0, "with more steps there is something to train"
+    more = ("steps=4", "optim.student.lr=0.0005", "log.every=2")
+    assert run(run_dir, *more) == 0, "with more steps there is something to train"
     assert load_config(run_dir / "config.yaml").optim.student.lr == 0.0005
-    assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
+    lines = losses(run_dir)
+    assert [r["step"] for r in lines] == [1, 2, 4]
+    assert {"student/loss", "fake/loss"} <= lines[-1].keys(), "the line is of both steps since the one before it"
     assert len((run_dir / "starts.jsonl").read_text().splitlines()) == 3
     # From scratch: the earlier run moves aside with all its files.
     before = hashes(run_dir)
