@@ -1,4 +1,7 @@
-"""Sample clips from the student of a finished run: ``python -m distill.sample RUN_DIR [--steps N] [--caption TEXT]``.
+"""Sample clips from a run's exported student: ``python -m distill.sample RUN_DIR [--steps N] [--caption TEXT]``.
+
+A finished run has exported its student. Of a running one, ``python -m models.export RUN_DIR FOLDER`` exports a
+checkpoint, and ``--student FOLDER`` samples it.
 
 ``torchrun --nproc-per-node N -m distill.sample`` shards the student over all ranks. ``--frames N`` makes clips of
 another length, chunk by chunk, with a causal student.

@@ -6,6 +6,7 @@ A causal student draws one time per chunk. Its history is clean (teacher forcing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +45,9 @@ class FlowMatchingSettings:
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
     shift: float = 1.0
     """Time shift of training and sampling, > 0; above 1 for more noise. Wan: 3 at 480p, 5 at 720p."""
+    weight: Literal["none", "gaussian"] = "none"
+    """Weight of the loss at a time t: ``none``, or ``gaussian``, ``exp(-2 (t - 1/2)^2)`` less its value at 1, scaled to
+    a mean of 1 over uniform times with this ``shift`` (Self-Forcing, Causal-Forcing, DiffSynth)."""
     caption_dropout: float = 0.1
     """Probability that a sample trains on the empty caption, which guidance needs; 0 to 1."""
     guidance_scale: float = 5.0
@@ -61,7 +65,7 @@ class FlowMatchingSettings:
 
 
 class FlowMatching(Method):
-    """Flow matching with one role, ``student``. The loss is ``mean (v(x_t, t, c) - (e - x0))^2``.
+    """Flow matching with one role, ``student``. The loss is ``mean w(t) (v(x_t, t, c) - (e - x0))^2``.
 
     A causal student has a time t per chunk, and with ``history=clean`` its velocity sees x0 of the earlier chunks.
     """
@@ -103,7 +107,7 @@ class FlowMatching(Method):
         errors = per_time_mean((v - (noise - x0)).square(), t)
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
-        return errors.mean()
+        return errors.mean() if self.settings.weight == "none" else (gaussian(t, self.settings.shift) * errors).mean()
 
     def _times(self, batch: Batch, random: StepRandom) -> Times:
         """Draw the times of the clips: ``(B,)``, or ``(B, T)`` by chunks."""
@@ -134,6 +138,17 @@ class FlowMatching(Method):
             shift=settings.shift,
             guidance=settings.guidance_scale,
         )
+
+
+def gaussian(t: Tensor, shift: float) -> Tensor:
+    """Return the weights of times ``t`` as in ``training_weight`` of Self-Forcing's ``utils/scheduler.py``.
+
+    They vanish at t = 1, and their mean over the source's 1000 training times with this shift is 1.
+    """
+    nodes = shift_time(torch.arange(1, 1001, dtype=torch.float64) / 1000, shift)
+    least = math.exp(-0.5)
+    mean = (torch.exp(-2 * (nodes - 0.5).square()) - least).mean().item()
+    return (torch.exp(-2 * (t - 0.5).square()) - least) / mean
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:

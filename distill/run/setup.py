@@ -13,6 +13,7 @@ import torch
 
 from distill.config import Config
 from distill.config.checks import micro_batch_size
+from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
@@ -138,6 +139,7 @@ def _plan_role(
     """Return the plan of role ``name``, checked against its files; ``saved`` is its adapter file, if it has one."""
     settings, trained = getattr(config, name), name in method.trained_roles
     base = settings if saved is None else _base_of_adapters(config, name, trained)
+    _check_earlier_run(f"{name}.checkpoint", base.checkpoint)
     role = plan_role(
         name,
         checkpoint=base.checkpoint,
@@ -157,6 +159,21 @@ def _plan_role(
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]
         linear_layers(role.family.blocks(role.network), in_fp32, f"{name}.")
     return role
+
+
+def _check_earlier_run(setting: str, checkpoint: str | None) -> None:
+    """Check that the export of another experiment, which a role starts from, is there.
+
+    Raises:
+        UserError: ``checkpoint`` is ``.../EXPERIMENT/export/ROLE`` and does not exist.
+    """
+    path = Path(checkpoint or ".")
+    experiment = path.parent.parent.name
+    if path.parent.name == "export" and not path.exists() and experiment in {f.stem for f in group_files("experiment")}:
+        raise UserError(
+            f"{setting}={checkpoint} is not there: it is the export of an earlier stage; make it with"
+            f" python train.py experiment={experiment}"
+        )
 
 
 def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:

@@ -8,12 +8,20 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup
 from tests.oracles.sharded_run import trace_on_ranks
+from tests.pools import Pools
 
 pytestmark = pytest.mark.slow
 long = pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 SPLIT = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 REPLICAS = {"dp_replicate": 2, "dp_shard": 2}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Return pools as in conftest.py, with time to compile two roles on ranks that have compiled nothing before."""
+    with Pools(timeout=600) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,14 @@ def test_a_dry_run_for_gpus_announces_no_kernel_of_the_cpu(caplog, device, annou
     assert ("cpu_flash" in caplog.text) == announced
 
 
+def test_a_missing_earlier_stage_is_named_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose_config(["experiment=quickstart_self_forcing", "device=cpu", "world=1", "dry_run=true"])
+    with pytest.raises(UserError, match="student.checkpoint") as caught:
+        plan_run(config)
+    assert "python train.py experiment=quickstart_causal_dcm" in str(caught.value)
+
+
 def test_an_unknown_kernel_is_refused_in_a_dry_run_for_gpus():
     with pytest.raises(UserError, match="attention.backend"):
         plan_run(compose_config(["device=cuda", "dry_run=true", "world=2", "attention.backend=flash9"]))

@@ -89,13 +89,13 @@ class CausalNet(Recorder):
         return torch.zeros_like(x)
 
 
-def causal_call(frames, history="clean", positions=(0, 1), **changes):
+def causal_call(frames, history="clean", positions=(0, 1), method=None, **changes):
     """Return x0, x_t, the times, the history and the loss of a causal student."""
     student = CausalNet()
     student.causal = replace(student.causal, **changes)
     x0 = normal(2, 3, 9, 2, 2, seed=6)[: len(positions), :, :frames]
     batch = Batch(latents=x0, condition=texts([0.1] * len(positions), 0.2))
-    (loss,) = flow_matching(student, history=history).losses(3, batch, random_at(3, positions))
+    (loss,) = flow_matching(student, history=history, **method or {}).losses(3, batch, random_at(3, positions))
     value = loss.closure()
     ((x, t, clean),) = student.calls
     return x0, x, t, clean, value
@@ -112,6 +112,20 @@ def test_a_chunk_draws_one_time_and_its_own_noise():
     values = torch.stack([noise, context]).flatten()
     assert abs(values.mean()) < 0.3 and 0.7 < values.std() < 1.3
     assert (noise - context).abs().min() > 1e-6, "the history has noise of its own"
+
+
+def test_the_gaussian_weight_is_the_published_one():
+    """The oracle is the table of 1000 times that Self-Forcing and Causal-Forcing look a time up in."""
+    sigmas = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
+    times = 1000 * 5 * sigmas / (1 + 4 * sigmas)
+    bell = torch.exp(-2 * ((times - 500) / 1000) ** 2)
+    table = (bell - bell.min()) * (1000 / (bell - bell.min()).sum())
+    x0, x, t, _, loss = causal_call(5, method={"weight": "gaussian", "shift": 5.0, "time": "uniform"})
+    nearest = (times - 1000 * t[..., None]).abs().argmin(-1)
+    assert (table[nearest] < 0.5).any() and (table[nearest] > 1).any(), "the draws show the weight"
+    squares = ((x - (1 - t[:, None, :, None, None]) * x0) / t[:, None, :, None, None] - x0).square().mean((1, 3, 4))
+    assert loss.item() == pytest.approx((table[nearest] * squares).mean().item(), rel=5e-3)
+    assert loss.item() != pytest.approx(squares.mean().item(), rel=0.02)
 
 
 def test_a_longer_clip_begins_with_the_same_draws_wherever_a_sample_is():

@@ -1,0 +1,125 @@
+"""Numbers that the Wan recipes cite: a recipe composes what its source has, or the difference has a reason here.
+
+Sources and their commits are at the head of each recipe. docs/methods/README.md lists them.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from distill.config import compose_config
+
+RECIPES = Path(__file__).parents[2] / "configs" / "recipe"
+ADDED = "the source adds its guidance to the conditional estimate, so our w is one more"
+ONE_NODE = "one clip on each of 8 GPUs"
+PER_GPU = "the source sets a batch per GPU only"
+NO_END = "the source sets no end"
+BUDGET = "the source stops at 100,000 at the latest; 1,200 updates with both losses here"
+TINY_STEP = "the source begins at its largest time, .999, and truncates"
+NO_SAMPLER = "the source has a set of states, and names no sampler"
+NONE = object()
+"""The source sets no such number, or the recipe does not cite it."""
+
+SELF_FORCING = {
+    "optim.student.lr": 2e-6, "optim.fake.lr": 4e-7, "optim.clip": 10.0, "method.shift": 5.0,
+    "method.guidance_scale": (3.0, ADDED), "steps": (NONE, NO_END), "batch_size": (64, ONE_NODE),
+    "method.fake_updates_per_student_update": 5, "method.step_list": [1.0, 0.9375, 0.8333, 0.625],
+}  # fmt: skip
+RCM = {
+    "optim.student.lr": 2e-6, "optim.fake.lr": 4e-7, "optim.clip": None, "method.shift": 5.0,
+    "method.guidance_scale": 5.0, "steps": (100_000, BUDGET), "batch_size": (NONE, PER_GPU),
+    "method.student_every": 5, "method.mid_times": [1.5, 1.4, 1.0],
+}  # fmt: skip
+RCM_14B = RCM | {"optim.student.lr": 1e-6, "optim.fake.lr": 1e-7, "method.student_every": 10}
+SCM = {key: RCM[key] for key in RCM if "fake" not in key and key not in ("method.shift", "method.student_every")}
+DCM = {key: RCM[key] for key in SCM if key != "method.mid_times"} | {
+    "method.shift": 5.0, "method.grid_steps": 48,
+    "method.step_list": [1.0, 0.9338, 0.8529, 0.609],
+}  # fmt: skip
+FASTGEN = {"optim.clip": 10.0, "batch_size": (NONE, PER_GPU), "optim.student.warmup": 0}
+SFT = FASTGEN | {
+    "optim.student.lr": 5e-5, "method.guidance_scale": 5.0, "method.shift": 1.0, "steps": (NONE, "ours"),
+    "sample.student_steps": [50],
+}  # fmt: skip
+CAUSAL = {
+    "optim.student.lr": 2e-6, "optim.clip": 10.0, "method.shift": 5.0, "batch_size": (64, ONE_NODE),
+    "optim.student.warmup": 0,
+}  # fmt: skip
+CITED = {
+    "wan2_1_t2v_1_3b_dmd2": SELF_FORCING,
+    "wan2_1_t2v_14b_dmd2": SELF_FORCING | {"method.guidance_scale": (5.0, ADDED)},
+    "wan2_1_t2v_1_3b_self_forcing": SELF_FORCING | {"batch_size": 64, "steps": (600, "120 student updates more")},
+    "wan2_1_t2v_14b_self_forcing": SELF_FORCING | {
+        "method.guidance_scale": (3.0, "that of the 14B recipe of DMD2: nobody has published such a student"),
+        "batch_size": 64, "steps": (600, "120 student updates more"),
+    },
+    "wan2_2_t2v_a14b_dmd2": SELF_FORCING | {
+        "method.guidance_scale": (4.0, ADDED), "method.guidance_scale_2": (3.0, ADDED),
+        "batch_size": (NONE, "one clip on each of 32 GPUs"),
+    },
+    "wan2_2_ti2v_5b_dmd2": {
+        "optim.student.lr": 4e-6, "optim.fake.lr": 2e-6, "optim.clip": 1.0, "method.shift": 5.0,
+        "method.guidance_scale": (3.0, ADDED), 
+        "steps": (4000, "its loop steps: 4,000 fake updates, and 800 of the student among them"),
+        "batch_size": (64, ONE_NODE), "method.fake_updates_per_student_update": 5,
+        "method.step_list": [1.0, 0.757, 0.522],
+    },
+    "wan2_1_t2v_1_3b_rcm": RCM,
+    "wan2_1_t2v_14b_rcm": RCM_14B,
+    "wan2_1_t2v_1_3b_scm": SCM,
+    "wan2_1_t2v_14b_scm": SCM | {"optim.student.lr": 1e-6},
+    "wan2_1_t2v_1_3b_dcm": DCM,
+    "wan2_1_t2v_14b_dcm": DCM | {"optim.student.lr": 1e-6},
+    "wan2_1_t2v_1_3b_flow_matching": SFT,
+    "wan2_1_t2v_14b_flow_matching": SFT,
+    "wan2_1_t2v_1_3b_meanflow": FASTGEN | {
+        "optim.student.lr": 1e-5, "optim.clip": None, "method.guidance_scale": 3.0, "steps": (NONE, "ours"),
+        "method.time_shift": 1.0, "method.tangent_warmup": 2000,
+    },
+    "wan2_1_t2v_1_3b_ode_regression": FASTGEN | {
+        "optim.student.lr": 7e-5, "steps": 10_000, "method.guidance_scale": (NONE, NO_SAMPLER),
+        "method.shift": (NONE, NO_SAMPLER), "method.step_list": ([0.999, 0.937, 0.833, 0.624], TINY_STEP),
+    },
+    "wan2_1_t2v_1_3b_causal_teacher": CAUSAL | {
+        "method.guidance_scale": 3.0, "steps": 2000, "method.weight": "gaussian", "student.causal.chunk": 3,
+    },
+    "wan2_1_t2v_1_3b_causal_dcm": CAUSAL | {
+        "method.guidance_scale": 3.0, "steps": 3000, "method.grid_steps": 48, "student.ema.decay": 0.99,
+        "method.step_list": [1.0, 0.9375, 0.8333, 0.625],
+    },
+    "wan2_1_t2v_1_3b_causal_ode_regression": CAUSAL | {
+        "method.guidance_scale": 6.0, "steps": 1000, "method.step_list": [1.0, 0.9375, 0.8333, 0.625],
+    },
+}  # fmt: skip
+ALL = {"optim.student.lr", "optim.clip", "method.guidance_scale", "steps", "batch_size"}
+
+
+def test_every_wan_recipe_has_a_row():
+    assert CITED.keys() == {file.stem for file in RECIPES.glob("wan*.yaml")}
+
+
+@pytest.mark.parametrize("recipe", CITED)
+def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
+    model, method = next(
+        (recipe.removesuffix(f"_{name}"), name)
+        for name in ("self_forcing", "ode_regression", "flow_matching", "teacher", *"dmd2 rcm scm dcm meanflow".split())
+        if recipe.endswith(f"_{name}")
+    )
+    method = {"teacher": "flow_matching"}.get(method, method)
+    base = "wan2_1_t2v_1_3b_dmd2"
+    config = compose_config(
+        [f"experiment={base}", f"model={model.removesuffix('_causal')}", f"method={method}", f"recipe={recipe}"]
+    )
+    cited = CITED[recipe]
+    assert cited.keys() >= ALL, "say each of these"
+    for setting, value in cited.items():
+        ours = config
+        for name in setting.split("."):
+            ours = getattr(ours, name)
+        if isinstance(value, tuple):
+            theirs, reason = value
+            assert ours != theirs and reason, f"{setting}: {ours} is the source's, so it needs no reason"
+        else:
+            assert ours == value, setting
+    if hasattr(config.method, "fake_updates_per_student_update"):
+        assert "optim.fake.lr" in cited and "method.fake_updates_per_student_update" in cited
