@@ -19,7 +19,7 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.errors import UserError
 from models.families.base import Flops, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse
-from models.families.prediction import DiscretePrediction
+from tests.outside.prediction import DiscretePrediction
 
 
 def schedule(snr_shift_scale):

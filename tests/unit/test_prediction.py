@@ -5,7 +5,7 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler, DDIMScheduler
 from torch.autograd import forward_ad
 
-from models.families.prediction import DiscretePrediction
+from tests.outside.prediction import DiscretePrediction
 
 COGVIDEOX = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = {
