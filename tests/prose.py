@@ -16,7 +16,7 @@ EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", 
 UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py")  # the checker and its test
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "README.md": 870,
-    "ARCHITECTURE.md": 720,
+    "ARCHITECTURE.md": 750,
     "CONTRIBUTING.md": 450,
     "docs/getting_started.md": 850,
     "docs/data.md": 1130,
