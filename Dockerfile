@@ -25,15 +25,12 @@ ENV PATH=/srv/venv/bin:$PATH \
     OMP_NUM_THREADS=1
 
 FROM python AS packages-te0
-# FlashAttention for Hopper and Blackwell; its kernels are compiled at run time
-ARG FA4_VERSION=4.0.0b36
 WORKDIR /build
 RUN python3.12 -m venv /srv/venv
 COPY pyproject.toml constraints.txt ./
 # the dependencies without the project, so that this layer outlives changes of the source
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['fp8'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
-    && pip install -c constraints.txt -r requirements.txt \
-    && pip install -c constraints.txt "flash-attn-4[cu13]==${FA4_VERSION}"
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['fp8'], *e['fa4'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
 
 # Transformer Engine's PyTorch half comes as source: it needs nvcc and the headers of CUDA, cuDNN and NCCL.
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu${UBUNTU} AS packages-te1
@@ -61,5 +58,5 @@ RUN useradd --create-home --uid 10001 trainer && install -d -o trainer /srv/fsdp
 WORKDIR /srv/fsdp-cp
 COPY --chown=trainer . .
 RUN pip install --no-deps --no-build-isolation -e .
-USER trainer
+USER 10001
 CMD ["torchrun", "--standalone", "--nproc-per-node", "gpu", "train.py"]

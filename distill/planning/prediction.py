@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ from distill.config.errors import CONFIGS
 from distill.planning.roles import HOST, KINDS
 from distill.planning.simulation import Simulation
 from distill.run.setup import RunPlan
+from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.memory import Peak
 from fsdp_cp.mesh import MeshShape
@@ -45,7 +47,9 @@ class Hardware:
     host_gb_per_s: float
     """Bandwidth from a GPU to host memory, one way."""
     sustained: float
-    """Share of ``bf16_tflops`` that matrix products and attention reach together; assumed, not yet measured."""
+    """Share of ``bf16_tflops`` that matrix products and attention reach together; assumed."""
+    sustained_cudnn: float | None = None
+    """The same share with cuDNN's attention, on GPUs with a faster kernel that may be missing."""
 
 
 def hardware_names() -> list[str]:
@@ -211,6 +215,8 @@ def predict(
     ``hardware`` is the GPU of each rank; without it, time and cost are left out. ``encoders`` is the result of
     :func:`distill.planning.encoders.encoder_peaks`.
     """
+    if hardware and hardware.sustained_cudnn and not _has_fast_attention(config, plan):
+        hardware = replace(hardware, sustained=hardware.sustained_cudnn)
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):
         counts[method.trained_role(step)] += 1
@@ -229,6 +235,19 @@ def predict(
         steps=config.steps,
         samples_between_steps=bool(config.sample.every),
     )
+
+
+def _has_fast_attention(config: Config, plan: RunPlan) -> bool:
+    """Return whether training uses FlashAttention 3 or 4: by name, or by ``auto`` if version 4 is installed here."""
+    backend = config.attention.backend
+    if backend != "auto" or any(role.family.masked_attention for role in plan.roles):
+        return backend in ("flash_attn_3", "flash_attn_4")
+    if KERNELS["flash_attn_4"].slower_than_others(plan.tokens // plan.mesh.ring, gradients=True):
+        return False
+    try:
+        return bool(metadata.version("flash-attn-4"))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _all_peaks(simulation: Simulation, cp: int, encoders: Mapping[str, Peak]) -> dict[str, Peak]:

@@ -25,16 +25,17 @@ from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_forward
 
 _SETTINGS = (
     "float scale, SymInt[] segments, SymInt[] keys, SymInt[] block_mask, SymInt ulysses, SymInt ring, "
-    "SymInt rank, str group, str backend"
+    "SymInt rank, str group, str backend, bool gradients"
 )
-"""Arguments that all operators share: the scale, the arguments of :func:`make_layout`, rank, group and kernel."""
+"""Arguments that all operators share: the scale, the arguments of :func:`make_layout`, rank, group, kernel, and whether
+a backward may follow, on which ``auto`` depends. Only the caller of an operator can know the last."""
 
 
 class AttentionOperator:
     """Attention of a rank's queries to keys on all ranks of a ring, as an operator with a backward.
 
-    Calling it with one further argument (tensors or ``None``), the settings of the schema above, and q, k and v
-    returns the output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
+    Calling it with one further argument (tensors or ``None``), the settings of the schema above up to the backend, and
+    q, k and v returns the output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
 
     Args:
         name: name of the operator in the namespace ``fsdp_cp``.
@@ -65,21 +66,22 @@ class AttentionOperator:
 
     def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
+        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         if _looked_at(*qkv, *(further if isinstance(further, list) else ())):
-            out, _ = self.operator(*qkv, further, *settings)
-        elif torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
-            out, _ = _Attention.apply(self, *qkv, further, *settings)
+            out, _ = self.operator(*qkv, further, *settings, gradients)
+        elif gradients:
+            out, _ = _Attention.apply(self, *qkv, further, *settings, gradients)
         else:
-            out, _ = self.compute(*qkv, further, *settings)
+            out, _ = self.compute(*qkv, further, *settings, gradients)
         return [out]
 
     def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, Tensor]:
         """Compute the output and the log-sum-exp, the kernel of the operator."""
-        return self.forward(q, k, v, further, scale, *_ring_and_kernel(q, further, *settings))
+        return self.forward(q, k, v, further, scale, *_ring_and_kernel(q, k, further, *settings))
 
     def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
         """Compute the gradients of q, k and v, the kernel of the backward operator."""
-        ring, kernel = _ring_and_kernel(q, further, *settings)
+        ring, kernel = _ring_and_kernel(q, k, further, *settings)
         grads = self.backward(grad_out, q, k, v, out, lse, further, scale, ring, kernel)
         return tuple(x.contiguous() for x in grads)
 
@@ -143,11 +145,16 @@ def _looked_at(*tensors: Tensor) -> bool:
     )
 
 
-def _ring_and_kernel(q: Tensor, further: Any, segments, keys, block_mask, *settings: Any) -> tuple[Ring, Kernel]:
-    ulysses, ring, rank, group, backend = settings
+def _ring_and_kernel(
+    q: Tensor, k: Tensor, further: Any, segments, keys, block_mask, *settings: Any
+) -> tuple[Ring, Kernel]:
+    ulysses, ring, rank, group, backend, gradients = settings
     layout = make_layout(tuple(segments), tuple(keys), tuple(block_mask), ulysses, ring)
     masked = isinstance(further, Tensor)
-    kernel = choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
+    tokens = min(q.shape[1], k.shape[1])
+    kernel = choose_kernel(
+        backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, tokens=tokens, gradients=gradients
+    )
     if ring > 1 and not isinstance(further, list):  # a cache stays, so no message is in flight during attention
         kernel = kernel.next_to_messages()
     return make_ring(layout, rank, group), kernel

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_cp.attention.kernels.choose import prepare_kernels
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.settings import Precision
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.additions.base import attach_additions
 from models.families.base import LatentShape, Shape
@@ -66,6 +67,10 @@ def build_roles(
             has weights that are not finite.
     """
     built: dict[str, Role] = {}
+    for plan in plans:
+        if not plan.family.masked_attention:  # the kernels that need it take no masks
+            dtype, head_dim = COMPUTE_DTYPE[precision or plan.sharding.precision], plan.family.head_dim(plan.config)
+            prepare_kernels(plan.attention_backend, device=device, dtype=dtype, head_dim=head_dim)
     for group in sharing(plans, trained):
         networks = []
         for i in range(group[0].experts):

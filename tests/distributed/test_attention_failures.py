@@ -1,6 +1,7 @@
 """An exception inside attention: the ranks wait for their messages in flight, raise, and the next call is exact."""
 
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.attention import context_parallel_attention, ring
 from fsdp_cp.attention.kernels import choose
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
 from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.layout import Chunk
+from fsdp_cp.errors import UserError
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
 from tests.pools import Pools
 
@@ -140,3 +143,46 @@ def _left_behind():
 
 def test_a_forward_that_fails_leaves_no_exchange_behind(pools):
     assert pools[2].run(_left_behind) == [0, 0]
+
+
+class _OnTheCpu(cuda_kernels.FlashAttention4):
+    """FlashAttention 4 by torch's flash attention for the CPU, wrong by ``factor`` in one result."""
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def refuses(self, device, dtype, head_dim, masked):
+        return None
+
+    def forward(self, *inputs):
+        return CpuFlash().forward(*inputs)
+
+    def backward(self, *inputs):
+        dq, dk, dv = CpuFlash().backward(*inputs)
+        return dq, dk, dv * self.factor
+
+
+def _choices_with_a_check_of(factors):
+    """Return the choices of ``auto`` for a call of 32,760 tokens in two dtypes, of which one was checked."""
+    kernel = _OnTheCpu(factors[dist.get_rank()])
+    device, dtypes = torch.device("cpu"), (torch.bfloat16, torch.float16)
+    with (
+        mock.patch.object(cuda_kernels, "_capability", lambda device: (9, 0)),
+        mock.patch.object(torch.backends.cudnn, "version", lambda: 92000),
+        mock.patch.dict(choose.KERNELS, flash_attn_4=kernel),
+        mock.patch.dict(choose._checked_kernels, clear=True),
+    ):
+        choose._check_on_all_ranks(kernel, device, dtypes[0], 128)
+        wanted = {"device": torch.device("cuda"), "head_dim": 128, "masked": False, "tokens": 32760, "gradients": True}
+        chosen = [choose.choose_kernel("auto", dtype=dtype, **wanted).name for dtype in dtypes]
+        try:
+            choose._checked_kernels.clear()
+            choose._check_on_all_ranks(kernel, device, dtypes[0], 128, required=True)
+        except UserError:
+            chosen.append("refused by name")
+        return chosen
+
+
+def test_one_rank_that_fails_its_self_check_decides_for_all(pools):
+    assert pools[2].run(_choices_with_a_check_of, (1.0, 1.0)) == [["flash_attn_4", "cudnn"]] * 2
+    assert pools[2].run(_choices_with_a_check_of, (1.0, 1.1)) == [["cudnn", "cudnn", "refused by name"]] * 2

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fsdp_cp.attention.kernels.choose import KERNELS, _explain, choose_dual, choose_kernel
+from fsdp_cp.attention.kernels.choose import KERNELS, _explain, check_kernel, choose_dual, choose_kernel
 from fsdp_cp.attention.kernels.kernel import attention_dual
 from fsdp_cp.mesh import ContextGroups
 
@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def _choose(backend, dtype=torch.float32, device=CPU, **options):
-    return choose_kernel(backend, device=device, dtype=dtype, head_dim=64, masked=False, **options)
+    what = {"device": device, "dtype": dtype, "head_dim": 64, "masked": False}
+    check_kernel(backend, **what)
+    return choose_kernel(backend, **what, tokens=8, gradients=True, **options)
 
 
 def test_auto_takes_the_first_kernel_that_can_and_logs_it_once(caplog):

@@ -4,12 +4,15 @@ The stand-ins have the signatures of released versions, compute the same attenti
 silently read something else. With a GPU and the packages, ``test_cuda_kernels.py`` runs the real ones.
 """
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from fsdp_cp.attention.kernels import choose
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, SM_MARGIN
 from fsdp_cp.runtime import packages
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
@@ -177,6 +180,71 @@ def test_flash_attention_4(install):
     assert kernel.unavailable((13, 0), 128)
     for case in ("grouped", "strided", "broadcast"):
         check_kernel(kernel, "cpu", torch.float32, 2e-5, False, **CASES[case])
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """Stand for a GPU of compute capability 9 whose torch has cuDNN; nothing was checked at setup yet."""
+    monkeypatch.setattr(cuda_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(choose, "_checked_kernels", {})
+    for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda_kernels._keep_compiled_kernels.cache_clear()
+    packages.optional_package.cache_clear()
+    return monkeypatch
+
+
+HALF, BOTH = torch.bfloat16, ("flash_attn_3", "flash_attn_4")
+
+
+@pytest.mark.parametrize(
+    ("expected", "capability", "dtype", "head_dim", "tokens", "gradients", "installed"),
+    [
+        ("flash_attn_4", (9, 0), HALF, 128, 8192, True, BOTH[1:]),
+        ("flash_attn_4", (9, 0), torch.float16, 64, 32760, True, BOTH[1:]),
+        ("cudnn", (9, 0), HALF, 128, 8191, True, BOTH[1:]),
+        ("flash_attn_4", (9, 0), HALF, 128, 32760, False, BOTH[1:]),
+        ("cudnn", (9, 0), HALF, 128, 32759, False, BOTH[1:]),
+        ("cudnn", (9, 0), HALF, 128, 32760, True, ()),
+        ("flash_attn_3", (9, 0), HALF, 128, 32760, True, BOTH),
+        ("flash_attn_3", (9, 0), HALF, 128, 512, False, BOTH),
+        ("flash", (9, 0), HALF, 192, 32760, True, BOTH[1:]),
+        ("efficient", (9, 0), torch.float32, 128, 32760, True, BOTH),
+        ("cudnn", (10, 0), HALF, 128, 32760, True, BOTH),
+        ("flash", (8, 0), HALF, 128, 32760, True, BOTH),
+        ("flash", (12, 0), HALF, 128, 32760, True, BOTH),
+        ("cpu_flash", None, HALF, 128, 32760, True, BOTH),
+    ],
+)
+def test_choice_of_auto(hopper, install, expected, capability, dtype, head_dim, tokens, gradients, installed):
+    hopper.setattr(cuda_kernels, "_capability", lambda device: capability)
+    if "flash_attn_3" in installed:
+        _install_flash(install, None, None)
+    if "flash_attn_4" in installed:
+        install("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface")
+    device = torch.device("cpu" if capability is None else "cuda")
+    wanted = {"device": device, "dtype": dtype, "head_dim": head_dim, "masked": False}
+    wanted |= {"tokens": tokens, "gradients": gradients}
+    if expected == "flash_attn_4":
+        assert choose.choose_kernel("auto", **wanted).name == "cudnn", "not before its check at setup"
+    choose._checked_kernels["flash_attn_4", dtype, head_dim] = None
+    assert choose.choose_kernel("auto", **wanted).name == expected
+    if expected == "flash_attn_4":
+        wanted["masked"] = True
+        assert choose.choose_kernel("auto", **wanted).name == "cudnn"
+
+
+def test_flash_attention_4_keeps_compiled_kernels_in_the_users_home(hopper, tmp_path):
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    KERNELS["flash_attn_4"].package()
+    enabled, folder = (os.environ[name] for name in names)
+    assert enabled == "1" and folder.startswith(str(tmp_path)) and os.stat(folder).st_mode & 0o077 == 0
+    hopper.setenv(names[0], "0")  # the user's choice stays
+    cuda_kernels._keep_compiled_kernels.cache_clear()
+    KERNELS["flash_attn_4"].package()
+    assert os.environ[names[0]] == "0"
 
 
 def _te_forward(given):

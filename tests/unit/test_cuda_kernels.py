@@ -195,7 +195,8 @@ def test_order_of_preference(monkeypatch):
         monkeypatch.setattr(cuda_kernels, "_capability", lambda device: capability)
         return list(preferred(torch.device("cuda")))
 
-    assert names((9, 0)) == ["flash_attn_3", "cudnn", "flash", "efficient"]
+    assert names((9, 0)) == ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
+    assert names((10, 0)) == ["cudnn", "flash", "efficient"]
     for capability in ((8, 0), (8, 9), (12, 0), None):
         assert names(capability) == ["flash", "cudnn", "efficient"]
     assert len(KERNELS) == len(CUDA_KERNELS) == 6

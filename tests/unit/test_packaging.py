@@ -22,14 +22,14 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
-# lazy everywhere; flash_attn is not in an extra, since each of its wheels fits one torch, CUDA and Python
+# lazy everywhere; FlashAttention 3 is not in an extra, since each of its wheels fits one torch, CUDA and Python
 OPTIONAL = (
     "wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "flash_attn_interface", "triton", "yunchang",
 )  # fmt: skip
 # product code that is imported only if its optional package is installed
 GUARDED = "fsdp_cp/attention/kernels/triton_dual.py"
 # extras that install without a GPU, hence with pins
-PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "fp8", "triton", "bench")
+PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "fp8", "fa4", "triton", "bench")
 # modules that a package must never import, at its top or inside a function
 FORBIDDEN = {
     "fsdp_cp": {"models", "distill", "train", "benchmarks", "tests", "diffusers", "transformers", "hydra"},

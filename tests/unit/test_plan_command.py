@@ -100,6 +100,16 @@ def seconds_of(sent, *words, world=16, copied=0.0):
     return predict(config, run, found, load_hardware("h20"), {}).seconds["student"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "rate"), [("auto", 0.48), ("cudnn", 0.48), ("flash_attn_4", 0.55)])
+def test_the_rate_is_that_of_the_attention_that_runs(backend, rate):
+    """``flash-attn-4`` is not installed here, so ``auto`` takes cuDNN's attention."""
+    config, run = planned("world=16", f"attention.backend={backend}")
+    made = simulation(config, run)
+    seconds = predict(config, run, made, load_hardware("h200"), {}).seconds
+    assert seconds["fake"] == pytest.approx(4e15 / 8 / (rate * 989.4e12))
+
+
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
     assert seconds_of({}, copied=16e9) == pytest.approx(2 * 16 / 64)
     assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import local_rank
 from fsdp_cp.measure.fake_world import device_type
 from fsdp_cp.mesh import ContextGroups, group_by_name
+from fsdp_cp.reduce import on_all_ranks
 
 log = logging.getLogger("fsdp_cp.attention")
 
@@ -32,6 +34,10 @@ _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
 """Every kernel by its name, installed or not."""
+
+
+_checked_kernels: dict[tuple[str, torch.dtype, int], str | None] = {}
+"""Results of :func:`prepare_kernels` by kernel, dtype and head size: ``None``, or why a kernel must not be used."""
 
 
 @lru_cache(maxsize=256)
@@ -53,27 +59,137 @@ def check_backend(backend: str) -> None:
         raise UserError(f"backend={backend!r} is unknown; use {', '.join(names)}")
 
 
-def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> Kernel:
-    """Return the kernel named ``backend``; for ``"auto"``, return the best that can run and log the reason once.
+def check_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> None:
+    """Refuse a ``backend`` that cannot run such tensors.
 
     Raises:
         UserError: an unknown name, or a kernel that cannot run these tensors.
     """
+    _choose(backend, device, dtype, head_dim, masked, tokens=0, gradients=False)
+
+
+def choose_kernel(
+    backend: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    tokens: int,
+    gradients: bool,
+) -> Kernel:
+    """Return the kernel named ``backend``; for ``"auto"``, return the best that can run and log the reason once.
+
+    It issues no collective, since ranks may call it at different moments.
+
+    Args:
+        tokens: number of queries or of keys of the call, the smaller one.
+        gradients: whether the call is part of a forward and backward.
+
+    Raises:
+        UserError: an unknown name, or a kernel that cannot run these tensors.
+    """
+    kernel, reasons = _choose(backend, device, dtype, head_dim, masked, tokens, gradients)
+    if backend == "auto":
+        what = f"{dtype} on {device.type}{', masked' if masked else ''}{', with gradients' if gradients else ''}"
+        _explain(kernel.name, what, "; ".join(reasons) or "first choice")
+    return kernel
+
+
+def _choose(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    tokens: int,
+    gradients: bool,
+) -> tuple[Kernel, list[str]]:
+    """Return the kernel, and why kernels that ``auto`` prefers were not taken."""
     check_backend(backend)
-    what = f"{dtype} on {device.type}{', masked' if masked else ''}"
     if backend != "auto":
         if reason := KERNELS[backend].refuses(device, dtype, head_dim, masked):
             able = [name for name, other in KERNELS.items() if not other.refuses(device, dtype, head_dim, masked)]
             raise UserError(f"backend={backend!r} {reason}; use auto or {', '.join(able)}")
-        return KERNELS[backend]
+        return KERNELS[backend], []
     reasons: list[str] = []
     for name in (*(preferred(device) if device.type == "cuda" else ("cpu_flash",)), "reference"):
-        reason = KERNELS[name].refuses(device, dtype, head_dim, masked)
+        kernel = KERNELS[name]
+        reason = kernel.refuses(device, dtype, head_dim, masked) or kernel.slower_than_others(tokens, gradients)
+        if reason is None and kernel.checked_at_setup:
+            reason = _checked_kernels.get((name, dtype, head_dim), "was not checked at setup (prepare_kernels)")
         if reason is None:
-            _explain(name, what, "; ".join(reasons) or "first choice")
-            return KERNELS[name]
+            return kernel, reasons
         reasons.append(f"{name} {reason}")
-    raise UserError(f"no attention kernel takes q of {what}: {'; '.join(reasons)}; cast q, k and v")
+    masks = " with a mask" if masked else ""
+    raise UserError(
+        f"no attention kernel takes q of {dtype} on {device.type}{masks}: {'; '.join(reasons)}; cast q, k and v"
+    )
+
+
+def prepare_kernels(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Compile and check the kernels that need it, before the first step. A collective of all ranks.
+
+    ``auto`` takes such a kernel only if its self-check passed on every rank. Compiled kernels are kept on the disk, so
+    one process of each node compiles first and the others load the result.
+
+    Raises:
+        UserError: ``backend`` names a kernel that failed on some rank.
+    """
+    if device.type != "cuda":  # not by what is installed or by the GPU: all ranks must decide the same
+        return
+    for kernel in KERNELS.values():
+        if kernel.checked_at_setup and backend in ("auto", kernel.name):
+            _check_on_all_ranks(kernel, device, dtype, head_dim, required=backend != "auto")
+
+
+def _check_on_all_ranks(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, required: bool = False
+) -> None:
+    """Store the reason why ``kernel`` must not be used, the same on all ranks. A collective."""
+    key = (kernel.name, dtype, head_dim)
+    if key in _checked_kernels:
+        return
+    problem: str | None = None
+    for turn in (True, False):
+        mine = (local_rank() == 0) is turn
+        problems = on_all_ranks(partial(self_check, kernel, device, dtype, head_dim) if mine else lambda: None)
+        problem = problem or next((f"{text}, on rank {i}" for i, text in enumerate(problems) if text), None)
+    if problem is not None and required:
+        raise UserError(f"attention.backend={kernel.name} {problem}; use auto")
+    _checked_kernels[key] = problem
+
+
+def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Compare a forward and a backward of ``kernel`` with plain torch. Return what is wrong, or ``None``.
+
+    The keys are a part of each row's, as in a ring: backward gets the output and log-sum-exp of all keys.
+    """
+    if reason := kernel.refuses(device, dtype, head_dim, masked=False):
+        return reason
+    generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run
+    # Several tiles of queries and of keys: a backward of one tile is compiled separately.
+    q, k, v, grad = (
+        torch.randn(2, tokens, 2, head_dim, generator=generator).to(device, dtype) for tokens in (600, 800, 800, 600)
+    )
+    reference, scale, half = Reference(), head_dim**-0.5, slice(0, 400)
+    out, lse = reference.forward(q, k, v, None, scale)
+    names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
+    try:
+        expected, computed = (
+            (
+                *x.forward(q, k[:, half], v[:, half], None, scale),
+                *x.backward(grad, q, k[:, half], v[:, half], out, lse, None, scale),
+            )
+            for x in (reference, kernel)
+        )
+        for name, a, b in zip(names, computed, expected, strict=True):
+            difference = float((a.float() - b.float()).norm() / b.float().norm())
+            if not difference < _TOLERANCE:
+                return f"is off by {difference:.1e} in the {name} of its self-check"
+    except Exception as error:  # the compiler, the driver or the package fails: use another kernel
+        return f"fails in its self-check ({_one_line(error)})"
+    return None
 
 
 def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
@@ -126,13 +242,17 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         fused: AttendDual = triton_dual.attention_dual
         expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None, _one_line(error)
     for name, a, b in zip(Dual._fields, computed, expected, strict=True):
         assert a is not None and b is not None
         difference = float((a - b).norm() / b.norm())
         if not difference < _TOLERANCE:
             return None, f"its {name} is off by {difference:.1e} in the self-check"
     return fused, None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _fused_shapes(q: Tensor, *_: object) -> Dual:

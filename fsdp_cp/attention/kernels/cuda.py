@@ -1,4 +1,4 @@
-"""Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3, Transformer Engine.
+"""Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3 and 4, Transformer Engine.
 
 In backward, every kernel takes the log-sum-exp and the output of the whole row, even if other ranks hold some of the
 row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from them. The kernels also
@@ -13,6 +13,8 @@ head size.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -315,10 +317,45 @@ class FlashAttention3(_CudaKernel):
         return dq, dk, dv
 
 
+FLASH_4_TOKENS = {True: 8192, False: 32760}
+"""Queries and keys of one call from which ``auto`` takes FlashAttention 4 on Hopper, with and without gradients.
+
+Measured on one H200 (torch 2.11, flash-attn-4 4.0.0b36, bf16, 12 heads of 128) next to cuDNN, in TFLOP/s:
+
+======  =======  =====  =======  =====
+tokens  forward  cuDNN  backward cuDNN
+======  =======  =====  =======  =====
+32,760      692    556       613   501
+ 8,192      514    569       573   510
+======  =======  =====  =======  =====
+
+Not measured: token counts between the two, unequal numbers of queries and keys, and the calls of ``cp > 1``.
+"""
+
+
+@lru_cache(maxsize=1)
+def _keep_compiled_kernels() -> None:
+    """Let FlashAttention 4 keep compiled kernels on the disk. Call it before the import, which reads both variables.
+
+    The package loads what lies in its folder, so the folder is in the user's home, not in the default ``/tmp``.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fsdp_cp" / "flash_attention_4"
+    if "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" in os.environ:
+        return
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written: each process compiles
+        return
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+
+
 class FlashAttention4(_CudaKernel):
     """The ``flash-attn-4`` package, FlashAttention's folder ``flash_attn/cute`` (CuTe DSL): no masks.
 
-    Its kernels are compiled at the first call for each head size and dtype. Not yet run on a GPU.
+    Its kernels are compiled at the first call of each direction for a head size, dtype and number of query heads per
+    key head. Token counts are no part of the compiled key, except that a backward of one block of rows or keys has a
+    key of its own. On an H200 a compilation took 3 to 4 s.
     """
 
     # interface.py of 4.0.0b36: the forward returns (out, lse, p, row_max, o_lo), of which the last three are for sparse
@@ -327,10 +364,19 @@ class FlashAttention4(_CudaKernel):
     max_head_dim = 128
     min_capability = (9, 0)  # its forward runs on 8.x too, its backward does not
 
+    checked_at_setup = True
+
     @staticmethod
     def package() -> Any:
-        install = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
-        return optional_package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
+        _keep_compiled_kernels()
+        return optional_package("flash_attn.cute.interface", "pip install 'fsdp-cp[fa4]'", "flash-attn-4", "4.0.0b36")
+
+    def slower_than_others(self, tokens, gradients):
+        if tokens >= FLASH_4_TOKENS[gradients]:
+            return None
+        return (
+            f"is for calls of {FLASH_4_TOKENS[gradients]} tokens or more {'with' if gradients else 'without'} gradients"
+        )
 
     def unavailable(self, capability, head_dim):
         if capability[0] > 12:
@@ -411,6 +457,8 @@ CUDA_KERNELS = (FlashAttention3(), FlashAttention4(), Cudnn(), Flash(), Efficien
 def preferred(device: torch.device) -> tuple[str, ...]:
     """Return the names of kernels in the order in which ``auto`` tries them on ``device``."""
     capability = _capability(device)
-    if capability is not None and capability[0] in (9, 10):
-        return "flash_attn_3", "cudnn", "flash", "efficient"
+    if capability is not None and capability[0] == 9:
+        return "flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"
+    if capability is not None and capability[0] == 10:
+        return "cudnn", "flash", "efficient"
     return "flash", "cudnn", "efficient"

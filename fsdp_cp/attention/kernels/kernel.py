@@ -28,6 +28,8 @@ class Kernel(ABC):
     """Attention of some queries to some keys on one device, forward and backward."""
 
     name: str
+    checked_at_setup: bool = False
+    """Whether ``auto`` takes the kernel only after :func:`fsdp_cp.attention.kernels.choose.prepare_kernels`."""
 
     @abstractmethod
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
@@ -69,6 +71,10 @@ class Kernel(ABC):
         Returns:
             Gradients of ``q``, ``k`` and ``v``.
         """
+
+    def slower_than_others(self, tokens: int, gradients: bool) -> str | None:
+        """Return why ``auto`` prefers another kernel for calls of ``tokens`` queries and keys, or ``None``."""
+        return None
 
     def next_to_messages(self) -> Kernel:
         """Return the kernel to use while messages are in flight, as in a ring of several ranks.
