@@ -1,6 +1,6 @@
-"""Local attention kernels on one device, through the public function at cp = 1 (``benchmarks.cp_attention``).
+"""Measurements of local attention kernels on one device, through the public function at cp = 1.
 
-Sizes are those of Wan 2.1 1.3B (12 heads x 128) and of 14B (40 heads x 128) over a Ulysses group of 8. The forward
+The forward
 counts as 4 S^2 H D operations, the backward as 2.5 times and the JVP (with its forward) as 3 times that number, without
 recomputation. Shares are relative to the fastest bf16 matrix product of the same run.
 """
@@ -26,30 +26,15 @@ from torch.autograd import forward_ad
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.measure.memory import LiveStorages
-from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.mesh import Mesh
 from tests.oracles.long_attention import TOLERANCE, exact_attention, exact_tangent, random_inputs
 
-MODELS = {"1.3B": 12, "14B / 8": 5}
 HEAD_DIM = 128
 MIB = 2**20
 CHECKED = 128
 """Number of queries with a gradient in the check. So few make the float64 oracle affordable and cover all of dK, dV."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def local_kernels(device: str, quick: bool) -> bool:
-    """Print the table, and return whether every kernel is correct."""
-    sizes = (8192,) if quick else (8192, 16384, 32760)
-    if device == "cpu":
-        sizes = (512,) if quick else (1024, 2048)
-    with world_of_one(device):
-        mesh = build_mesh(cp=1, device_type=device)
-        ceiling = matmul_rate(device)
-        print(f"Fastest bf16 matrix product of this run: {ceiling / 1e12:.2f} TFLOP/s. Tensors are bf16.\n")
-        print("| model | tokens | kernel | pass | ms | TFLOP/s | share of ceiling | peak MiB | largest error |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
-        return all([_case(device, mesh, model, tokens, ceiling) for model in MODELS for tokens in sizes])
 
 
 @contextmanager
@@ -142,29 +127,6 @@ def measure_passes(
         else:
             rate = FACTORS[title] * flops / seconds
             yield Measured(title=title, seconds=seconds, rate=rate, peak=peak, error=error)
-
-
-def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> bool:
-    heads, correct = MODELS[model], True
-    for name, attend, refusal in contenders(device, mesh):
-        if refusal:
-            print(f"| {model} | {tokens} | {name} | | {refusal} | | | | |", flush=True)
-            continue
-        titles = list(FACTORS) if name == "auto" else list(FACTORS)[:2]
-        for result in measure_passes(device, attend, tokens, heads, titles):
-            start = f"| {model} | {tokens} | {name} | {result.title} |"
-            if result.failure:
-                print(f"{start} {result.failure} | | | | |", flush=True)
-                correct &= name not in ("auto", "reference", "cpu_flash")
-                continue
-            bold = "" if result.is_right else "**"
-            print(
-                f"{start} {result.seconds * 1e3:.2f} | {result.rate / 1e12:.2f} | {result.rate / ceiling:.0%} |"
-                f" {result.peak / MIB:.0f} | {bold}{result.error:.1e}{bold} |",
-                flush=True,
-            )
-            correct &= result.is_right or name == "torch SDPA"
-    return correct
 
 
 def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:

@@ -45,12 +45,10 @@ def peers(world: int, heads: int) -> list[Contender]:
         builders: dict[str, Callable[[int, int], Attend]] = {
             "diffusers, as shipped": _diffusers_shipped,
             "diffusers, CPU kernel": _diffusers_cpu,
-            "yunchang, as shipped": _yunchang_shipped,
             "yunchang, CPU kernel": _yunchang_cpu,
         }
         if ulysses == 1:
             builders |= {
-                "torch, as shipped": _torch_shipped,
                 "torch all-gather, CPU kernel": _torch_all_gather_cpu,
                 "torch all-to-all, CPU kernel": _torch_all_to_all_cpu,
             }
@@ -132,27 +130,6 @@ def _diffusers_cpu(ring: int, ulysses: int) -> Attend:
 # --- torch.distributed.tensor.experimental, torch 2.13.0 ---
 
 
-def _torch_shipped(ring: int, ulysses: int) -> Attend:
-    """Build torch's ``context_parallel`` context around SDPA.
-
-    Its table of operators has only CUDA kernels, so CPU tensors reach DTensor's rules. These split the output over
-    heads, which does not fit the gradient of the rank's tokens, and they lack the backward of the CPU kernel (inside
-    or outside of the context).
-    """
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import _cp_options
-
-    _cp_options.enable_load_balance = False  # balancing is for causal attention; without this the ring raises
-    mesh = init_device_mesh("cpu", (ring,), mesh_dim_names=("ring",))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The context requires a buffer to split, but q, k, v are already split.
-        with context_parallel(mesh, buffers=[torch.zeros(ring)], buffer_seq_dims=[0]):
-            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-
-    return attend
-
-
 def _torch_all_gather_cpu(ring: int, ulysses: int) -> Attend:
     """Build torch's templates with one all-gather of K and V, the default."""
     return _torch_templates(ring, "ALL_GATHER")
@@ -211,19 +188,6 @@ def _yunchang_groups(ring: int, ulysses: int) -> None:
     import yunchang
 
     yunchang.set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
-
-
-def _yunchang_shipped(ring: int, ulysses: int) -> Attend:
-    """Build yunchang's attention with ``TORCH_FLASH``, its choice without flash_attn.
-
-    It calls the CUDA operator by name, and its backward raises "Not implemented" on any device. ``TORCH_MATH`` and
-    ``TORCH_EFFICIENT`` use the same function.
-    """
-    import yunchang
-    from yunchang.kernels import AttnType
-
-    _yunchang_groups(ring, ulysses)
-    return yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=AttnType.TORCH_FLASH)
 
 
 def _yunchang_cpu(ring: int, ulysses: int) -> Attend:

@@ -1,4 +1,4 @@
-"""Context-parallel attention next to other libraries, or local kernels: ``python -m benchmarks.cp_attention``.
+"""Context-parallel attention next to other libraries: ``python -m benchmarks.cp_attention``.
 
 Each case (tokens x heads) runs in new local gloo processes with one thread each. One pass, or two for short cases,
 measures errors and memory. Then each round runs every contender once, in random order, so that noise of the machine
@@ -9,10 +9,7 @@ what the graph holds from forward to backward in addition to inputs and output. 
 inside a kernel or gloo. Ratios compare ours with the best correct peer in three ways: our default factorization with
 the peers on the same one, our best with their best, and our default with their best.
 
-``--world 1``, or ``--device cuda`` on one GPU, measures the local kernels instead, with the arithmetic rate as a share
-of the fastest bf16 matrix product of the same run.
-
-Exit codes: 0; 1 if ours is wrong or fails; 2 for a missing device.
+Exit codes: 0; 1 if ours is wrong or fails. ``benchmarks.gpu`` measures the local kernels.
 """
 
 from __future__ import annotations
@@ -33,17 +30,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from benchmarks.arguments import at_least_1
-from benchmarks.attention_kernels import local_kernels
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
 from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inputs
-from tests.pools import run_ranks
 
 HEAD_DIM = 64
 CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}
@@ -323,60 +317,14 @@ def _print_rows(case: str, rows: list[Summary], dtype: torch.dtype, rounds: int)
     print(flush=True)
 
 
-# --- memory of the JVP ---
-
-
-def jvp_peak(world: int, tokens: int) -> int:
-    """Return the peak bytes of live storages in the JVP on this rank, in addition to the inputs."""
-    mesh = build_mesh(cp=world, ring=world, ulysses=1)
-    local_tokens = slice(dist.get_rank() * tokens // world, (dist.get_rank() + 1) * tokens // world)
-    inputs = [x[:, local_tokens].contiguous() for x in random_inputs(6, tokens, 1, HEAD_DIM)]
-    with torch.no_grad(), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:3], inputs[3:], strict=True)]
-        with LiveStorages() as live:
-            out = context_parallel_attention(*duals, mesh=mesh, total_tokens=tokens)
-    del out
-    return live.peak_bytes
-
-
-def jvp_memory(worlds: tuple[int, ...] = (1, 2)) -> None:
-    print("\n## Peak memory of the JVP on a ring, beyond its inputs; fp32, 1 head x 64\n")
-    print("Growth is against half of the tokens: 2 is linear.\n")
-    print("| cp | tokens | MiB | KiB per local token | growth |\n|---|---|---|---|---|")
-    for world in worlds:
-        before = None
-        for tokens in (2048, 4096, 8192, 16384):
-            peak = max(run_ranks(world, jvp_peak, world, tokens, preload=("torch", "fsdp_cp.attention")))
-            per_token = peak / 1024 / (tokens / world)
-            growth = f"{peak / before:.2f}" if before else ""
-            print(f"| {world} | {tokens} | {peak / MIB:.2f} | {per_token:.2f} | {growth} |", flush=True)
-            before = peak
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cp_attention", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--world", type=at_least_1, nargs="+", default=[2, 4], help="numbers of ranks; 1: the local kernels"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--world", type=at_least_1, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="1k and 2k tokens only; small local sizes")
-    parser.add_argument("--jvp-memory", action="store_true", help="only the memory of the JVP")
+    parser.add_argument("--quick", action="store_true", help="1k and 2k tokens only")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda needs a GPU and there is none; use --device cpu", file=sys.stderr)
-        return 2
-    name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, one thread a rank"
-    print(f"torch {torch.__version__}, {name}\n")
-    if args.device == "cuda" or args.world == [1]:
-        return 0 if local_kernels(args.device, args.quick) else 1
-    if args.jvp_memory:
-        jvp_memory()
-        return 0
-    correct = compare(args.world, args.tokens[:2] if args.quick else args.tokens)
-    if not args.quick:
-        jvp_memory()
-    return 0 if correct else 1
+    print(f"torch {torch.__version__}, {platform.machine()}, one thread a rank\n")
+    return 0 if compare(args.world, args.tokens[:2] if args.quick else args.tokens) else 1
 
 
 if __name__ == "__main__":

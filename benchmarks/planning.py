@@ -1,9 +1,8 @@
 """Comparison of the planner with measurements: ``python -m benchmarks.planning``.
 
 Compares the prediction of ``plan=true`` for a run with the same steps on real tensors over gloo: peak memory of a step
-and of each phase, operations, and bytes sent. Both count storages through torch's dispatcher. One further check is
-independent of the dispatcher: the kernel's count of a process's resident memory, minus its count before the step's
-networks are built.
+and of each phase, operations, and bytes sent. Both count storages through torch's dispatcher. ``benchmarks.gpu``
+compares plans with CUDA's allocator.
 
 A run that the planner refuses is a row with the refusal. The exit code is 1 if a bound is broken.
 """
@@ -11,12 +10,10 @@ A run that the planner refuses is a row with the refusal. The exit code is 1 if 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from distill.config import compose_config
 from distill.planning.command import FILE, plan_command, plan_without_gpus
@@ -86,11 +81,9 @@ CASES = (
     Case("1B", 2, "cp=2, bf16", ("mesh.cp=2", "precision=bf16", *ONE_LENGTH)),
     Case("1B", 4, "bf16", ("precision=bf16", *ONE_LENGTH)),
 )  # fmt: skip
-OUTSIDE = Case("1B", 1, "checkpointing full", CASES[-3].words)
 BOUNDS = {1: (0.001, 0.001), 2: (0.03, 0.15), 4: (0.03, 0.15)}
 """Bounds on the errors of the step's peak and of a phase's peak, by number of ranks. gloo's threads free buffers a
 little late."""
-OUTSIDE_BOUND = 0.1
 
 
 def words_of(case: Case) -> list[str]:
@@ -202,61 +195,6 @@ def compare(plan: dict[str, Any], result: Measured) -> Compared:
     )
 
 
-# --- from outside ---
-
-
-class Resident(TorchDispatchMode):
-    """Mode that writes into every uninitialized allocation, since unwritten pages are not resident."""
-
-    EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # DTensor's dispatch then calls this mode with the local shard
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in self.EMPTY and result.device.type == "cpu":
-            result.zero_()
-        return result
-
-
-def status(field: str) -> int:
-    """Return a size from ``/proc/self/status``, in bytes."""
-    with open("/proc/self/status") as lines:
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-def resident(case: Case) -> dict[str, int]:
-    """Run the steps in this process, and return the kernel's counts in bytes.
-
-    A tiny run goes first, so that memory that libraries allocate at their first use does not count.
-    """
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        measure(Case("tiny", case.world, "", case.words, case.method), Resident())
-        gc.collect()
-        before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
-        measured = measure(case, Resident())
-        after = status("VmHWM")
-        dist.destroy_process_group()
-    return {"before": before, "peak": after - before, "tracked": measured.simulation.peak.bytes}
-
-
-def outside(case: Case) -> dict[str, int]:
-    """Run :func:`resident` in a new process whose allocator returns freed memory to the kernel at once."""
-    # glibc maps larger allocations separately, and unmaps them when they are freed.
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
-    code = f"import json; from benchmarks import planning as p; print(json.dumps(p.resident(p.{case!r})))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | settings,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the process that is looked at ended with {done.returncode}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 # --- the report ---
 
 
@@ -290,36 +228,18 @@ def report(cases: Sequence[Case]) -> bool:
     return good
 
 
-def report_outside(case: Case) -> bool:
-    """Print the comparison with the kernel's count, and return whether the bound holds."""
-    plan, result = predict(case), outside(case)
-    predicted = max(phase["gib"] for phase in plan["phases"].values())
-    error = predicted * GIB / result["peak"] - 1
-    print("| | GiB |\n|---|---|")
-    print(f"| planned | {predicted:.3f} |\n| by the tracker | {result['tracked'] / GIB:.3f} |")
-    print(f"| resident at most, above what was there | {result['peak'] / GIB:.3f} |")
-    print(f"| resident before | {result['before'] / GIB:.3f} |")
-    kept = abs(error) <= OUTSIDE_BOUND
-    print(f"\nplanned against resident: {_percent(error)}{'' if kept else ' BROKEN'}", flush=True)
-    return kept
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="networks of one block, two runs")
     args = parser.parse_args(argv)
     print(f"torch {torch.__version__}, gloo, {platform.machine()}, {os.cpu_count()} cores, one thread a rank\n")
-    cases, looked_at = CASES, OUTSIDE
+    cases: tuple[Case, ...] = CASES
     if args.quick:
         cases = (
             Case("one block", 2, "cp=2, bf16", ("mesh.cp=2", "precision=bf16", *ONE_LENGTH)),
             Case("one block", 1, "offload=cpu", ("student.offload=cpu", *ONE_LENGTH)),
         )
-        looked_at = Case("one block", 1, "fp32", ONE_LENGTH)
-    good = report(cases)
-    print(f"\n## From outside: {parameters_of(looked_at) / 1e6:,.1f} M parameters, 1 rank, {looked_at.label}\n")
-    good &= report_outside(looked_at)
-    return 0 if good else 1
+    return 0 if report(cases) else 1
 
 
 if __name__ == "__main__":

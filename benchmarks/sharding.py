@@ -1,8 +1,8 @@
-"""Memory, traffic and time of the sharding strategies, compared with the ideal: ``python -m benchmarks.sharding``.
+"""Memory, traffic and time of the sharding strategies: ``python -m benchmarks.sharding``.
 
 Trains a small Wan, mostly blocks, with the trainer's steps (AdamW, micro-batches, gradient clipping). Memory and
-traffic are exact, and have bounds that follow from the parameter sizes; the exit code is 1 if a bound is broken. Times
-are of CPU processes over gloo: they show waiting and repeated work, but not the overlap on a GPU.
+traffic are exact; ``tests/distributed/test_sharding_memory.py`` compares them with what follows from the parameters'
+sizes. Times are of CPU processes over gloo: they show waiting and repeated work, but not the overlap on a GPU.
 """
 
 from __future__ import annotations
@@ -11,42 +11,84 @@ import argparse
 import platform
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from models.roles.condition import Condition
 
 from benchmarks.arguments import at_least_1
-from benchmarks.sharding_bounds import (
-    CASES,
-    MICRO_BATCHES,
-    REFERENCE,
-    WAN,
-    Case,
-    Figures,
-    broken,
-    expected,
-    greatest,
-    sizes_of,
-)
-from benchmarks.sharding_memory import ShardingMemory, storage_bytes
 from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
-from distill.train.trainer import Trainer
-from fsdp_cp import Mesh, build_mesh, microbatch
+from fsdp_cp import Mesh, ShardSettings, build_mesh, microbatch
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
-from models.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
-from tests.oracles.runs import Setup, make_config
-from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import ARCHITECTURE, write_checkpoints
+from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
+from tests.oracles.tiny_wan import ARCHITECTURE
+
+WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 32, "ffn_dim": 512}  # dim 128
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sharding strategy to measure."""
+
+    label: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+
+    @property
+    def sharding(self) -> ShardSettings:
+        return ShardSettings(**self.settings)
+
+
+REFERENCE = "optim_grads_params"
+CASES = (
+    Case("no_shard", {"strategy": "no_shard"}),
+    Case("optim", {"strategy": "optim"}),
+    Case("optim_grads", {"strategy": "optim_grads"}),
+    Case(REFERENCE),
+    Case("HSDP, 2 replicas", {}, replicas=2),
+    Case("+ keep_gathered", {"keep_gathered": True}),
+    Case("+ activation_checkpointing=full", {"activation_checkpointing": "full"}),
+    Case("+ activation_checkpointing=selective", {"activation_checkpointing": "selective"}),
+    Case("+ offload=cpu", {"offload": "cpu"}),
+    Case("+ gather_stream=compute", {"gather_stream": "compute"}),
+    Case("+ forward_prefetch=2", {"forward_prefetch": 2}),
+    Case("+ backward_prefetch=2", {"backward_prefetch": 2}),
+    Case("+ gradient_buffers=1", {"gradient_buffers": 1}),
+    Case("+ gather_early", {"gather_early": True}),
+)
+
+
+@dataclass
+class Figures:
+    """Figures of one rank, or their maximum over ranks. All except the last four are bytes."""
+
+    parameters: int = 0
+    gradients: int = 0
+    """Bytes of the shards' gradients at the end of a step."""
+    kept: int = 0
+    """Bytes of all gradients between two micro-batches."""
+    optimizer: int = 0
+    peak_gathered: int = 0
+    """Peak bytes of gathered parameters."""
+    peak_parameters: int = 0
+    """Peak bytes of gathered parameters and staging buffers of all-gathers."""
+    peak_gradients: int = 0
+    buffers: int = 0
+    """Peak number of units whose full gradients wait for their reduction."""
+    calls: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes sent, by kind of collective."""
+    seconds: float = 0.0
+
 
 LATENT_SHAPE, TEXT_SHAPE = (4, 3, 8, 8), (5, 10)  # 48 tokens
 MIB = 2**20
@@ -130,122 +172,43 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
     return measured
 
 
-@dataclass
-class Idle:
-    """Bytes on this rank in a step of three networks."""
-
-    others: dict[str, int]
-    """Peak gathered bytes of each idle role at the start of another role's forward."""
-    after: int = 0
-    """Gathered bytes of all roles after the backward passes of a step."""
-    fake_gradients: int = 0
-    """Peak gradient bytes of the fake score in a student step."""
-    student_gradients: int = 0
-    teacher_gradients: int = 0
-
-
-def measure_three(strategies: dict[str, str], folder: Path) -> Idle:
-    """Measure a student step and a fake-score step of DMD2 in the trainer, after one warm-up step of each."""
-    changes = {name: {"strategy": strategy} for name, strategy in strategies.items()}
-    setup = Setup(dp_shard=dist.get_world_size(), changes=changes)
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
-    trainer._update = lambda *args: Trainer._update(trainer, *args)
-    data = trainer._steps_of_data()
-    for _ in range(2):
-        trainer._train_step(data)
-    roles = trainer.method.roles
-    idle = Idle(others=dict.fromkeys(roles, 0))
-    memory = {name: ShardingMemory(role.network) for name, role in roles.items()}
-
-    def gathered(name: str) -> int:
-        memory[name].settle("staging")
-        return memory[name].bytes["gathered"] + memory[name].bytes["staging"]
-
-    def update(*args: Any) -> None:
-        idle.after = max(idle.after, sum(gathered(name) for name in roles))
-        Trainer._update(trainer, *args)
-
-    def begins(running: str) -> None:
-        for name in roles:
-            if name != running:
-                idle.others[name] = max(idle.others[name], gathered(name))
-
-    trainer._update = update
-    hooks = [
-        role.network.register_forward_pre_hook(lambda *_, name=name: begins(name), prepend=True)
-        for name, role in roles.items()
-    ]
-    with memory["teacher"], memory["student"], memory["fake"]:
-        trainer._train_step(data)  # the student's
-        idle.fake_gradients = memory["fake"].peak_gradients
-        memory["student"].reset_peak()
-        trainer._train_step(data)  # the fake score's
-        idle.student_gradients = memory["student"].peak_gradients
-        idle.teacher_gradients = memory["teacher"].peak_gradients
-    for hook in hooks:
-        hook.remove()
-    return idle
-
-
 # --- the report ---
 
 
-def report(world: int, rounds: int) -> bool:
-    """Print both tables for ``world`` ranks, and return whether all bounds hold."""
+def greatest(ranks: list[Figures]) -> Figures:
+    """Return the maximum over ranks of each figure."""
+    result = Figures()
+    for name, value in vars(result).items():
+        values = [getattr(figures, name) for figures in ranks]
+        if isinstance(value, dict):
+            kinds = sorted({kind for v in values for kind in v})
+            setattr(result, name, {kind: max(v.get(kind, 0) for v in values) for kind in kinds})
+        else:
+            setattr(result, name, max(values))
+    return result
+
+
+def report(world: int, rounds: int) -> None:
+    """Print both tables for ``world`` ranks."""
     cases = tuple(case for case in CASES if world > case.replicas)
-    with RankPool(world, timeout=600, preload=("torch", "distill.train.trainer", "models.roles.load")) as pool:
+    with RankPool(world, timeout=600, preload=("torch", "models.roles.load")) as pool:
         ranks = pool.run(measure, cases, rounds)
-        with tempfile.TemporaryDirectory() as folder:
-            write_checkpoints(Path(folder), ARCHITECTURE | {"num_layers": 3})
-            mixed = {"teacher": REFERENCE, "student": "optim_grads", "fake": "optim"}
-            three = [
-                (strategies, pool.run(measure_three, strategies, Path(folder)))
-                for strategies in (dict.fromkeys(mixed, REFERENCE), mixed)
-            ]
-    rows = [(case, greatest([r[i] for r in ranks]), expected(case, world)) for i, case in enumerate(cases)]
-    faults = [f"{case.label}: {fault}" for case, figures, ideal in rows for fault in broken(figures, ideal)]
-    sizes = sizes_of(world)
-    reference = next(figures for case, figures, _ in rows if case.label == REFERENCE)
-    print(f"\n## {world} ranks\n")
-    print(
-        f"{sizes.full / MIB:.2f} MiB of parameters ({sizes.full / world / MIB:.2f} a rank), {sizes.units - 1} blocks of"
-        f" {sizes.block / MIB:.2f} and {sizes.root / MIB:.2f} outside of them; {MICRO_BATCHES} micro-batches a step."
-        " MiB of the rank with most; in brackets what must be: the first"
-        " three equal it, the others are at most that.\n"
-    )
-    print(
-        "| strategy | parameters | gradients | optimizer state | all gradients between micro-batches | peak gradients |"
-        " peak gathered | and staging | gradient buffers |\n|---|---|---|---|---|---|---|---|---|"
-    )
-    pair = lambda a, b: f"{a / MIB:.2f} ({b / MIB:.2f})"  # noqa: E731
+    rows = [(case, greatest([r[i] for r in ranks])) for i, case in enumerate(cases)]
+    reference = next(figures for case, figures in rows if case.label == REFERENCE)
+    print(f"\n## {world} ranks, {MICRO_BATCHES} micro-batches a step; MiB of the rank with most\n")
     names = ("parameters", "gradients", "optimizer", "kept", "peak_gradients", "peak_gathered", "peak_parameters")
-    for case, figures, ideal in rows:
-        cells = " | ".join(pair(getattr(figures, name), getattr(ideal, name)) for name in names)
-        print(f"| {case.label} | {cells} | {figures.buffers} ({ideal.buffers}) |")
+    print("| strategy | " + " | ".join(name.replace("_", " ") for name in names) + " | gradient buffers |")
+    print("|---" * (len(names) + 2) + "|")
+    for case, figures in rows:
+        cells = " | ".join(f"{getattr(figures, name) / MIB:.2f}" for name in names)
+        print(f"| {case.label} | {cells} | {figures.buffers} |")
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     print("\n| strategy | " + " | ".join(f"{k} calls | MiB sent" for k in kinds) + f" | step / {REFERENCE} |")
-    print("|---|---|---|---|---|---|---|---|")
-    for case, figures, ideal in rows:
-        cells = " | ".join(
-            f"{figures.calls.get(k, 0)} ({ideal.calls[k]}) | {pair(figures.sent.get(k, 0), ideal.sent[k])}"
-            for k in kinds
-        )
+    print("|---" * (2 * len(kinds) + 2) + "|")
+    for case, figures in rows:
+        cells = " | ".join(f"{figures.calls.get(k, 0)} | {figures.sent.get(k, 0) / MIB:.2f}" for k in kinds)
         print(f"| {case.label} | {cells} | {figures.seconds / reference.seconds:.2f} |")
-    print(f"\n{REFERENCE}: {1000 * reference.seconds:.0f} ms a step (median of {rounds}).")
-    print("\nThree networks, a student step and a fake-score step of DMD2; KiB of the rank with most:\n")
-    print("| teacher, student, fake | idle roles gathered | after the gradients | gradients of idle trained roles |")
-    print("|---|---|---|---|")
-    for strategies, idles in three:
-        others = max(max(idle.others.values()) for idle in idles)
-        after = max(idle.after for idle in idles)
-        gradients = max(max(i.fake_gradients, i.student_gradients, i.teacher_gradients) for i in idles)
-        print(
-            f"| {', '.join(strategies.values())} | {others / 1024:.1f} | {after / 1024:.1f} | {gradients / 1024:.1f} |"
-        )
-        if after or gradients or (others and set(strategies.values()) == {REFERENCE}):
-            faults.append(f"an idle role holds more than its shards: {others}, {after}, {gradients} bytes")
-    print("\n" + ("\n".join(f"BROKEN: {fault}" for fault in faults) if faults else "all bounds kept"), flush=True)
-    return not faults
+    print(f"\n{REFERENCE}: {1000 * reference.seconds:.0f} ms a step (median of {rounds}).", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,8 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least_1, default=3, help="timed steps of each strategy")
     args = parser.parse_args(argv)
     print(f"torch {torch.__version__}, gloo, {platform.machine()}, one thread a rank")
-    kept = [report(world, args.rounds) for world in args.world]
-    return 0 if all(kept) else 1
+    for world in args.world:
+        report(world, args.rounds)
+    return 0
 
 
 if __name__ == "__main__":

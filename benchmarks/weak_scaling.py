@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distill.config import compose_config
 from distill.planning.command import plan_without_gpus
@@ -253,56 +252,6 @@ def limits_table(rows_by_clip: Mapping[str, Sequence[Row]], hardware: Mapping[st
     return "\n".join(lines)
 
 
-def draw(rows_by_clip: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], path: Path) -> None:
-    """Plot compute and link times over the number of ranks, with a panel for each clip and GPU."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    figure, grid = plt.subplots(
-        len(rows_by_clip), len(hardware), figsize=(11, 0.8 + 4.1 * len(rows_by_clip)), squeeze=False,
-        sharex=True, sharey=True,
-        layout="constrained",
-    )  # fmt: skip
-    colours = dict(zip(STRATEGIES, ("#b3261e", "#1f6fb4", "#2e7d32"), strict=True))
-    for (clip, rows), axes in zip(rows_by_clip.items(), grid, strict=True):
-        for (name, gpu), axis in zip(hardware.items(), axes, strict=True):
-            compute = [seconds_of(row.prediction, gpu).compute for row in rows if row.strategy == rows[0].strategy]
-            worlds = sorted({row.prediction.mesh.world for row in rows})
-            axis.plot(worlds, compute, color="black", linewidth=2.5, label="compute")
-            for strategy, colour in colours.items():
-                large = [row.prediction for row in rows if row.strategy == strategy and row.prediction.mesh.world > 8]
-                if not large:
-                    continue
-                x, seconds = [point.mesh.world for point in large], [seconds_of(point, gpu) for point in large]
-                axis.plot(x, [s.network for s in seconds], color=colour, marker="o", markersize=4,
-                          label=f"network, sharded {strategy}")  # fmt: skip
-                axis.plot(x, [s.nvlink for s in seconds], color=colour, linestyle="--", linewidth=1.2,
-                          label=f"NVLink, sharded {strategy}")  # fmt: skip
-                if strategy != "inside 8":
-                    axis.plot(x, [s.one_card for s in seconds], color=colour, linestyle=":", linewidth=1.2,
-                              label=f"network by one card, sharded {strategy}")  # fmt: skip
-            axis.set_title(f"Wan 14B, DMD2, {clip}, {name.upper()}", loc="left", fontsize=10, fontweight="bold")
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.xaxis.set_major_locator(FixedLocator(worlds))
-            axis.xaxis.set_minor_locator(NullLocator())
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-            axis.grid(linewidth=0.4, alpha=0.6)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
-    for axis in grid[-1]:
-        axis.set_xlabel("ranks, a sample for every 8")
-    for axes in grid:
-        axes[0].set_ylabel("seconds of a step")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle("Weak scaling by arithmetic: a link is the limit where its line is above compute", fontsize=11)
-    figure.savefig(path, dpi=140)
-
-
 def tiny_networks() -> list[str]:
     """Return the settings that give each role one narrow block."""
     architecture = "{" + ", ".join(f"{key}: {value}" for key, value in QUICK.items()) + "}"
@@ -311,7 +260,6 @@ def tiny_networks() -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weak_scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a PNG to draw")
     parser.add_argument("--quick", action="store_true", help="a tiny network on 8 and 16 ranks, one size of clips")
     args = parser.parse_args(argv)
     if args.quick:
@@ -325,8 +273,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nNVLink {rates.nvlink_gb_per_s:g} GB/s, a card {rates.network_gb_per_s:g} GB/s:\n")
         print(links_table(rows, rates))
     print(f"\n## Communication and compute, at the most ranks\n\n{limits_table(rows_by_clip, hardware)}")
-    if args.out is not None:
-        draw(rows_by_clip, hardware, args.out)
     return 0
 
 

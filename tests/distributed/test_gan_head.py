@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.sharding_memory import ShardingMemory
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from tests.oracles.difference import compare
@@ -13,6 +12,7 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.sharding_memory import ShardingMemory
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 METHOD = Dmd2Settings(

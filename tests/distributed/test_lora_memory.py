@@ -9,12 +9,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from benchmarks.sharding_memory import storage_bytes
 from distill.train.trainer import Trainer
 from fsdp_cp.measure.traffic import CollectiveCounter
 from models.lora.settings import LoraSettings
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.oracles.sharding_memory import storage_bytes
 from tests.oracles.tiny_wan import ARCHITECTURE
 
 WORLD, MICRO_BATCHES = 2, 2

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.state import reshard
+from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
 
 WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is not a multiple of 4, so shards are padded
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -174,9 +174,6 @@ def test_all_parts_in_small(tmp_path, capsys):
         assert rows[name][f"{run}: student step"]["seconds"] > 0 < rows[name][f"{run}: fake step"]["seconds"]
     memory = [row for row in found["memory"]["rows"] if row["what"].endswith("plan against peak")]
     assert len(memory) > 8 and all(row["within 5 %"] for row in memory)
-    blocks = {(row["what"], row["recomputed"]): row["kept MiB"] for row in found["wan 14B block"]["rows"]}
-    for way in ("Ulysses 8, eager", "ring 8, one of its chunks, eager"):
-        assert blocks[way, "full"] <= blocks[way, "selective"] < blocks[way, "none"]
     quickstart = rows["quickstart"]
     assert quickstart["DMD2, fp32"]["difference"] == 0 == quickstart["self_forcing, fp32"]["difference"]
     assert quickstart["train.py itself, to its report"]["steps"] == 2
