@@ -28,8 +28,9 @@ FROM python AS packages-te0
 WORKDIR /build
 RUN python3.12 -m venv /srv/venv
 COPY pyproject.toml constraints.txt ./
-# the dependencies without the project, so that this layer outlives changes of the source
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['fp8'], *e['fa4'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
+# the dependencies without the project, so that this layer outlives changes of the source; with setuptools, which builds
+# the project below without isolation
+RUN python -c "import tomllib; t = tomllib.load(open('pyproject.toml', 'rb')); p = t['project']; e = p['optional-dependencies']; print(*t['build-system']['requires'], *p['dependencies'], *e['fp8'], *e['fa4'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 
 # Transformer Engine's PyTorch half comes as source: it needs nvcc and the headers of CUDA, cuDNN and NCCL.

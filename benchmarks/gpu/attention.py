@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.attention_kernels import (
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.kernels import refused_at_once
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.kernels.choose import KERNELS
+from fsdp_cp.attention.kernels.choose import KERNELS, prepare_kernels
 from fsdp_cp.mesh import build_mesh
 
 SIZES, TINY_SIZES = ((32760, 12), (75600, 5), (32760, 3), (8192, 12)), ((384, 2), (512, 2))
@@ -49,11 +50,12 @@ MATH_TOKENS = 8192
 
 def attention(context: Context) -> None:
     """Measure the ceiling, each kernel in a separate process, and ratios of derivatives to forwards."""
-    context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
+    context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=30)
     rates = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
     rate = repr(rates[0] * 1e12) if rates else "nan"
-    # Measure the derivatives first: if time runs out, only kernels to compare with may be missing.
-    names = [*DERIVATIVES, *(name for name in KERNELS if name not in DERIVATIVES), "torch SDPA", MATH]
+    # What decides comes first: if time runs out, only kernels to compare with may be missing.
+    first = ("flash_attn_4", "cudnn", "auto")
+    names = [*first, *(name for name in (*KERNELS, "torch SDPA", MATH) if name not in first)]
     for i, name in enumerate(names):
         kernel = KERNELS.get(name)
         refusal = refused_at_once(kernel, context.device_type, HEAD_DIM) if kernel else None
@@ -88,6 +90,8 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
         if attend is None:
             context.row(name, refused=refusal)
             return
+        if name in ("auto", "flash_attn_4"):
+            _setup(context, name, attend)
         titles = ["JVP"] if name == MATH else [*FACTORS] if name in DERIVATIVES else [*FACTORS][:2]
         for n, h in sizes:
             if context.left() < 10:
@@ -102,6 +106,18 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
                 cells |= {"ms": result.seconds * 1e3, "TFLOP/s": result.rate / 1e12}
                 cells |= {"share": result.rate / float(rate), "peak MiB": result.peak / MIB}
                 context.row(name, **cells, **{"largest error": result.error, "right": result.is_right})
+
+
+def _setup(context: Context, name: str, attend: Attend) -> None:
+    """Write the seconds of FlashAttention 4's compilation and self-check, and of the first calls of further lengths."""
+    began = time.perf_counter()
+    prepare_kernels(name, device=context.device, dtype=torch.bfloat16, head_dim=HEAD_DIM)
+    context.row(f"{name}: setup", seconds=time.perf_counter() - began)
+    for tokens in (300, 1000, 3000):
+        q, k, v = torch.randn(3, 1, tokens, 4, HEAD_DIM, device=context.device, dtype=torch.bfloat16)
+        began = time.perf_counter()
+        attend(q, k, v).float().sum().item()  # waits for the kernel
+        context.row(f"{name}: first call", tokens=tokens, ms=1e3 * (time.perf_counter() - began))
 
 
 def joint(context: Context) -> None:

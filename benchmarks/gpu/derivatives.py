@@ -27,16 +27,13 @@ NETWORKS = {
 TINY_GRID, TINY_TEXT = (3, 4, 6), 7
 
 
-def derivatives(context: Context) -> None:
-    """Measure each network in a separate process, and write how many forwards its derivative takes."""
-    for i, name in enumerate(NETWORKS):
-        seconds = context.left() if i == len(NETWORKS) - 1 else context.left() / 2
-        context.isolated(name, "benchmarks.gpu.derivatives:one_network", name, seconds=seconds)
+def derivative(context: Context, name: str) -> None:
+    """Measure one of :data:`NETWORKS` in a separate process, and write how many forwards its derivative takes."""
+    context.isolated(name, "benchmarks.gpu.derivatives:one_network", name)
     times = {row["what"]: row["seconds"] for row in context.written() if "seconds" in row}
-    for name in NETWORKS:
-        plain, dual = times.get(f"{name}: forward"), times.get(f"{name}: with its derivative")
-        if plain and dual:
-            context.row(f"{name}: derivative over forward", ratio=dual / plain)
+    plain, dual = times.get(f"{name}: forward"), times.get(f"{name}: with its derivative")
+    if plain and dual:
+        context.row(f"{name}: derivative over forward", ratio=dual / plain)
 
 
 def one_network(context: Context, name: str) -> None:

@@ -31,7 +31,7 @@ WARM_FRAMES = 5
 
 def encoders(context: Context) -> None:
     """Measure both in separate processes, so that neither counts the other's memory."""
-    context.isolated("text encoder", "benchmarks.gpu.encoders:text_encoder", seconds=90)
+    context.isolated("text encoder", "benchmarks.gpu.encoders:text_encoder", seconds=50)
     context.isolated("VAE", "benchmarks.gpu.encoders:vae")
 
 

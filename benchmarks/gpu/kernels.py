@@ -28,7 +28,7 @@ def kernels(context: Context) -> None:
         if refusal is not None:
             context.row(name, refused=refusal)
         else:
-            context.isolated(name, "benchmarks.gpu.kernels:one_kernel", name, seconds=90)
+            context.isolated(name, "benchmarks.gpu.kernels:one_kernel", name, seconds=60)
 
 
 def refused_at_once(kernel: Kernel, device_type: str, head_dim: int) -> str | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.gpu.child import Context, in_two_lanes
-from benchmarks.gpu.wan import TRAINED, against_plan, plan_name
+from benchmarks.gpu.wan import TEN_BLOCKS, TRAINED, against_plan, plan_name
 
 HELD = "benchmarks.gpu.held"
 PHASES = "ten blocks of 1.3B"
-RUN = ("1_3b", "dmd2", "layers=10", "data.num_frames=17")
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -17,17 +16,19 @@ def memory(context: Context) -> None:
     """Measure communicators and checkpoint copies, then the same steps with two allocators, and write their plan."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
     gpu = [
-        partial(context.isolated, "communicators", f"{HELD}:communicators", seconds=90),
-        partial(context.isolated, "checkpoint copies", f"{HELD}:copies", seconds=90),
-        partial(context.isolated, PHASES, f"{HELD}:phases", PHASES, *RUN, seconds=120),
+        partial(context.isolated, "communicators", f"{HELD}:communicators", seconds=30),
+        partial(context.isolated, "checkpoint copies", f"{HELD}:copies", seconds=30),
+        partial(context.isolated, PHASES, f"{HELD}:phases", PHASES, *TEN_BLOCKS, seconds=60),
     ]
     if context.device_type == "cuda":
         name = f"{PHASES}, {EXPANDABLE}"
-        gpu.append(partial(context.isolated, name, f"{HELD}:phases", name, *RUN, seconds=120, **settings))
+        gpu.append(partial(context.isolated, name, f"{HELD}:phases", name, *TEN_BLOCKS, seconds=60, **settings))
     else:
         context.row(f"{PHASES}, {EXPANDABLE}", note="left out on the CPU, whose allocator has no such setting")
     planned = plan_name(PHASES)
-    plan = partial(context.isolated, planned, f"{TRAINED}:plan_of_phases", planned, *RUN, CUDA_VISIBLE_DEVICES="")
+    plan = partial(
+        context.isolated, planned, f"{TRAINED}:plan_of_phases", planned, *TEN_BLOCKS, CUDA_VISIBLE_DEVICES=""
+    )
     in_two_lanes(gpu, [plan])
     rows = context.written()
     plans = {row["phase"]: row["planned GiB"] for row in rows if row["what"] == planned and "phase" in row}

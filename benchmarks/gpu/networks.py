@@ -61,6 +61,7 @@ def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> lis
     small = ("data.num_frames=9", "data.height=32", "data.width=32", "data.max_text_tokens=8") if tiny else ()
     cycles = {
         "dmd2": ("method.fake_updates_per_student_update=1", "method.step_list=[1.0]"),
+        "self_forcing": ("method.step_list=[1.0,0.9375,0.8333,0.625]",),
         "rcm": ("method.consistency_steps=0", "method.student_every=2", "method.mid_times=[]"),
     }
     return [
@@ -80,8 +81,8 @@ def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> lis
         "export.at_end=false",
         "checkpoint.every=0",
         "checkpoint.at_end=false",
-        *(word for word in more if not word.startswith("layers=")),
         *small,
+        *(word for word in more if not word.startswith("layers=")),
     ]
 
 

@@ -40,7 +40,7 @@ def run_part(part: Part, *, device_type: str, tiny: bool, seconds: float) -> Out
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_") as folder:
         rows, log = Path(folder) / "rows", Path(folder) / "log"
-        command = command_of(part.target, part.name, rows, device_type, tiny, seconds)
+        command = command_of(part.target, part.name, rows, device_type, tiny, seconds, *part.words)
         code = _run(command, log, seconds, outside_of_torchrun() | _environment(device_type))
         measured = read_rows(rows)
         printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-PRINTED:]

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def quickstart(context: Context) -> None:
-    """Measure the part."""
+def like_the_cpu(context: Context) -> None:
+    """Measure the runs whose losses are compared with the CPU's."""
     with tempfile.TemporaryDirectory(prefix="gpu_") as name:
         folder = Path(name)
         # Use a process that sees no GPU, so that its device and process groups are the CPU's.
@@ -64,10 +64,18 @@ def quickstart(context: Context) -> None:
         for what, words in LIKE_THE_CPU.items():
             kept, on_cpu = folder / f"{what}.json", f"{what}, on the CPU"
             options = (on_cpu, str(kept), *words)
-            context.isolated(on_cpu, f"{OWN}:on_the_cpu", *options, seconds=90, CUDA_VISIBLE_DEVICES="")
+            context.isolated(on_cpu, f"{OWN}:on_the_cpu", *options, seconds=50, CUDA_VISIBLE_DEVICES="")
             expected[what] = json.loads(kept.read_text()) if kept.is_file() else []
         with process_group(context.device):
-            _all_runs(context, folder, expected)
+            for what, words in LIKE_THE_CPU.items():
+                fp32 = partial(_run, context, folder, words, context.device, _steps(context))
+                context.attempt(what, lambda what=what, fp32=fp32: _compared(fp32(), expected[what]))
+
+
+def all_methods(context: Context) -> None:
+    """Measure the other runs, and the command itself."""
+    with tempfile.TemporaryDirectory(prefix="gpu_") as name, process_group(context.device):
+        _all_runs(context, Path(name))
 
 
 def on_the_cpu(context: Context, name: str, file: str, *words: str) -> None:
@@ -79,11 +87,8 @@ def on_the_cpu(context: Context, name: str, file: str, *words: str) -> None:
         context.row(name, **_cells(lines))
 
 
-def _all_runs(context: Context, folder: Path, expected: Mapping[str, Sequence[float]]) -> None:
-    """Write the rows of all runs on the device. Compare the losses of some runs with ``expected``."""
-    for what, words in LIKE_THE_CPU.items():
-        fp32 = partial(_run, context, folder, words, context.device, _steps(context))
-        context.attempt(what, lambda what=what, fp32=fp32: _compared(fp32(), expected[what]))
+def _all_runs(context: Context, folder: Path) -> None:
+    """Write the rows of :data:`RUNS` on the device, of ``ode_regression`` and of the command."""
     for what, words in RUNS.items():
         if context.tiny and what.endswith("compiled"):
             context.row(what, note=NOT_COMPILED)
@@ -93,7 +98,7 @@ def _all_runs(context: Context, folder: Path, expected: Mapping[str, Sequence[fl
     words = ["experiment=quickstart_ode_regression", "batch_size=8"]
     target, out = f"{OWN}:states", str(folder / "clips")
     made, where = "ode_regression: the teacher's clips", f"run_dir={folder / 'made'}"
-    if context.isolated(made, target, made, out, *words, where, seconds=120):
+    if context.isolated(made, target, made, out, *words, where, seconds=40):
         words += ["data=encoded", f"data.path={out}"]
         run = partial(_run, context, folder, words, context.device, _steps(context))
         context.attempt("ode_regression", lambda: _cells(run()))

@@ -1,12 +1,11 @@
-"""Transformer Engine: its fp8 layer and attention against float64, and steps of DMD2 next to bf16 and torchao."""
+"""Transformer Engine: its fp8 layer and attention against float64, and steps of DMD2."""
 
 from __future__ import annotations
 
 from benchmarks.gpu.child import Context
-from benchmarks.gpu.wan import COMPILED, DMD2, FP8, TRAINED, with_plans
+from benchmarks.gpu.wan import run
 from fsdp_cp.runtime.packages import transformer_engine
 
-TE = tuple(f"{role}.fp8=transformer_engine" for role in ("teacher", "student", "fake"))
 ROWS = 32760
 """Tokens of a clip of Wan 1.3B at 480p."""
 
@@ -17,16 +16,9 @@ def te(context: Context) -> None:
     if isinstance(reason, str):
         context.row("transformer_engine", refused=f"not carried: {reason}")
         return
-    context.isolated("te.Linear", "benchmarks.gpu.te:linear", seconds=60)
-    context.isolated("attention", "benchmarks.gpu.kernels:one_kernel", "transformer_engine", seconds=90)
-    runs = {
-        "DMD2, bf16": DMD2,
-        "DMD2, Transformer Engine": (*DMD2, *TE),
-        "DMD2, compiled, bf16": (*DMD2, *COMPILED),
-        "DMD2, compiled, torchao": (*DMD2, *COMPILED, *FP8),
-        "DMD2, compiled, Transformer Engine": (*DMD2, *COMPILED, *TE),
-    }
-    with_plans(context, f"{TRAINED}:steps", runs, {})
+    context.isolated("te.Linear", "benchmarks.gpu.te:linear", seconds=25)
+    context.isolated("attention", "benchmarks.gpu.kernels:one_kernel", "transformer_engine", seconds=25)
+    run(context, "DMD2, compiled, Transformer Engine")
 
 
 def linear(context: Context) -> None:

@@ -23,7 +23,8 @@ from tests.oracles.clips import RandomClips
 
 ROUNDS = 2
 """Rounds of one step per role, after one warm-up round."""
-MFU_TARGET = 0.45
+GOALS = {"student": 0.54, "fake": 0.5}
+"""MFU that a compiled step of DMD2 should reach on an H100 or H200."""
 DUAL = "fsdp_cp::ring_dual"
 ATTENTION = ("fsdp_cp::ring_attention", "fsdp_cp::ring_attention_backward", DUAL)
 """Operators of attention, also on one rank. The last is our name for the range of attention with a derivative."""
@@ -129,7 +130,7 @@ def _cells(role: str, lines: list[dict[str, Any]], most: int | None) -> dict[str
         "gradient norm": lines[-1][f"{role}/grad_norm"],
     }
     if rates:
-        cells["MFU of 0.45"] = cells["MFU"] >= MFU_TARGET
+        cells["goal met"] = cells["MFU"] >= GOALS[role]
     return cells
 
 

@@ -1,97 +1,76 @@
 """Steps of whole networks: three Wan 1.3B, and adapters on one Wan 14B. Each run is a separate process.
 
-The runs are spread over several parts, so that a short time on a GPU finishes some of them. These functions import
-nothing slow; the measuring processes do (:mod:`benchmarks.gpu.trained`).
+These functions import nothing slow; the measuring processes do (:mod:`benchmarks.gpu.trained`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 from benchmarks.gpu.child import Context, in_two_lanes
 
 TRAINED = "benchmarks.gpu.trained"
-FP8 = tuple(f"{role}.{word}" for role in ("teacher", "student", "fake") for word in ("fp8=torchao", "fp8_gather=true"))
-COMPILED = ("teacher.compile=true", "student.compile=true", "fake.compile=true")
-NOT_COMPILED = "left out at test size: the compiler takes longer than all other parts"
-SHARE = 0.6
+ROLES = ("teacher", "student", "fake")
 LORA_RANK, TINY_RANK = 64, 4
 WITHIN = 0.05
 """Largest relative error of a plan."""
-
-
-DMD2, RCM = ("1_3b", "dmd2"), ("1_3b", "rcm")
+NOT_COMPILED = "left out at test size: the compiler takes longer than all other parts"
 
 
 def _recomputing(kind: str) -> tuple[str, ...]:
     return tuple(f"{role}.activation_checkpointing={kind}" for role in ("student", "fake"))
 
 
-def small(context: Context) -> None:
-    """Measure DMD2 and rCM of 1.3B with full recomputation; with their plans."""
-    runs = {"DMD2": (*DMD2, *_recomputing("full")), "rCM": (*RCM, *_recomputing("full"))}
-    with_plans(context, f"{TRAINED}:steps", runs, runs)
+COMPILED = ("1_3b", "dmd2", *_recomputing("selective"), *(f"{role}.compile=true" for role in ROLES))
+RUNS: dict[str, tuple[str, ...]] = {
+    "DMD2": ("1_3b", "dmd2", *_recomputing("selective")),
+    "DMD2, none": ("1_3b", "dmd2", *_recomputing("none")),
+    "rCM": ("1_3b", "rcm", *_recomputing("full")),
+    "DMD2, compiled": COMPILED,
+    "DMD2, compiled, cuDNN": (*COMPILED, "attention.backend=cudnn"),
+    # In eager mode, separate cast kernels take the time that fp8 products save.
+    "DMD2, compiled, fp8": (
+        *COMPILED,
+        *(f"{role}.{word}" for role in ROLES for word in ("fp8=torchao", "fp8_gather=true")),
+    ),
+    "DMD2, compiled, Transformer Engine": (*COMPILED, *(f"{role}.fp8=transformer_engine" for role in ROLES)),
+    "14B, adapters": ("14b", "dmd2", *_recomputing("full"), "data.num_frames=17"),
+}
+"""Size, method and settings of each run."""
+TEN_BLOCKS = ("1_3b", "dmd2", "layers=10", "data.num_frames=17")
 
 
-def recomputed(context: Context) -> None:
-    """Measure DMD2 of 1.3B with selective recomputation and with none; with their plans."""
-    runs = {f"DMD2, {kind}": (*DMD2, *_recomputing(kind)) for kind in ("selective", "none")}
-    with_plans(context, f"{TRAINED}:steps", runs, runs)
-
-
-def compiled(context: Context) -> None:
-    """Measure DMD2 of 1.3B with compiled blocks, in bf16 and in fp8.
-
-    fp8 is only measured compiled: in eager mode, separate cast kernels take the time that fp8 products save.
-    """
-    runs: dict[str, tuple[str, ...]] = {
-        "DMD2, compiled": (*DMD2, *COMPILED), "DMD2, compiled, fp8": (*DMD2, *COMPILED, *FP8)
-    }  # fmt: skip
-    if context.tiny:
-        for name in runs:
-            context.row(name, note=NOT_COMPILED)
+def run(context: Context, name: str) -> None:
+    """Measure the steps of one of :data:`RUNS`, and, unless it is compiled, its plan at the same time."""
+    words, target = RUNS[name], f"{TRAINED}:steps"
+    if "compiled" in name and context.tiny:
+        context.row(name, note=NOT_COMPILED)
         return
-    with_plans(context, f"{TRAINED}:steps", runs, {})
-
-
-def large(context: Context) -> None:
-    """Measure 14B with adapters of student and fake score on one base, with its plan."""
-    rank = TINY_RANK if context.tiny else LORA_RANK
-    run = {
-        f"DMD2, adapters of rank {rank}": (
-            "14b", "dmd2", *_recomputing("full"), *(f"{role}.lora.rank={rank}" for role in ("student", "fake"))
-        )
-    }  # fmt: skip
-    with_plans(context, f"{TRAINED}:adapters", run, run)
-
-
-def with_plans(
-    context: Context,
-    target: str,
-    runs: Mapping[str, Sequence[str]],
-    plans: Mapping[str, Sequence[str]],
-) -> None:
-    """Call ``target`` for each of ``runs``; make ``plans`` in parallel; write rows that compare them.
-
-    The plans are made in processes that see no GPU.
-    """
-
-    def run(name: str, words: Sequence[str], after: int) -> None:
-        # Give it a share of the remaining time, so that a slow run leaves time for the later ones.
-        context.isolated(name, target, name, *words, seconds=context.left() * (SHARE if after else 1.0))
-
-    def plan(name: str, words: Sequence[str]) -> None:
-        plan_row = plan_name(name)
-        context.isolated(plan_row, f"{TRAINED}:plan", plan_row, *words, CUDA_VISIBLE_DEVICES="")
-
-    lane = [partial(run, name, words, len(runs) - 1 - i) for i, (name, words) in enumerate(runs.items())]
-    in_two_lanes(lane, [partial(plan, name, words) for name, words in plans.items()])
+    if name == "14B, adapters":
+        rank = TINY_RANK if context.tiny else LORA_RANK
+        words, target = (*words, *(f"{role}.lora.rank={rank}" for role in ("student", "fake"))), f"{TRAINED}:adapters"
+    measured = partial(context.isolated, name, target, name, *words)
+    if "compiled" in name:
+        measured()
+        return
+    planned = partial(
+        context.isolated, plan_name(name), f"{TRAINED}:plan", plan_name(name), *words, CUDA_VISIBLE_DEVICES=""
+    )
+    in_two_lanes([measured], [planned])  # a plan is made in a process that sees no GPU
     known = {row["what"]: row for row in context.written()}
-    for name in plans:
-        plan_row, measured = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
-        if plan_row.get("planned GiB") and measured.get("peak GiB"):
-            context.row(f"{name}: plan against peak", **against_plan(plan_row["planned GiB"], measured["peak GiB"]))
+    plan_row, whole = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
+    if plan_row.get("planned GiB") and whole.get("peak GiB"):
+        context.row(f"{name}: plan against peak", **against_plan(plan_row["planned GiB"], whole["peak GiB"]))
+
+
+def pooled(context: Context) -> None:
+    """Measure the same steps with gathered blocks in pooled buffers and without; compare their losses."""
+    for name, kind in (("default buffers", "default"), ("pooled buffers", "pooled")):
+        words = [f"{role}.communication_buffers={kind}" for role in ROLES]
+        context.isolated(name, f"{TRAINED}:steps", name, *TEN_BLOCKS, *words, seconds=context.left() / 2)
+    losses = [[row["loss"] for row in context.written() if row["what"].startswith(name) and "loss" in row]
+              for name in ("default buffers", "pooled buffers")]  # fmt: skip
+    context.row("losses of both", equal=bool(losses[0]) and losses[0] == losses[1])
 
 
 def plan_name(name: str) -> str:

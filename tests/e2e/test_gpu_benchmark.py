@@ -169,14 +169,16 @@ def test_all_parts_in_small(tmp_path, capsys):
     assert kernels["reference, derivative, float64"]["largest error"] < 1e-12
     assert all(row["right"] for row in found["attention"]["rows"] if "largest error" in row)
     assert any(row["what"] == "JVP of reference over the forward of reference" for row in found["attention"]["rows"])
-    for name, run in (("wan 1.3B", "DMD2"), ("wan 1.3B", "rCM"), ("wan 14B lora", "DMD2, adapters of rank 4")):
+    for name, run in (("wan 1.3B", "DMD2"), ("wan 1.3B, rCM", "rCM"), ("wan 14B lora", "14B, adapters")):
         assert rows[name][f"{run}: plan against peak"]["within 5 %"], run
         assert rows[name][f"{run}: student step"]["seconds"] > 0 < rows[name][f"{run}: fake step"]["seconds"]
+    assert rows["pooled buffers"]["losses of both"]["equal"]
+    assert rows["streaming"]["eager, clip 2"]["chunks"] == 3
     memory = [row for row in found["memory"]["rows"] if row["what"].endswith("plan against peak")]
     assert len(memory) > 8 and all(row["within 5 %"] for row in memory)
     quickstart = rows["quickstart"]
     assert quickstart["DMD2, fp32"]["difference"] == 0 == quickstart["self_forcing, fp32"]["difference"]
-    assert quickstart["train.py itself, to its report"]["steps"] == 2
+    assert rows["quickstart, all methods"]["train.py itself, to its report"]["steps"] == 2
     assert all(row["finite"] for row in found["encoders"]["rows"])
     encoders = {name: row["relative error"] for name, row in rows["encoders"].items() if "relative error" in row}
     assert all(error > 0 for error in encoders.values()), "every way is another computation, tiles too"
