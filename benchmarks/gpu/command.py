@@ -1,8 +1,8 @@
 """Measurements of this project on one GPU, as one command: ``python -m benchmarks.gpu``.
 
-The command takes at most 30 minutes, in parts of at most 2 minutes, the most decisive first. Each part is a process with a time limit: a crash
-or a hang becomes a row with its error, and the other parts run. A finished part is not measured again, except with
-``--again NAME``; the same command therefore resumes an interrupted one. Results go to
+The command takes at most 30 minutes, in parts of at most 2 minutes, the most decisive first. Each part is a process
+with a time limit: a crash or a hang becomes a row with its error, and the other parts run. A finished part is not
+measured again, except with ``--again NAME``; the same command therefore resumes an interrupted one. Results go to
 ``benchmarks/results/gpu_DEVICE.md`` and ``.json`` after each part, with device, driver, versions and commit.
 
 ``python -m benchmarks.gpu --device cpu --tiny`` runs every part at test size on a machine without a GPU; without

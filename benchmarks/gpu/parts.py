@@ -58,8 +58,8 @@ PARTS = (
         name="streaming",
         target="benchmarks.gpu.streaming:streaming",
         words=("eager",),
-        shows="A causal Wan 1.3B at 480p samples 81 frames in chunks of 3 latent frames, four steps and one pass for the"
-        " cache each, batch 1, without the VAE; the last of three clips.",
+        shows="A causal Wan 1.3B at 480p samples 81 frames in chunks of 3 latent frames, each in four steps and a pass"
+        " for the cache: batch 1, without the VAE, three clips in a row.",
     ),
     Part(
         name="streaming, compiled",
