@@ -215,7 +215,7 @@ def predict(
     ``hardware`` is the GPU of each rank; without it, time and cost are left out. ``encoders`` is the result of
     :func:`distill.planning.encoders.encoder_peaks`.
     """
-    if hardware and hardware.sustained_cudnn and not _has_fast_attention(config, plan):
+    if hardware and hardware.sustained_cudnn and not _has_flash_attention_4(plan):
         hardware = replace(hardware, sustained=hardware.sustained_cudnn)
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):
@@ -237,12 +237,12 @@ def predict(
     )
 
 
-def _has_fast_attention(config: Config, plan: RunPlan) -> bool:
-    """Return whether training uses FlashAttention 3 or 4: by name, or by ``auto`` if version 4 is installed here."""
-    backend = config.attention.backend
-    if backend != "auto" or any(role.family.masked_attention for role in plan.roles):
-        return backend in ("flash_attn_3", "flash_attn_4")
-    if KERNELS["flash_attn_4"].slower_than_others(plan.tokens // plan.mesh.ring, gradients=True):
+def _has_flash_attention_4(plan: RunPlan) -> bool:
+    """Return whether ``auto`` takes FlashAttention 4 in training, as far as its package is installed here."""
+    tokens = plan.tokens // plan.mesh.ring
+    if any(role.family.masked_attention for role in plan.roles) or KERNELS["flash_attn_4"].slower_than_others(
+        tokens, True
+    ):
         return False
     try:
         return bool(metadata.version("flash-attn-4"))

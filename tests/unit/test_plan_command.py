@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.planning import command, encoders, extrapolation
+from distill.planning import command, encoders, extrapolation, prediction
 from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
 from distill.planning.simulation import Simulation, StepCost
@@ -101,13 +101,13 @@ def seconds_of(sent, *words, world=16, copied=0.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "rate"), [("auto", 0.48), ("cudnn", 0.48), ("flash_attn_4", 0.55)])
-def test_the_rate_is_that_of_the_attention_that_runs(backend, rate):
-    """``flash-attn-4`` is not installed here, so ``auto`` takes cuDNN's attention."""
-    config, run = planned("world=16", f"attention.backend={backend}")
-    made = simulation(config, run)
-    seconds = predict(config, run, made, load_hardware("h200"), {}).seconds
-    assert seconds["fake"] == pytest.approx(4e15 / 8 / (rate * 989.4e12))
+def test_the_rate_is_that_of_the_attention_that_is_installed(monkeypatch):
+    config, run = planned("world=16")
+    for installed, rate in ((False, 0.48), (True, 0.55)):
+        if installed:
+            monkeypatch.setattr(prediction.metadata, "version", lambda name: "4.0.0b36")
+        seconds = predict(config, run, simulation(config, run), load_hardware("h200"), {}).seconds
+        assert seconds["fake"] == pytest.approx(4e15 / 8 / (rate * 989.4e12)), installed
 
 
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
