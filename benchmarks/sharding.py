@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models.roles.condition import Condition
 
 from benchmarks.arguments import at_least_1
 from distill.config.schema import OptimizerSettings
@@ -26,6 +25,7 @@ from fsdp_cp import Mesh, ShardSettings, build_mesh, microbatch
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
+from models.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
