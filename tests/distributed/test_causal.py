@@ -209,6 +209,12 @@ def _on_mesh(folder, sizes):
     return mine, values, tangent, gradients, in_bf16
 
 
+def _on_one_rank(folder):
+    role, mine = build(folder, build_mesh(cp=1, heads=4, device_type="cpu")), torch.arange(2)
+    with torch.no_grad():
+        return _values(role, mine) | _first_frame(role, mine)
+
+
 # The oracle
 
 
@@ -226,10 +232,10 @@ def _oracle_chunks(oracle, clean, noisy, t, text, context_time=0.0):
 
 
 @pytest.fixture(scope="module")
-def truth(checkpoints):
-    """Velocities by name, tangent, and (loss, clip norm, gradients) by loss."""
+def true_values(checkpoints):
+    """Velocities by name."""
     network, values = _plain(checkpoints), {}
-    clean, noisy, t, text, other = data()
+    clean, noisy, t, text, _ = data()
     with torch.no_grad():
         for name, limits in LIMITS.items():
             oracle = CausalWan(network, CHUNKS, *limits)
@@ -251,12 +257,19 @@ def truth(checkpoints):
         values["first frame, noisy history"] = oracle.noisy_history(given, given_t, text)[:, :, 1:]
         values["first frame, clean history"] = oracle.clean_history(given, given_t, text, clean)[:, :, 1:]
         values["first frame, chunks"] = _oracle_chunks(oracle, clean, given, given_t, text)[:, :, 1:]
+    return values
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoints, true_values):
+    """Velocities by name, tangent, and (loss, clip norm, gradients) by loss."""
+    oracle, (clean, noisy, t, text, other) = CausalWan(_plain(checkpoints), CHUNKS), data()
 
     def velocity(x, times):
         return oracle.clean_history(x, times, text, clean)
 
     _, tangent = torch.func.jvp(velocity, (noisy, t), (other, torch.full_like(t, 0.7)))
-    return values, tangent, {name: _true_gradients(checkpoints, loss) for name, loss in _TRUE_LOSSES.items()}
+    return true_values, tangent, {name: _true_gradients(checkpoints, loss) for name, loss in _TRUE_LOSSES.items()}
 
 
 def _true_gradients(folder, loss):
@@ -282,6 +295,13 @@ def _true_rollout(network):
 
 
 _TRUE_LOSSES = {"teacher forcing": _true_teacher_forcing, "rollout": _true_rollout}
+
+
+def test_velocities_of_one_rank(pools, checkpoints, true_values):
+    """Ways 1, 2 and 3 with and without window and sink, at a context time, with a first frame."""
+    (ours,) = pools[1].run(_on_one_rank, checkpoints)
+    errors = {name: relative_error(value, true_values[name]) for name, value in ours.items()}
+    assert ours.keys() == true_values.keys() and max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

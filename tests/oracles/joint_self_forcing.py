@@ -24,12 +24,19 @@ class JointSelfForcing(SelfForcing):
         shared = random.shared_integer("dmd2/rollout_length", 1, len(settings.step_list))
         done = []
         for i, count in enumerate(causal.chunks(frames)):
+            if i == 0 and "first_frame" in batch.condition.tensors:
+                assert causal.context_time == 0, "the oracle remembers the frame as given"
+                done.append(batch.condition.tensors["first_frame"])
+                oracle.remember(done[0], text)
+                continue
             times, steps = settings.step_list, shared
             if settings.exit == "each":
                 steps = random.shared_integer(f"self_forcing/exit/{i}", 1, len(times))
             if i == 0 and settings.step_list_first:
                 times = settings.step_list_first
                 steps = random.shared_integer("self_forcing/exit_first", 1, len(times))
+            if settings.rollout == "full":
+                steps = len(times)
             x = random.normal(f"self_forcing/noise/{i}", (channels, count, *size), batch.dtype)
             for k, t in enumerate(times[:steps], start=1):
                 with torch.set_grad_enabled(graph and k == steps):
