@@ -17,7 +17,7 @@ class JointSelfForcing(SelfForcing):
 
     _student_losses = Dmd2._student_losses
 
-    def _rollout(self, batch: Batch, random: StepRandom, last_steps: object = None) -> Tensor:
+    def _rollout(self, batch: Batch, _: object, random: StepRandom, last_steps: object = None) -> Tensor:
         student, settings, text = self.roles["student"], self.settings, batch.condition.tensors["text"]
         causal, (channels, frames, *size), graph = student.causal, batch.shape, torch.is_grad_enabled()
         oracle = CausalWan(student.network, causal.chunks(frames), causal.window, causal.sink)
