@@ -14,7 +14,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     """Compose the settings, plan the run, build it on the mesh, and train. ``stop`` ends the run early."""
     config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.run.folder import command_line, refuse_foreign_run, run_log
+    from distill.run.folder import command_line, recorded_stop, refuse_foreign_run, run_log
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
     from distill.train.mesh_check import check_meshes
@@ -29,17 +29,18 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             from distill.planning.command import plan_command
 
             return plan_command(config, command_line(arguments))
-        device = open_device(config)
-        plan = plan_run(config)  # check as much as possible before anything is built
-        refuse_foreign_run(plan.run_dir)
-        if config.dry_run:
-            return dry_run(config, plan)
-        with open_run(config, plan, device=device, arguments=arguments) as run:
-            shown = {"captions": config.sample.captions, "images": config.sample.images}
-            data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-            if config.log.mesh_check and run.start.resume_from is None:
-                run.facts |= check_meshes(run, data)
-            build_trainer(run, data).run(run, stop)
+        with recorded_stop(config):
+            device = open_device(config)
+            plan = plan_run(config)  # check as much as possible before anything is built
+            refuse_foreign_run(plan.run_dir)
+            if config.dry_run:
+                return dry_run(config, plan)
+            with open_run(config, plan, device=device, arguments=arguments) as run:
+                shown = {"captions": config.sample.captions, "images": config.sample.images}
+                data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
+                if config.log.mesh_check and run.start.resume_from is None:
+                    run.facts |= check_meshes(run, data)
+                build_trainer(run, data).run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

@@ -22,8 +22,9 @@ from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Row, Run, clips_of, in_words, measured, over_seeds, renders, table, train_all
 from distill.config import Config, compose_config
 from distill.data import ClipDataset
-from distill.data.moving_shapes import BLINK_PERIOD
-from distill.report.measures import Measure, geometry_of, measure
+from distill.data.base import Measure
+from distill.data.shape_measures import geometry_of, measure
+from distill.data.shape_scenes import BLINK_PERIOD
 from distill.report.media import contact_sheet
 from fsdp_cp.launch import end_process
 
@@ -128,7 +129,7 @@ def blinking_captions(data: ClipDataset) -> list[str]:
 def mean_area(clips: np.ndarray) -> Measure:
     """Return the mean number of pixels that a shape covers in a frame; a vanished shape covers none."""
     areas = geometry_of(clips).area.mean(axis=1)
-    return Measure(float(areas.mean()), float(areas.std() / len(areas) ** 0.5))
+    return Measure(float(areas.mean()), float(areas.std() / len(areas) ** 0.5), higher_is_better=False)
 
 
 def main(argv: list[str] | None = None) -> int:

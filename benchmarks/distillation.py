@@ -26,12 +26,13 @@ from omegaconf import OmegaConf
 from benchmarks.arguments import add_students
 from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
+from distill.data.base import Measure
 from distill.data.sets.encoded_set import EncodedSet
-from distill.evaluate.evaluator import SAMPLE_SEED, reference_clips
+from distill.data.shape_measures import MEASURES
+from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import generate, plan_sampling, sample_captions
 from distill.methods import METHODS, build_method
 from distill.methods.common.schedules import euler_times
-from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
 from distill.run.open import open_mesh
 from fsdp_cp.errors import UserError
@@ -196,7 +197,7 @@ def renders(config: Config, count: int) -> Row:
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
     clips = data.clips(count).numpy()
     captions = [data[i]["caption"] for i in range(count)]
-    measures = measure(clips, captions, reference_clips(data)) | diversity(clips, captions)
+    measures = data.measure(clips, captions) | diversity(clips, captions)
     return Row(name="held-out renders", steps=None, measures=measures)
 
 
@@ -232,7 +233,7 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
     captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
-        measures = measure(clips, captions, reference_clips(data.heldout())) | diversity(clips, captions)
+        measures = data.measure(clips, captions) | diversity(clips, captions)
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".npy"), clips[: 2 * PICTURED : 2])
         cache.write_text(json.dumps({name: asdict(value) for name, value in measures.items()}))
@@ -255,7 +256,9 @@ def over_seeds(rows: Sequence[Row], name: str) -> Row:
         between = values.std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
         # Differences between students already include the measurement error, but few students may agree by chance.
         within = math.sqrt((errors**2).sum()) / len(rows)
-        combined[key] = Measure(float(values.mean()), float(max(between, within)))
+        combined[key] = replace(
+            rows[0].measures[key], value=float(values.mean()), standard_error=float(max(between, within))
+        )
     return Row(name=name, steps=rows[0].steps, measures=combined)
 
 
@@ -297,8 +300,8 @@ def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tu
     full, good, lines = teachers[FULL], True, []
     for steps, student in students.items():
         teacher = teachers[steps]
-        for key in HIGHER_IS_BETTER:
-            worse = worse_by(teacher.measures[key], full.measures[key], key)
+        for key in MEASURES:
+            worse = teacher.measures[key].worse_by(full.measures[key])
             if worse < COUNTS_FROM:
                 continue
             share = closed(teacher, full, student, key)

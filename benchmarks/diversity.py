@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.report.measures import Measure, geometry_of, is_coherent
+from distill.data.base import Measure
+from distill.data.shape_measures import geometry_of, is_coherent
 
 
 def diversity(clips: np.ndarray, captions: Sequence[str], *, resamples: int = 100, seed: int = 0) -> dict[str, Measure]:
@@ -43,6 +44,6 @@ def diversity(clips: np.ndarray, captions: Sequence[str], *, resamples: int = 10
 
 def _root_of_mean(values: np.ndarray, resamples: int, rng: np.random.Generator) -> Measure:
     if not len(values):
-        return Measure(float("nan"), float("nan"))
+        return Measure(float("nan"), float("nan"), higher_is_better=False)
     drawn = [np.sqrt(values[rng.integers(len(values), size=len(values))].mean()) for _ in range(resamples)]
-    return Measure(float(np.sqrt(values.mean())), float(np.std(drawn, ddof=1)))
+    return Measure(float(np.sqrt(values.mean())), float(np.std(drawn, ddof=1)), higher_is_better=False)

@@ -38,7 +38,7 @@ from benchmarks.distillation import (
 )
 from benchmarks.lora import students
 from distill.config import compose_config
-from distill.report.measures import HIGHER_IS_BETTER, worse_by
+from distill.data.shape_measures import MEASURES
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import EXPERT_FOLDERS
 
@@ -110,9 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n| steps | measure | {EXPERTS}, less {ONE} | worse by, standard errors |\n|---|---|---|---|")
     worst = -float("inf")
     for n in STUDENT_STEPS:
-        for key in HIGHER_IS_BETTER:
+        for key in MEASURES:
             experts, other = (rows[name][n].measures[key] for name in (EXPERTS, ONE))
-            worse = worse_by(experts, other, key)
+            worse = experts.worse_by(other)
             worst = max(worst, float("inf") if math.isnan(worse) else worse)
             print(f"| {n} | {key.replace('_', ' ')} | {experts.value - other.value:+.3f} | {worse:.1f} |")
     good = worst <= MOST_WORSE

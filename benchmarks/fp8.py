@@ -26,8 +26,8 @@ from benchmarks.distillation import CLIPS, ROOT, STUDENT_STEPS, Run, renders, ta
 from benchmarks.lora import students
 from distill.config import compose_config
 from distill.data.base import condition_of
+from distill.data.shape_measures import MEASURES
 from distill.methods.common.schedules import add_noise
-from distill.report.measures import HIGHER_IS_BETTER
 from fsdp_cp import microbatch
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -181,7 +181,7 @@ def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
     text += ["", "| steps | measure | fp8 roles less bf16 | standard errors |", "|---|---|---|---|"]
     good = True
     for steps in STUDENT_STEPS:
-        for key in HIGHER_IS_BETTER:
+        for key in MEASURES:
             fp8, bf16 = (rows[name][steps].measures[key] for name in ("fp8 roles", "bf16"))
             error = math.hypot(fp8.standard_error, bf16.standard_error)
             distance = abs(fp8.value - bf16.value) / error

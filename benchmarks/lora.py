@@ -38,7 +38,7 @@ from benchmarks.distillation import (
     train_all,
 )
 from distill.config import compose_config, load_config
-from distill.report.measures import HIGHER_IS_BETTER, worse_by
+from distill.data.shape_measures import MEASURES
 from fsdp_cp.errors import UserError
 from models.roles.role_plan import plan_role
 
@@ -81,9 +81,9 @@ def distances(teachers: dict[int, Row], whole: dict[int, Row], adapters: dict[in
     """
     lines = []
     for steps, row in adapters.items():
-        for key in HIGHER_IS_BETTER:
+        for key in MEASURES:
             teacher, full = teachers[steps], teachers[FULL]
-            if worse_by(teacher.measures[key], full.measures[key], key) < COUNTS_FROM:
+            if teacher.measures[key].worse_by(full.measures[key]) < COUNTS_FROM:
                 continue
             ours, theirs = row.measures[key], whole[steps].measures[key]
             error = math.hypot(ours.standard_error, theirs.standard_error)

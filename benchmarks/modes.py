@@ -26,9 +26,9 @@ from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in_words, train_all
 from distill.config import Config, compose_config, load_config
 from distill.data.encoders.words import COLOURS
-from distill.data.moving_shapes import RGB
+from distill.data.shape_measures import detect
+from distill.data.shape_scenes import RGB
 from distill.evaluate.sampling import sample_captions
-from distill.report.measures import detect
 from fsdp_cp.errors import UserError
 
 SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)

@@ -16,8 +16,9 @@ import torch
 from safetensors.numpy import save_file
 
 from benchmarks.steps import open_trainer
-from distill.evaluate.evaluator import SAMPLE_SEED, definition, stored_file
+from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.stored_clips import definition, stored_file
 from fsdp_cp.launch import process_group
 
 

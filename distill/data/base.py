@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +42,28 @@ class EncodingFields:
     image: Literal["first_frame"] | None = None
     """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
     noisy frame); null for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A measured number and its standard error (same unit)."""
+
+    value: float
+    standard_error: float
+    higher_is_better: bool
+
+    def worse_by(self, other: Measure) -> float:
+        """Return the combined standard errors by which this value is worse than ``other`` (negative: better).
+
+        NaN if a value is infinite or missing, which would count as infinitely many standard errors.
+        """
+        if not (math.isfinite(self.value) and math.isfinite(other.value)):
+            return math.nan
+        difference = other.value - self.value if self.higher_is_better else self.value - other.value
+        error = math.hypot(self.standard_error, other.standard_error)
+        if error == 0.0:
+            return 0.0 if difference == 0.0 else math.copysign(math.inf, difference)
+        return difference / error
 
 
 class ClipDataset(Protocol):
@@ -118,6 +142,22 @@ def to_bytes(frames: Tensor) -> Tensor:
         raise NotFinite("the VAE's frames are not finite, though the latents are; set data.vae_precision=fp32")
     # Rounded, not cut: cutting darkens every frame by half a level on average.
     return frames.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
+
+
+@runtime_checkable
+class MeasuredDataset(Protocol):
+    """Data set that can tell how good clips are: samples and report then have measures, of held-out captions.
+
+    The teacher's clips may be stored in its folder; see :mod:`distill.evaluate.stored_clips`.
+    """
+
+    def heldout(self) -> ClipDataset:
+        """Return items that training never sees."""
+        ...
+
+    def measure(self, clips: np.ndarray, captions: Sequence[str]) -> dict[str, Measure]:
+        """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions."""
+        ...
 
 
 def condition_of(items: Mapping[str, Any], data: ClipDataset) -> Condition:

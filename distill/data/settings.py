@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from distill.data.base import ClipDataset, EncodingFields
-from fsdp_cp.choices import check_choices
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -121,8 +121,19 @@ class MovingShapesSettings(DataSettings):
 
     def build(self, *, seed: int, captions: Sequence[str] = (), **_: Any) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
+        from distill.data.shape_scenes import captions_of
+        from distill.data.videos.decode import ClipFormat
 
-        data = MovingShapes(self, seed=seed)
+        # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels. An
+        # epoch's order is a list of all clips.
+        check_range(self, "num_frames", least=6, where="data.")
+        check_range(self, "height", "width", least=16, where="data.")
+        check_range(self, "num_clips", least=len(captions_of(self.colour_shares)), most=2**24, where="data.")
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        ClipFormat(
+            **{name: values[name] for name in ("num_frames", "height", "width", "fps")}
+        )  # refuses sizes of no clip
+        data = MovingShapes(**values, seed=seed)
         data.condition(list(captions))  # refuses unknown words
         return data
 
@@ -133,7 +144,7 @@ class MovingShapesSettings(DataSettings):
         return {"data.encoders": fingerprint_of([table_file(self.encoders)])}
 
     def check_captions(self, captions: Sequence[str]) -> None:
-        from distill.data.moving_shapes import captions_of
+        from distill.data.shape_scenes import captions_of
 
         known = captions_of(self.colour_shares)
         for caption in captions:

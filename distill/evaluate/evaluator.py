@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import shlex
 import time
@@ -19,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.moving_shapes import MovingShapes
+from distill.data.base import MeasuredDataset
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
-from distill.methods.common.few_step import FewStepMethod, FewStepSettings
+from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
@@ -37,15 +35,11 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
-from models.files.shipped import find_shipped
 
 log = logging.getLogger(__name__)
 
 SAMPLE_SEED = 12345
 """Noise seed of all sample clips. It is fixed, so that clips are comparable across steps, runs and seeds."""
-
-REFERENCE_CLIPS = 512
-"""Number of held-out renders that distances are measured against."""
 
 SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
@@ -128,7 +122,7 @@ class Evaluator:
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
         """Return the teacher's clips that are stored with its weights, on every rank, or ``None``."""
-        if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
+        if not (isinstance(self.data, MeasuredDataset) and isinstance(self.method, FewStepMethod)):
             return None
         options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
         stored = on_first_rank(lambda: read_clips(self.config, self.data, **options))
@@ -169,10 +163,11 @@ class Evaluator:
             labeled = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
             with _written(folder):
                 sheet = contact_sheet(path, labeled, captions=captions, title=f"step {step}")
+            measured = rows if isinstance(self.data, MeasuredDataset) else {}
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
-                for (role, n), clips in rows.items()
-                for key, measure in (self._measures(clips, captions) or {}).items()
+                for (role, n), clips in measured.items()
+                for key, measure in self.data.measure(clips, captions).items()
             }
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
@@ -186,22 +181,14 @@ class Evaluator:
         wanted = [("teacher", n) for n in steps.teacher_steps] + [("student", n) for n in steps.student_steps]
         return [(role, n) for role, n in dict.fromkeys(wanted) if role in self.method.roles]
 
-    @cached_property
-    def _heldout(self) -> MovingShapes | None:
-        return self.data.heldout() if isinstance(self.data, MovingShapes) else None
-
-    @cached_property
-    def _reference_clips(self) -> np.ndarray:
-        return reference_clips(self._heldout)
-
     def write_report(self, facts: dict[str, Any]) -> None:
-        """Write ``report.html``, ``report.json`` and ``report.png``. Moving shapes are measured from their pixels.
+        """Write ``report.html``, ``report.json`` and ``report.png``. A :class:`MeasuredDataset` measures them.
 
         The page shows ``facts``; ``steps`` is the number of steps trained.
         """
-        heldout = self._heldout
+        is_measured = isinstance(self.data, MeasuredDataset)
         # Without measures, clips beyond the shown ones would only cost time.
-        count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
+        count = self.config.sample.report_clips if is_measured else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
         # The page shows a clip made from an image below the real clip that the image comes from.
         items = self._items(captions, self.data) if has_image(self.data.condition_shapes) else None
@@ -211,9 +198,9 @@ class Evaluator:
             if clips is not None:
                 name = f"{role}, {_steps(n)}" + " (stored)" * (role == "teacher" and n in self.stored)
                 rows.append(self._row(name, role, n, clips, captions))
-        real = self._real_clips(captions, heldout)
+        real = self._real_clips(captions)
         if real is not None:
-            name = "data" if heldout is None else "held-out renders"
+            name = "held-out renders" if is_measured else "data"
             reference = self._row(name, "heldout", None, real, captions)
             log.info("writing the report")
             # Show every other clip: neighbouring captions of moving shapes share their motion.
@@ -247,9 +234,9 @@ class Evaluator:
             return f"{Path(teacher).name} distilled by {method}"
         return f"{method} on {self.config.data.name}"
 
-    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
+    def _real_clips(self, captions: list[str]) -> np.ndarray | None:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
-        source: ClipDataset = self.data if heldout is None else heldout
+        source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
         latents = torch.stack([source[i]["latents"] for i in self._items(captions, source)])
         return self._decoded("the data", source, latents)
 
@@ -268,23 +255,8 @@ class Evaluator:
 
     def _row(self, name: str, role: Any, steps: int | None, clips: np.ndarray, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)
-        measures = self._measures(clips, captions)
+        measures = self.data.measure(clips, captions) if isinstance(self.data, MeasuredDataset) else None
         return ReportRow(name=name, role=role, steps=steps, measures=measures, clips=clips, evaluations=evaluations)
-
-    def _measures(self, clips: np.ndarray, captions: list[str]):
-        if self._heldout is None:
-            return None
-        from distill.report.measures import measure
-
-        return measure(clips, captions, self._reference_clips)
-
-
-def reference_clips(heldout: MovingShapes) -> np.ndarray:
-    """Return the 512 held-out renders that clips are measured against, uint8 ``(512, T, H, W, 3)``.
-
-    They come from the second half of the stream; the report's row of held-out renders comes from its beginning.
-    """
-    return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
 
 @contextmanager
@@ -302,66 +274,3 @@ def _written(folder: Path) -> Iterator[None]:
 
 def _steps(n: int) -> str:
     return counted(n, "step")
-
-
-def stored_file(config: Config, steps: int) -> Path | None:
-    """Return the path for the teacher's clips of ``steps`` steps, or ``None`` if it has no checkpoint."""
-    checkpoint = config.teacher.checkpoint
-    return find_shipped(checkpoint) / f"clips_{steps}steps.safetensors" if checkpoint else None
-
-
-def read_clips(
-    config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int
-) -> tuple[np.ndarray, str] | None:
-    """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
-
-    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs. There is
-    one caption per clip, and ``captions`` must be the first of the stored ones.
-    """
-    file = stored_file(config, steps)
-    if file is None or not file.is_file():
-        return None
-    try:
-        with safe_open(file, framework="numpy") as stored:
-            about, clips = stored.metadata(), stored.get_tensor("clips")[: len(captions)]
-    except SafetensorError as error:
-        log.warning("%s cannot be read (%s); sampling the teacher", file, error)
-        return None
-    captions = [*captions, *json.loads(about["captions"])[len(captions) :]]
-    wanted = definition(config, data, steps=steps, captions=captions, seed=seed)
-    if differing := [name for name, value in wanted.items() if about.get(name) != value]:
-        log.info("%s was made with other %s; sampling the teacher", file, ", ".join(differing))
-        return None
-    phrase = f"stored in {file.parent.name}/{file.name}, sampled with {about['made with']}; same weights and settings"
-    return clips, phrase
-
-
-def definition(config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int) -> dict[str, str]:
-    """Return everything that a teacher's clips depend on, as text."""
-    method = config.method
-    assert isinstance(method, FewStepSettings), "only its methods sample a teacher"
-    weights = hashlib.sha256()
-    folder = find_shipped(config.teacher.checkpoint) / "transformer"
-    for path in sorted(folder.iterdir()):
-        weights.update(path.name.encode())
-        weights.update(path.read_bytes())
-    condition = data.condition(list(captions))
-    embeddings = hashlib.sha256()
-    for tensors in (condition.tensors, condition.null.tensors):
-        for name in sorted(tensors):
-            embeddings.update(tensors[name].contiguous().numpy().tobytes())
-    values = {
-        "weights": weights.hexdigest(),
-        "captions": list(captions),
-        "embeddings": embeddings.hexdigest(),
-        "latent_shape": data.latent_shape,
-        "steps": steps,
-        "guidance_scale": method.guidance,
-        "shift": method.shift,
-        "teacher_sampler": method.teacher_sampler,
-        "architecture": config.teacher.architecture,
-        "precision": config.teacher.precision,
-        "fp8": config.teacher.fp8,
-        "seed": seed,
-    }
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}

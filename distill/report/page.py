@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distill.report import charts
 from distill.report.charts import values
-from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import fitted_size, pick_frames, picture_bytes, resize, strip
 from distill.report.verdict import ReportRow, label
 from fsdp_cp.files.json_lines import finite_number, read_objects
@@ -110,7 +109,8 @@ def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
     """Return a measure's name in words, its unit and direction, and its chart."""
     title = label(name).capitalize()
     unit = "%, " if name.endswith("accuracy") else "SD, " if name.startswith("distance/") else ""
-    hint = f"{unit}{'higher' if HIGHER_IS_BETTER[name] else 'lower'} is better"
+    is_higher = any(row["measures"][name]["higher_is_better"] for row in rows if row["measures"])
+    hint = f"{unit}{'higher' if is_higher else 'lower'} is better"
     return _chart(title, charts.measure_svg(name, rows, title=title, hint=hint)) | {"hint": hint}
 
 
@@ -118,8 +118,8 @@ def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[st
     """Return the table cell of a row's measure: the measure, its CSS classes and its mark."""
     networks = [other["measures"] for other in data["rows"] if other["measures"] and other["role"] != "heldout"]
     values = [measures[name]["value"] for measures in networks if measures[name]["value"] is not None]
-    best = (max if HIGHER_IS_BETTER[name] else min)(values, default=None)
     measure = (row["measures"] or {}).get(name)
+    best = (max if measure and measure["higher_is_better"] else min)(values, default=None)
     is_best = measure and row["role"] != "heldout" and measure["value"] == best is not None
     pairs = {("student", c["steps"], c["measure"]): (c["student_better"], c["counts"]) for c in data["comparisons"]}
     wins, counts = pairs.get((row["role"], row["steps"], name), (False, False))

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from distill.data.base import Measure
 from distill.report.charts import values
-from distill.report.measures import Measure, worse_by
 from fsdp_cp.errors import counted
 
 COUNTS_FROM = 3.0
@@ -71,7 +71,7 @@ def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
             row.measures or {} for row in (teachers[full_steps], teachers[steps], students[steps])
         )
         for name in full:
-            worse, margin = worse_by(teacher[name], full[name], name), -worse_by(student[name], teacher[name], name)
+            worse, margin = teacher[name].worse_by(full[name]), -student[name].worse_by(teacher[name])
             comparison = Comparison(
                 steps=steps,
                 measure=name,
@@ -83,7 +83,7 @@ def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
                 counts=worse >= COUNTS_FROM,
                 student_better=margin > 0,
                 student_margin=margin,
-                student_reaches_full=worse_by(student[name], full[name], name) < COUNTS_FROM,
+                student_reaches_full=student[name].worse_by(full[name]) < COUNTS_FROM,
             )
             comparisons.append(comparison)
     return comparisons

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.report.charts import ROLE_COLORS, read_metrics
-from distill.report.measures import HIGHER_IS_BETTER
 from distill.report.media import contact_sheet
 from distill.report.page import page, read_starts
 from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
@@ -83,9 +82,7 @@ def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
 
 
 def _row_json(row: ReportRow) -> dict[str, Any]:
-    measures = row.measures and {
-        name: {**asdict(m), "higher_is_better": HIGHER_IS_BETTER[name]} for name, m in row.measures.items()
-    }
+    measures = row.measures and {name: asdict(measure) for name, measure in row.measures.items()}
     return {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")} | {"measures": measures}
 
 

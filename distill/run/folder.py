@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config
 from fsdp_cp.checkpoint.folder import saved_steps
-from fsdp_cp.checkpoint.lock import held_directory
+from fsdp_cp.checkpoint.lock import held_directory, locked_directory
 from fsdp_cp.errors import NO_ROOM, UserError
 from fsdp_cp.files.atomic_file import atomic_path, write_text
 from fsdp_cp.files.foreign import refuse_foreign
@@ -52,7 +52,15 @@ _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "om
 
 def refuse_foreign_run(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be written, or in which a run would overwrite files of other programs."""
-    refuse_foreign(run_dir, setting, OUTPUTS, record=STARTS, is_ours=lambda start: "started" in start, maker="a run")
+
+    def refuse(names: Sequence[str], record: str) -> None:
+        refuse_foreign(run_dir, setting, names, record=record, is_ours=lambda it: "started" in it, maker="a run")
+
+    names = OUTPUTS
+    with suppress(UserError):
+        refuse((), STATUS)  # a signal may have stopped a run before it wrote more
+        names = tuple(name for name in OUTPUTS if name != STATUS)
+    refuse(names, STARTS)
 
 
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextManager[None]:
@@ -167,7 +175,7 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 def _move_aside(run_dir: Path) -> None:
     """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed by its inputs."""
     outputs = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
-    if not outputs:
+    if all(path.name == STATUS for path in outputs):
         return
     previous = run_dir / "previous"
     number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
@@ -216,36 +224,61 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
     ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
     of SLURM or torchrun.
     """
-    started = _now()
-
-    def write(state: str, exit_code: int | None, error: str | None = None) -> None:
-        about = {
-            "state": state,
-            "exit_code": exit_code,
-            "error": error,
-            "checkpoint": (saved_steps(run_dir / "checkpoints") or [None])[-1],
-            "started": started,
-            "ended": None if exit_code is None else _now(),
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
-        }
-        # Ignore a full disk here: an error of this write would hide the run's own error.
-        with suppress(OSError):
-            write_text(run_dir / STATUS, json.dumps(about, indent=1) + "\n")
-
     if rank() != 0:
         yield
         return
-    write("running", None)
+    started = _now()
+    _write_status(run_dir, started, "running", None)
     try:
         yield
     except Stopped as stopped:
-        write("stopped", STOPPED, str(stopped))
+        _write_status(run_dir, started, "stopped", STOPPED, str(stopped))
         raise
     except BaseException as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         user = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-        write("failed", 2 if user else 1, " ".join(lines) if user else f"{type(error).__name__}: {lines[0]}")
+        reason = " ".join(lines) if user else f"{type(error).__name__}: {lines[0]}"
+        _write_status(run_dir, started, "failed", 2 if user else 1, reason)
         raise
-    write("finished", 0)
+    _write_status(run_dir, started, "finished", 0)
+
+
+@contextmanager
+def recorded_stop(config: Config) -> Iterator[None]:
+    """Write ``status.json`` when a signal stops a run that has not begun: it starts, loads or encodes.
+
+    A directory that is not a run's, or that another process holds, stays unchanged. A dry run writes nothing.
+    """
+    run_dir, started = Path(config.run_dir), _now()
+    try:
+        yield
+    except Stopped as stopped:
+        if rank() == 0 and not config.dry_run:
+            with suppress(UserError, OSError):
+                refuse_foreign_run(run_dir)
+                with locked_directory(run_dir, "run_dir"):
+                    _write_status(run_dir, started, "stopped", STOPPED, str(stopped))
+        raise
+
+
+def _write_status(run_dir: Path, started: str, state: str, exit_code: int | None, error: str | None = None) -> None:
+    about = {
+        "state": state,
+        "exit_code": exit_code,
+        "error": error,
+        "checkpoint": (saved_steps(run_dir / "checkpoints") or [None])[-1],
+        "started": started,
+        "ended": None if exit_code is None else _now(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
+    }
+    text = json.dumps(about, indent=1) + "\n"
+    # An error of this write must not hide the run's own error.
+    with suppress(OSError):
+        try:
+            write_text(run_dir / STATUS, text)
+        except OSError:  # a full disk has room in the blocks of the file that is there
+            with (run_dir / STATUS).open("r+", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+                file.truncate()

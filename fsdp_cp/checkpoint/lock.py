@@ -41,11 +41,7 @@ def held_directory(directory: Path, setting: str, *, check: Callable[[], None] =
             if rank() != 0:
                 return None
             check()
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                return _lock(stack.enter_context(_open_lock(directory)), directory, setting)
-            except OSError as error:
-                raise UserError(f"{setting}={directory} cannot be written ({error.strerror}); use another") from error
+            return stack.enter_context(locked_directory(directory, setting))
 
         holder = on_all_ranks(take)[0]
 
@@ -57,6 +53,22 @@ def held_directory(directory: Path, setting: str, *, check: Callable[[], None] =
 
         on_all_ranks(look)
         yield
+
+
+@contextmanager
+def locked_directory(directory: Path, setting: str) -> Iterator[str]:
+    """Make a directory and lock it for the duration of the context, by one process; yield the lock file's content.
+
+    Raises:
+        UserError: a directory that cannot be made or written, or that another process holds.
+    """
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            holder = _lock(stack.enter_context(_open_lock(directory)), directory, setting)
+        except OSError as error:
+            raise UserError(f"{setting}={directory} cannot be written ({error.strerror}); use another") from error
+        yield holder
 
 
 def _open_lock(directory: Path) -> IO[str]:

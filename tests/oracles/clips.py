@@ -72,4 +72,4 @@ class RandomClips:
 
 def moving_shapes(encoders: str | Path, seed: int = 0, **settings: Any) -> MovingShapes:
     """Return the data set of rendered clips with these settings."""
-    return MovingShapes(MovingShapesSettings(encoders=str(encoders), **settings), seed=seed)
+    return MovingShapesSettings(encoders=str(encoders), **settings).build(seed=seed)

@@ -5,7 +5,7 @@ import pytest
 from scipy.ndimage import gaussian_filter
 
 from benchmarks.diversity import diversity
-from distill.data.moving_shapes import CAPTIONS, draw_scene, render
+from distill.data.shape_scenes import CAPTIONS, draw_scene, render
 
 CHOSEN = CAPTIONS[:6]
 EACH = 40

@@ -12,9 +12,9 @@ from torch import nn
 
 from distill.config import compose_config
 from distill.config.schema import LogSettings, SampleSettings
-from distill.data.moving_shapes import CAPTIONS
+from distill.data.shape_measures import MEASURES
+from distill.data.shape_scenes import CAPTIONS
 from distill.evaluate.evaluator import Evaluator
-from distill.report.measures import HIGHER_IS_BETTER
 from distill.train.metrics import MetricsLog
 from models.condition import Condition
 from tests.oracles.clips import moving_shapes
@@ -88,7 +88,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
 
     lines = [json.loads(line) for line in (tmp_path / "samples" / "measures.jsonl").read_text().splitlines()]
     names = {f"validation/{row}/{key}" for row in ("teacher_5steps", "teacher_2steps", "student_3steps")
-             for key in HIGHER_IS_BETTER}  # fmt: skip
+             for key in MEASURES}  # fmt: skip
     assert [line.pop("step") for line in lines] == [10, 20]
     assert all(line.keys() == names for line in lines)
     assert lines[1]["validation/student_3steps/colour_accuracy"] == 0, "a dark clip shows no colour"

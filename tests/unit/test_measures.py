@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
 
+from distill.data.base import Measure
 from distill.data.encoders.words import MOTIONS
-from distill.data.moving_shapes import CAPTIONS, caption_parts
-from distill.report.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
+from distill.data.shape_measures import MEASURES, coverage, detect, features, measure
+from distill.data.shape_scenes import CAPTIONS, caption_parts
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import moving_shapes
 
 N = 256
 ASKED = [CAPTIONS[i % len(CAPTIONS)] for i in range(N)]
-EVERYTHING = set(HIGHER_IS_BETTER)
+EVERYTHING = set(MEASURES)
 CATCHES = {
     "wrong caption": {"colour_accuracy", "motion_accuracy"},
     "blurred": {"colour_accuracy", "motion_accuracy", "distance/compactness", "distance/edge_sharpness"},
@@ -63,9 +64,9 @@ def test_renders_score_at_the_noise_floor(renders, clean):
     few = measure(renders["train"][:64], ASKED[:64], renders["reference"])
     assert few == measure(renders["train"][:64], ASKED[:64], renders["reference"]), "measures are reproducible"
     assert all(one[key].standard_error < few[key].standard_error for key in one), "errors shrink"
-    assert list(one) == list(HIGHER_IS_BETTER)
+    assert list(one) == list(MEASURES)
     for key in one:
-        assert abs(worse_by(one[key], other[key], key)) < 3, key
+        assert abs(one[key].worse_by(other[key])) < 3, key
         if key.startswith("distance/"):
             # a Wasserstein distance of two samples of one distribution is small, not 0
             assert 0 < one[key].value < 0.1 and 0 < one[key].standard_error < 0.05, key
@@ -78,7 +79,7 @@ def test_renders_score_at_the_noise_floor(renders, clean):
 def test_corrupted_clips_score_worse(renders, clean, how):
     found = measure(*corrupt(renders, how), renders["reference"])
     for key in CATCHES[how]:
-        assert worse_by(found[key], clean[key], key) > 5, (key, found[key], clean[key])
+        assert found[key].worse_by(clean[key]) > 5, (key, found[key], clean[key])
 
 
 @pytest.mark.slow
@@ -92,8 +93,8 @@ def test_sizes_are_seen(renders, clean):
     small = renders["heldout"][np.stack(chosen, axis=1).ravel()]
     assert len(small) == N
     found = measure(small, ASKED, renders["reference"])
-    assert worse_by(found["distance/area"], clean["distance/area"], "distance/area") > 4
-    assert worse_by(found["colour_accuracy"], clean["colour_accuracy"], "colour_accuracy") < 3
+    assert found["distance/area"].worse_by(clean["distance/area"]) > 4
+    assert found["colour_accuracy"].worse_by(clean["colour_accuracy"]) < 3
 
 
 def test_detector_reads_renders_even_when_noisy(renders):
@@ -140,12 +141,12 @@ def test_features_of_known_shapes():
 
 
 def test_worse_by_is_signed_and_in_standard_errors():
-    good, bad = Measure(0.9, 0.03), Measure(0.5, 0.04)
-    assert worse_by(bad, good, "colour_accuracy") == pytest.approx(8)
-    assert worse_by(good, bad, "colour_accuracy") == pytest.approx(-8)
-    assert worse_by(good, bad, "distance/area") == pytest.approx(8)
-    assert worse_by(Measure(1, 0), Measure(0, 0), "distance/area") == np.inf
-    assert worse_by(Measure(1, 0), Measure(1, 0), "distance/area") == 0
+    for higher in (True, False):
+        large, small = Measure(0.9, 0.03, higher), Measure(0.5, 0.04, higher)
+        assert small.worse_by(large) == pytest.approx(8 if higher else -8)
+        assert large.worse_by(small) == pytest.approx(-8 if higher else 8)
+    assert Measure(1, 0, False).worse_by(Measure(0, 0, False)) == np.inf
+    assert Measure(1, 0, False).worse_by(Measure(1, 0, False)) == 0
 
 
 def test_an_unknown_caption_is_refused(renders):

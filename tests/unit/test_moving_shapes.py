@@ -11,16 +11,8 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
-from distill.data.moving_shapes import (
-    BACKGROUND,
-    CAPTIONS,
-    RGB,
-    UNCOLOURED_CAPTIONS,
-    caption_parts,
-    draw_scene,
-    render,
-)
-from distill.report.measures import detect
+from distill.data.shape_measures import detect
+from distill.data.shape_scenes import BACKGROUND, CAPTIONS, RGB, UNCOLOURED_CAPTIONS, caption_parts, draw_scene, render
 from tests.oracles.clips import moving_shapes
 from tests.unit.refused import refused
 

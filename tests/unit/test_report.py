@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distill.data.base import Measure
+from distill.data.shape_measures import MEASURES
 from distill.report import charts
-from distill.report.measures import HIGHER_IS_BETTER, Measure
 from distill.report.page import number
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
 from distill.report.write import write_report
@@ -23,7 +24,8 @@ def clips(seed: int, frames: int = 6, side: int = 16) -> np.ndarray:
 
 
 def scores(accuracy: float, distance: float, error: float = 0.01) -> dict[str, Measure]:
-    return {k: Measure(accuracy if higher else distance, error) for k, higher in HIGHER_IS_BETTER.items()}
+    accuracies = {name: Measure(accuracy, error, higher_is_better=True) for name in MEASURES[:2]}
+    return accuracies | {name: Measure(distance, error, higher_is_better=False) for name in MEASURES[2:]}
 
 
 def make_rows() -> tuple[list[ReportRow], ReportRow]:
@@ -132,7 +134,7 @@ def test_numbers_of_page_and_json_agree(run):
             assert measure["standard_error"] == given[row["name"]].measures[name].standard_error
             assert cell["text"].lstrip("▲△▼") == " ± ".join(number(measure, name))
             seen += 1
-    assert seen == len(page.cells) == 8 * len(HIGHER_IS_BETTER)
+    assert seen == len(page.cells) == 8 * len(MEASURES)
     assert data["verdict"] in text
 
 
@@ -146,8 +148,8 @@ def test_torn_lines_are_left_out_and_facts_are_escaped(run):
 def test_comparisons_count_where_the_teacher_loses_something():
     rows, _ = make_rows()
     found = student_beats_teacher(rows)
-    assert [c.steps for c in found] == [n for n in (1, 2, 4) for _ in HIGHER_IS_BETTER]
-    assert [c.measure for c in found[:6]] == list(HIGHER_IS_BETTER)
+    assert [c.steps for c in found] == [n for n in (1, 2, 4) for _ in MEASURES]
+    assert [c.measure for c in found[:6]] == list(MEASURES)
     assert {c.full_steps for c in found} == {50}
     assert all(c.counts and c.student_better for c in found if c.steps < 4)
     assert not any(c.counts or c.student_better for c in found if c.steps == 4)
@@ -160,9 +162,9 @@ def test_comparisons_count_where_the_teacher_loses_something():
 def test_a_tie_or_a_missing_value_is_no_win():
     rows, _ = make_rows()
     by_name = {(row.role, row.steps): row for row in rows}
-    by_name["student", 1].measures["distance/area"] = Measure(2.0, 0.01)  # a tie
-    by_name["student", 1].measures["colour_accuracy"] = Measure(math.nan, math.nan)
-    by_name["teacher", 2].measures["distance/area"] = Measure(math.inf, 0.0)
+    by_name["student", 1].measures["distance/area"] = Measure(2.0, 0.01, False)  # a tie
+    by_name["student", 1].measures["colour_accuracy"] = Measure(math.nan, math.nan, True)
+    by_name["teacher", 2].measures["distance/area"] = Measure(math.inf, 0.0, False)
     found = {(c.steps, c.measure): c for c in student_beats_teacher(rows)}
     assert found[1, "distance/area"].counts and not found[1, "distance/area"].student_better
     assert found[1, "colour_accuracy"].counts and not found[1, "colour_accuracy"].student_better

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.report.measures import Measure
+from distill.data.base import Measure
 from distill.report.verdict import ReportRow
 from distill.report.write import write_report
 from tests.unit import damaged_lines
@@ -22,7 +22,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
     def scores(accuracy):  # only one measure, since each draws a chart
-        return {"colour_accuracy": Measure(accuracy, 0.01)}
+        return {"colour_accuracy": Measure(accuracy, 0.01, higher_is_better=True)}
 
     clips = np.random.default_rng(0).integers(0, 255, (1, 3, 8, 8, 3), dtype=np.uint8)
     made = [

@@ -1,5 +1,6 @@
 """The run directory after kills, and settings when torchrun restarts the ranks."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,12 +10,16 @@ from distill.config import compose_config
 from distill.run.folder import (
     OUTPUTS,
     STARTS,
+    STATUS,
     _move_aside,
     held_run_dir,
+    recorded_end,
+    recorded_stop,
     refuse_foreign_run,
     resume_setting,
     this_start,
 )
+from fsdp_cp.runtime.signals import Stopped
 from tests.unit.refused import refused
 
 
@@ -106,3 +111,40 @@ def test_a_record_of_starts_is_known_by_what_it_says(tmp_path, content):
     (tmp_path / STARTS).write_text(content)
     with refused("run_dir"):
         refuse_foreign_run(tmp_path)
+
+
+def test_a_signal_before_the_run_begins_is_recorded(tmp_path):
+    """A scheduler's script reads ``stopped`` and starts the same command again, in a directory that stays a run's."""
+    config = compose_config(["experiment=quickstart", f"run_dir={tmp_path / 'run'}"])
+
+    def stop():
+        with pytest.raises(Stopped), recorded_stop(config):
+            raise Stopped("stopped by SIGUSR1")
+
+    stop()
+    about = json.loads((tmp_path / "run" / STATUS).read_text())
+    assert (about["state"], about["exit_code"], about["checkpoint"]) == ("stopped", 75, None)
+    refuse_foreign_run(tmp_path / "run")
+    _move_aside(tmp_path / "run")
+    assert not (tmp_path / "run" / "previous").exists(), "nothing was begun"
+    (tmp_path / "run" / STATUS).write_text("theirs")
+    with refused("run_dir"):
+        refuse_foreign_run(tmp_path / "run")
+    stop()
+    assert (tmp_path / "run" / STATUS).read_text() == "theirs"
+    (tmp_path / "run" / STATUS).unlink()
+    with held_run_dir(tmp_path / "run"):
+        stop()
+        assert not (tmp_path / "run" / STATUS).exists(), "another process has the directory"
+
+
+def test_a_full_disk_does_not_hide_the_end(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError), recorded_end(tmp_path):
+        assert json.loads((tmp_path / STATUS).read_text())["state"] == "running"
+        monkeypatch.setattr("distill.run.folder.write_text", full)
+        full(None, None)
+    about = json.loads((tmp_path / STATUS).read_text())
+    assert (about["state"], about["exit_code"]) == ("failed", 2)

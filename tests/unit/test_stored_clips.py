@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.steps import open_trainer
 from distill.config import compose_config
-from distill.evaluate.evaluator import SAMPLE_SEED, read_clips
+from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.evaluate.stored_clips import read_clips
 from fsdp_cp.launch import process_group
 
 ASSET = Path(__file__).parents[2] / "assets" / "quickstart_teacher"

@@ -10,21 +10,17 @@ Shapes: clips are uint8 (n, T, H, W, 3). Coverage (n, T, H, W) is the share of e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot, isfinite, nan
 
 import numpy as np
 from scipy.ndimage import label, maximum_filter
 from scipy.stats import wasserstein_distance
 
-from distill.data.moving_shapes import BACKGROUND, BLINK_PERIOD, RGB, caption_parts
+from distill.data.base import Measure
+from distill.data.shape_scenes import BACKGROUND, BLINK_PERIOD, RGB, caption_parts
 
 FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
-HIGHER_IS_BETTER = {
-    "colour_accuracy": True,
-    "motion_accuracy": True,
-    **{f"distance/{name}": False for name in FEATURES},
-}
-"""Keys of the result of ``measure``, in order; true if a higher value is better."""
+MEASURES = ("colour_accuracy", "motion_accuracy", *(f"distance/{name}" for name in FEATURES))
+"""Keys of the result of :func:`measure`, in order."""
 
 # Limits of the detector. Lengths are in units of min(H, W) / 16, the scale in which moving_shapes draws.
 _MIN_AREA = 4.5  # area of a visible shape; renders: 9 or more
@@ -39,14 +35,6 @@ _MIN_FALL = 3.5  # fall of the center, first frame to last; renders: 6.2 to 10.3
 _MAX_WANDER = 1.0  # range of the center in directions in which it should not move
 _MAX_MISFIT = 0.45  # deviation of radius or center from a straight line in time
 _RESAMPLES = 100  # of the bootstrap over clips
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A measured number and its standard error (same unit)."""
-
-    value: float
-    standard_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +203,7 @@ def _accuracy(right: Sequence[bool]) -> Measure:
     n, share = len(right), float(np.mean(right))
     # Agresti-Coull: at a share of 0 or 1 the binomial error is 0, and any difference would look infinitely significant.
     smoothed = (sum(right) + 2) / (n + 4)
-    return Measure(share, float(np.sqrt(smoothed * (1 - smoothed) / (n + 4))))
+    return Measure(share, float(np.sqrt(smoothed * (1 - smoothed) / (n + 4))), higher_is_better=True)
 
 
 def _distance(values: np.ndarray, reference: np.ndarray) -> Measure:
@@ -227,7 +215,7 @@ def _distance(values: np.ndarray, reference: np.ndarray) -> Measure:
 
     rng = np.random.default_rng(0)
     drawn = [distance(values[rng.integers(len(values), size=len(values))]) for _ in range(_RESAMPLES)]
-    return Measure(distance(values), float(np.std(drawn, ddof=1)))
+    return Measure(distance(values), float(np.std(drawn, ddof=1)), higher_is_better=False)
 
 
 def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -> dict[str, Measure]:
@@ -235,7 +223,7 @@ def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -
 
     Accuracies are shares of clips, with binomial standard errors. Distances are in standard deviations of the
     reference's feature, with standard errors by a seeded bootstrap over clips. Clips and reference should have the same
-    balance of captions. Any color fits a caption that names none. Keys are those of ``HIGHER_IS_BETTER``.
+    balance of captions. Any color fits a caption that names none. Keys are :data:`MEASURES`.
 
     Raises:
         UserError: a caption that moving_shapes does not have.
@@ -252,17 +240,3 @@ def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -
     for name in FEATURES:
         result[f"distance/{name}"] = _distance(ours[name], theirs[name])
     return result
-
-
-def worse_by(a: Measure, b: Measure, key: str) -> float:
-    """Return the combined standard errors by which ``a`` is worse than ``b`` (negative: better) on measure ``key``.
-
-    NaN if a value is infinite or missing, which would count as infinitely many standard errors.
-    """
-    if not (isfinite(a.value) and isfinite(b.value)):
-        return nan
-    difference = b.value - a.value if HIGHER_IS_BETTER[key] else a.value - b.value
-    error = hypot(a.standard_error, b.standard_error)
-    if error == 0.0:
-        return 0.0 if difference == 0.0 else float(np.copysign(np.inf, difference))
-    return difference / error
