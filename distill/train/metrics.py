@@ -40,6 +40,15 @@ class MetricsLog:
         for service in self._services:
             service.write(step, metrics)
 
+    def write_norms(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
+        """Log ``norms`` (weight and gradient by name) of ``role`` at the 1-based ``step``, before its update.
+
+        A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+        """
+        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
+        with _append_to(self._run_dir / "norms.jsonl") as file:
+            _write(file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
+
     def show(
         self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
     ) -> None:
@@ -81,25 +90,6 @@ def _write(file: FileIO, line: str) -> None:
 def _line(step: int, metrics: Mapping[str, float | None]) -> str:
     finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
     return json.dumps({"step": step, **finite}) + "\n"
-
-
-class NormsLog:
-    """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
-
-    A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
-    """
-
-    def __init__(self, run_dir: Path):
-        self._file = _append_to(run_dir / "norms.jsonl")
-
-    def write(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
-        """Log the ``norms`` of ``role`` at the 1-based ``step``, before its update."""
-        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
-        _write(self._file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def speed(

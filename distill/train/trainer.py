@@ -26,7 +26,7 @@ from distill.methods import Batch, Method, build_method
 from distill.run.open import Run
 from distill.train.callbacks import Export
 from distill.train.gradients import Losses, accumulate_gradients
-from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
@@ -107,7 +107,6 @@ class Trainer:
         self.facts: dict[str, Any] = {}
         """Facts that the report shows, in addition to those of every run."""
         self.log: MetricsLog | None = None
-        self.norms: NormsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
         self.evaluator = Evaluator(
@@ -132,9 +131,8 @@ class Trainer:
             with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
                 self._train(shown.update, stop, profiler)
             self.finish()
-            for opened in (self.log, self.norms):
-                if opened is not None:
-                    opened.close()
+            if self.log is not None:
+                self.log.close()
 
     @long_timeout()
     def finish(self) -> None:
@@ -284,8 +282,6 @@ class Trainer:
         for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
             cut_back(self.run_dir / name, self.step)
         self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
-        if self.config.log.norms_every:
-            self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
@@ -377,9 +373,9 @@ class Trainer:
             return
         with phase(f"{role}/norms"):
             norms = {network.name: parameter_norms(network.single.named_parameters()) for network in trained}
-        if self.norms is not None:
+        if self.log is not None:
             for name, values in norms.items():
-                self.norms.write(step, name, values)
+                self.log.write_norms(step, name, values)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.

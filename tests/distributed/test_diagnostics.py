@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from distill.train.metrics import NormsLog
+from distill.config.schema import LogSettings
+from distill.train.metrics import MetricsLog
 from fsdp_cp import build_mesh, resharded, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import parameter_norms
@@ -80,8 +81,8 @@ def test_norms_are_those_of_the_full_tensors_by_one_collective(pools, sizes, cha
 
 
 def test_norms_that_are_not_numbers_show_as_such(tmp_path):
-    log = NormsLog(tmp_path)
-    log.write(3, "student", {"a": (1.0, None), "b": (2.0, math.inf), "c": (math.nan, 0.5)})
+    log = MetricsLog(tmp_path, LogSettings(), {})
+    log.write_norms(3, "student", {"a": (1.0, None), "b": (2.0, math.inf), "c": (math.nan, 0.5)})
     log.close()
     norms = {"a": [1.0, None], "b": [2.0, "inf"], "c": ["nan", 0.5]}
     assert json.loads((tmp_path / "norms.jsonl").read_text()) == {"step": 3, "role": "student", "norms": norms}
@@ -115,11 +116,11 @@ def _run_with_norms(folder, every):
     written = []
 
     class Log:
-        def write(self, step, role, norms):
+        def write_norms(self, step, role, norms):
             total = math.sqrt(sum(g * g for _, g in norms.values() if g is not None))
             written.append((step, role, len(norms), total))
 
-    trainer.norms = Log()
+    trainer.log = Log()
     trace = trainer.record()
     return written, trace.roles, trace.norms
 

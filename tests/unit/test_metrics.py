@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from distill.config.schema import LogSettings
-from distill.train.metrics import MEASURES, MetricsLog, NormsLog
+from distill.train.metrics import MEASURES, MetricsLog
 from fsdp_cp.files.json_lines import cut_back
 from tests.unit.refused import refused
 
@@ -79,17 +79,16 @@ def test_a_full_disk_is_one_line(tmp_path):
     for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to("/dev/full")
-    log, norms = MetricsLog(tmp_path, LogSettings(), {}), NormsLog(tmp_path)
+    log = MetricsLog(tmp_path, LogSettings(), {})
     sheet = Image.new("RGB", (4, 4))
     for name, write in (
         ("metrics", lambda: log.write(1, {"student/loss": 1.0})),
-        ("norms", lambda: norms.write(1, "student", {"weight": (1.0, None)})),
+        ("norms", lambda: log.write_norms(1, "student", {"weight": (1.0, None)})),
         ("measures", lambda: log.show(1, sheet, {}, {"accuracy": 1.0})),
     ):
         with refused(f"{name}.jsonl"):
             write()
     log.close()  # lines that could not be written do not appear again
-    norms.close()
 
 
 def test_a_folder_in_the_place_of_the_file_is_one_line(path):
