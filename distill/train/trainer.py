@@ -24,7 +24,7 @@ from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
 from distill.run.open import Run
-from distill.train.callbacks import Export
+from distill.train.export import export_student
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
@@ -149,7 +149,7 @@ class Trainer:
                     " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
                 )
         if self.config.export.at_end:
-            Export(self).at_end()
+            export_student(self.config, self.method, self.trained_of("student"), self.step)
         if self.config.sample.at_end:
             self._write_samples()
             if self.config.sample.report_clips:

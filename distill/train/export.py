@@ -1,0 +1,68 @@
+"""Export of a run at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distill.config import Config
+from distill.methods import Method
+from distill.train.optimizers import Trained
+from fsdp_cp.files.atomic_folder import withdraw
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import on_first_rank
+from models.export import DTYPES, RoleExport, exported_weights
+from models.export_folder import export_scheduler, sharded
+from models.roles.role import EXPERTS
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS))
+"""Names of :attr:`Trained.adapter_folder` that a run's export may have."""
+
+
+def export_student(config: Config, method: Method, trained: Sequence[Trained], step: int) -> None:
+    """Export the student for diffusers after ``step``: weights, adapters and scheduler, in ``export/``. A collective.
+
+    ``trained`` are the student's trained networks.
+    """
+    run_dir, role = Path(config.run_dir), method.roles["student"]
+    has_average = trained[0].average is not None
+    weights = exported_weights(config.export.weights, has_average)
+    role.rest()
+    student = RoleExport(
+        family=role.family,
+        config=role.config,
+        boundaries=role.boundaries,
+        causal=role.causal_file,
+        scale=None if role.adapters is None else role.adapters["scale"],
+        trained={network.index: sharded(network.weights(averaged=weights == "ema")) for network in trained},
+        bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
+        few_steps=method.few_steps,
+    )
+    about = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
+    options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
+    student.write(run_dir / "export" / "student", "merged", **options)
+    whole = student.not_adapters
+    adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
+    for name in ADAPTER_FOLDERS:
+        folder = run_dir / "export" / name
+        if name in adapters:
+            student.expert(adapters[name].index).write(folder, "diffusers-lora", **options)
+        else:  # an earlier run in this directory may have left such a folder
+            on_first_rank(partial(withdraw, folder))
+    on_first_rank(lambda: export_scheduler(run_dir / "export" / "scheduler", student.scheduler()))
+    if rank() == 0:
+        if role.adapters is not None and whole:
+            log.info(
+                "skipped export/student_lora: an adapter file cannot hold %s and %d others",
+                whole[0],
+                len(whole) - 1,
+            )
+        if has_average and weights == "raw":
+            log.info("export.weights=raw: exporting the raw student; samples and report use the average")
+        merged = "" if role.adapters is None else ", merged into its base,"
+        log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")
