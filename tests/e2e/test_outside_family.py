@@ -6,10 +6,12 @@ import os
 
 import pytest
 
+from distill.data import settings as data
 from distill.data.moving_shapes import CAPTION_WORDS
 from models.verify import write_example
 from tests.e2e.launch import QUICK, ROOT, forked, losses, run_command, train
 from tests.outside.cogvideox import CogVideoX
+from tests.outside.data import OutsideShapes
 from train import main
 
 ENTRY_POINTS = """
@@ -17,6 +19,9 @@ ENTRY_POINTS = """
 outside = tests.outside.family:OutsideFamily
 cogvideox = tests.outside.cogvideox:CogVideoX
 broken = tests.outside.family:Nothing
+[fsdp_cp.data_sets]
+outside_shapes = tests.outside.data:OutsideShapes
+broken = tests.outside.data:Nothing
 [fsdp_cp.methods]
 halving = tests.outside.method:METHOD
 broken = tests.outside.method:Nothing
@@ -38,6 +43,13 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(about.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(about.parent)
     return tmp_path
+
+
+def test_its_data_set_is_found(installed, monkeypatch):
+    monkeypatch.setattr(data, "DATA", dict(data.DATA))
+    monkeypatch.setattr(data, "BROKEN", {})
+    data._add_installed()
+    assert data.DATA["outside_shapes"] is OutsideShapes and "Nothing" in str(data.BROKEN["broken"])
 
 
 @pytest.mark.long
