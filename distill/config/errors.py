@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distill.config.kinds import Setting
 from distill.config.schema import SETTINGS
+from distill.data.settings import BROKEN as BROKEN_DATA
 from distill.methods import BROKEN, INSTALLED
 from fsdp_cp.errors import UserError
 
@@ -56,8 +57,9 @@ def check_choice(group: str, name: str) -> None:
     """Check that ``name`` is a file of ``group``, which a user may choose; the error names the nearest file."""
     if group not in GROUPS:
         raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
-    if group == "method" and name in BROKEN:
-        raise BROKEN[name]
+    broken = {"method": BROKEN, "data": BROKEN_DATA}.get(group, {})
+    if name in broken:
+        raise broken[name]
     names = [path.stem for path in group_files(group)]
     if name in names:
         return
