@@ -130,9 +130,8 @@ class MovingShapesSettings(DataSettings):
         check_range(self, "height", "width", least=16, where="data.")
         check_range(self, "num_clips", least=len(captions_of(self.colour_shares)), most=2**24, where="data.")
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
-        ClipFormat(
-            **{name: values[name] for name in ("num_frames", "height", "width", "fps")}
-        )  # refuses sizes of no clip
+        sizes = {name: values[name] for name in ("num_frames", "height", "width", "fps")}
+        ClipFormat(**sizes)  # refuses sizes of no clip
         data = MovingShapes(**values, seed=seed)
         data.condition(list(captions))  # refuses unknown words
         return data
