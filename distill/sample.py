@@ -10,17 +10,20 @@ another length, chunk by chunk, with a causal student.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
+from distill.config.trained_method import sampling_in_words, trained_method
 from distill.evaluate.sampling import decode, generate, plan_sampling, sample_captions
 from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
@@ -29,12 +32,14 @@ from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
-from fsdp_cp.launch import end_process, exit_code, recorded, world_size
+from fsdp_cp.launch import end_process, exit_code, rank, recorded, world_size
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_first_rank
 from models.additions.base import named_additions
 from models.families.base import LatentShape
 from models.files.checkpoint_files import ADDITIONS_FILE
+
+log = logging.getLogger(__name__)
 
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
@@ -73,6 +78,39 @@ def sampled_shape(config: Config, plan: RunPlan, frames: int | None) -> LatentSh
     return shape
 
 
+def student_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the student's weights."""
+    if arguments.student:
+        return user_path(arguments.student, "--student")
+    return user_path(arguments.run_dir, "RUN_DIR") / "export" / "student"
+
+
+def sampling_method(config: Config, student: Path, chosen: str) -> Any:
+    """Return the settings of the method that samples ``student``: of the one that trained it, or of the run.
+
+    Raises:
+        UserError: the student's own are chosen, and this version cannot read them.
+    """
+    try:
+        own = trained_method(student)
+    except UserError as error:
+        if chosen == "student":
+            raise UserError(f"{error}; give --sampling run") from error
+        own = None
+    if own is None:
+        return config.method
+    words = {"student": sampling_in_words(own), "run": sampling_in_words(config.method)}
+    if words["student"] != words["run"] and rank() == 0:
+        log.warning(
+            "%s is a student of %s, and the run has %s; sampling as the %s says (--sampling)",
+            student,
+            words["student"],
+            words["run"],
+            chosen,
+        )
+    return own if chosen == "student" else config.method
+
+
 @paths_of_the_user()
 def checked_config(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a finished run, with the device, captions and images of the command line.
@@ -90,9 +128,10 @@ def checked_config(arguments: argparse.Namespace) -> Config:
     # A student trained on GPUs can be sampled on any device.
     config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
     check(config)
+    config.method = sampling_method(config, student_folder(arguments), arguments.sampling)
     # A few-step student is trained only at the times of its own list.
     most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
-    arguments.steps = max(config.sample.student_steps) if arguments.steps is None else arguments.steps
+    arguments.steps = min(most, max(config.sample.student_steps)) if arguments.steps is None else arguments.steps
     for name, value, least, greatest in (
         ("--steps", arguments.steps, 1, most),
         ("--seed", arguments.seed, 0, 2**63 - 1),
@@ -127,7 +166,7 @@ def sample(arguments: argparse.Namespace) -> None:
     """
     config = checked_config(arguments)
     run_dir, steps, seed = Path(config.run_dir), arguments.steps, arguments.seed
-    student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
+    student = student_folder(arguments)
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
@@ -202,6 +241,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")
     add("--image", action="append", help="of an image-to-video student: a file for each --caption, in their order")
     add("--count", type=int, default=4, help="clips, where no caption is given")
+    own = "whose times and sampler: those that the student's export records (the default), or those of the run"
+    add("--sampling", choices=("student", "run"), default="student", help=own)
     add("--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default")
     add("--seed", type=int, default=0, help="of the noise")
     add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")

@@ -190,6 +190,7 @@ def export_checkpoint(
             few_steps=state.get("few_steps") if role == "student" else None,
         )
         about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
+        about["method"] = settings.get("method")  # decides how the student is sampled
         options: dict[str, Any] = {"dtype": DTYPES[dtype or as_the_run["dtype"]], "scheduler": exported.scheduler()}
     except UserError:
         raise

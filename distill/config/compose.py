@@ -192,9 +192,14 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 def _typed(values: dict[str, Any]) -> Config:
     """Build the configuration from resolved values; see :func:`distill.config.kinds.make`."""
-    values["method"] = make(METHODS[values["method"]["name"]][1], values["method"], "method.")
+    values["method"] = method_settings(values["method"])
     values["data"] = make(DATA[values["data"]["name"]], values["data"], "data.")
     return make(Config, values)
+
+
+def method_settings(values: dict[str, Any]) -> Any:
+    """Build the settings ``method.*`` from plain values; settings that were removed since are left out."""
+    return make(METHODS[values["name"]][1], _without_removed(values, "method."), "method.")
 
 
 def load_config(path: Path) -> Config:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from distill.config import Config
+from distill.config.trained_method import sampling_in_words, trained_method
 from distill.run.checkpoint_checks import Start, check_start
 from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.setup import RunPlan, device_of
 from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
-from fsdp_cp.errors import counted
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_first_rank
@@ -137,7 +138,7 @@ def dry_run(config: Config, plan: RunPlan) -> None:
 
 def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
     """Return the roles, the mesh, the batch and the data of a run as aligned lines."""
-    cells = [_role(plan, role) for role in plan.roles]
+    cells = [_role(plan, role, config.method) for role in plan.roles]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for role, (count, *others) in zip(plan.roles, cells, strict=True):
@@ -159,7 +160,7 @@ def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
     ]
 
 
-def _role(plan: RunPlan, role: RolePlan) -> tuple[str, ...]:
+def _role(plan: RunPlan, role: RolePlan, method: Any) -> tuple[str, ...]:
     """Return a role's number of parameters that train, or are frozen, its precision, strategy and weights."""
     is_trained = role.name in plan.method.trained_roles
     if is_trained:
@@ -167,6 +168,8 @@ def _role(plan: RunPlan, role: RolePlan) -> tuple[str, ...]:
     else:
         count = role.experts * sum(p.numel() for p in role.network.parameters())
     weights = " and ".join(str(folder.path) for folder in role.folders) or "random weights"
+    if role.name == "student" and (earlier := _earlier(role, method)):
+        weights += f" (until now {earlier})"
     if role.lora is not None:
         weights = f"adapters of rank {role.lora.settings.rank} on {weights}"
     if role.boundaries:
@@ -180,3 +183,12 @@ def _role(plan: RunPlan, role: RolePlan) -> tuple[str, ...]:
         role.sharding.strategy,
         weights,
     )
+
+
+def _earlier(role: RolePlan, method: Any) -> str | None:
+    """Describe how the export that the student starts from was sampled, where ``method`` samples it in another way."""
+    with suppress(UserError):
+        before = trained_method(role.folders[0].path) if role.folders else None
+        if before is not None and sampling_in_words(before) != sampling_in_words(method):
+            return sampling_in_words(before)
+    return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distill.config import Config
+from distill.config.trained_method import METHOD
 from distill.methods import Method
 from distill.train.optimizers import Trained
 from fsdp_cp.files.atomic_folder import withdraw
@@ -43,7 +45,8 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
         bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
         few_steps=method.few_steps,
     )
-    about = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
+    about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
+    about[METHOD] = asdict(config.method)
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
     student.write(run_dir / "export" / "student", "merged", **options)
     whole = student.not_adapters

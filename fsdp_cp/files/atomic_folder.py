@@ -85,6 +85,15 @@ def _manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
     return files, _maker(manifest.get("about") or {})
 
 
+def description(folder: Path) -> dict[str, Any]:
+    """Return what was given as ``about`` for the export in ``folder``; empty without a readable manifest."""
+    try:
+        about = json.loads((folder / MANIFEST).read_text())["about"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size in bytes and time in ns of each file but the manifest, each link and each empty folder, by name."""
     paths = [path for path in sorted(folder.rglob("*")) if path != folder / MANIFEST]

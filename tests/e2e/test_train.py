@@ -15,6 +15,7 @@ from diffusers import WanTransformer3DModel
 from distill import sample
 from distill.config import load_config
 from fsdp_cp.checkpoint.folder import saved_steps
+from fsdp_cp.files.atomic_folder import description
 from models import export
 from tests.e2e.families import same_weights, weights
 from tests.e2e.launch import (
@@ -66,6 +67,8 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert same_weights(run_dir / "export" / "student", out), "the command exports what the run did"
     files = [(folder / "scheduler" / "scheduler_config.json").read_text() for folder in (run_dir / "export", out)]
     assert files[0] == files[1]
+    method = description(out)["method"]
+    assert method["name"] == "dmd2" and method == description(run_dir / "export" / "student")["method"]
     assert sample.main([str(run_dir), "--steps", "2", "--count", "1", "--out", str(tmp_path / "clips")]) == 0
     assert frames(tmp_path / "clips" / "0.mp4") == 6
 

@@ -13,6 +13,8 @@ from fsdp_cp.checkpoint.save_load import Checkpoints
 from models.export import main
 from tests.oracles.tiny_wan import ARCHITECTURE
 
+METHOD = {"name": "dmd2", "step_list": [1.0, 0.5]}
+
 
 def contents(folder: Path) -> dict[str, str]:
     files = (p for p in sorted(folder.rglob("*")) if p.is_file())
@@ -33,7 +35,7 @@ def run(tmp_path, network):
     config = {key: value for key, value in network.config.items() if key != "_use_default_values"}
     for step in (1, 2):
         tensors = {"student": {"weights": weights, "ema": average}, "fake": {"weights": weights}}
-        numbers = {"step": step, "configs": {"student": config, "fake": config}}
+        numbers = {"step": step, "configs": {"student": config, "fake": config}, "settings": {"method": METHOD}}
         Checkpoints(tmp_path / "run" / "checkpoints", keep=0).save(step, tensors, numbers)
     return tmp_path / "run"
 
@@ -57,6 +59,7 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
         assert torch.equal(p, q + 1), name
     about = json.loads((out / "fsdp_cp_export.json").read_text())["about"]
     assert (about["step"], about["role"], about["weights"]) == (2, "student", "ema")
+    assert about["method"] == METHOD, "how the student is sampled"
     assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16") == 0
     assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
     assert not list(out.parent.glob(".out*"))

@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from distill.config import compose_config, load_config
+from distill.run.open import summary
+from distill.run.setup import plan_run
 from distill.sample import main
 from models.causal import CausalSettings
 
@@ -157,6 +159,31 @@ def test_a_student_whose_numbers_overflow_writes_nothing(run_dir, capsys):
     save_file(weights, file)
     check_refused(capsys, "3 of 3 clips", run_dir, "--count", "3")
     assert not (run_dir / "samples" / "cli").exists()
+
+
+def test_a_student_of_another_run_is_sampled_as_it_was_trained(run_dir, tmp_path, caplog):
+    other = write_run(
+        tmp_path / "other", TEACHER / "transformer", "method.step_list=[1.0,0.5]", "sample.student_steps=[2]"
+    )
+    foreign = shutil.copytree(TEACHER / "transformer", tmp_path / "foreign")
+    about = {"about": {"method": asdict(load_config(other / "config.yaml").method)}, "files": {}}
+    (foreign / "fsdp_cp_export.json").write_text(json.dumps(about))
+
+    def sampled(folder, *words):
+        assert main([str(folder), "--count", "1", "--out", str(tmp_path / "clips"), *words]) == 0
+        return (tmp_path / "clips" / "0.mp4").read_bytes()
+
+    truth = sampled(other, "--steps", "2")
+    assert "is a student of" not in caplog.text
+    assert sampled(run_dir, "--student", str(foreign)) == truth, "as many steps as the student has"
+    assert "1, 0.5 by" in caplog.text and "1, 0.9, 0.75, 0.5 by" in caplog.text
+    assert sampled(run_dir, "--student", str(foreign), "--steps", "2", "--sampling", "run") != truth
+    config = compose_config(["device=cpu", "mesh.cp=1", f"student.checkpoint={foreign}"])
+    student = next(line for line in summary(config, plan_run(config), "") if line.startswith("student"))
+    assert "1, 0.5 by" in student, "a run that starts from it"
+    unknown = about["about"]["method"] | {"name": "of_tomorrow"}
+    (foreign / "fsdp_cp_export.json").write_text(json.dumps({"about": {"method": unknown}, "files": {}}))
+    assert main([str(run_dir), "--student", str(foreign)]) == 2
 
 
 def test_files_of_others_are_never_overwritten(run_dir, tmp_path, capsys):

@@ -1,0 +1,39 @@
+"""Method that trained an export, which decides how its student is sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distill.config.compose import method_settings
+from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import description
+
+METHOD = "method"
+"""Key of the settings ``method.*`` in the description of an export."""
+
+
+def trained_method(folder: Path) -> Any | None:
+    """Return the settings of the method that trained the export in ``folder``; ``None`` if nothing records them.
+
+    ``folder`` may also be one of the two experts of an export.
+
+    Raises:
+        UserError: this version cannot read them.
+    """
+    values = (description(folder) or description(folder.parent)).get(METHOD)
+    if values is None:
+        return None
+    try:
+        return method_settings(values)
+    except (UserError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{folder} was trained by a method that this version does not know ({error})") from error
+
+
+def sampling_in_words(method: Any) -> str:
+    """Describe the method ``method.*`` by all that decides how its student is sampled."""
+    if not hasattr(method, "student_times"):
+        chosen = [f"{name}={getattr(method, name)}" for name in ("sampler", "shift") if hasattr(method, name)]
+        return " ".join([f"method={method.name}", *chosen])
+    times = ", ".join(f"{time:.6g}" for time in method.student_times())
+    return f"method={method.name} at the times {times} by {method.student_sampler} (shift {method.shift:g})"
