@@ -19,7 +19,7 @@ def check(config: Config) -> None:
     if not config.data.has_clips and method.needs_latents(config.method):
         raise UserError(
             f"method={name} trains on real clips, and data={data} has none; use data=video_folder, or method=dmd2 with"
-            " method.gan_weight_student=0"
+            " method.gan_weight_student=0, method.student_input=rollout and method.data_forcing=0"
         )
     if not config.data.has_clips and config.sample.report_clips:
         raise UserError(

@@ -4,14 +4,18 @@ The loss pushes the student's samples along the difference of two scores: the fr
 of a *fake* network, which trains on the student's samples throughout. A multi-step student trains on inputs that its
 own sampler makes (backward simulation, section 4.5). This needs only captions. With real clips, a GAN can be added; its
 discriminator is a few small heads on the fake score's features (section 4.3).
+
+Data-forcing distillation (arXiv:2606.18478, equations 8 to 10) is the same with the student's input made from a real
+clip, and in some batches the teacher's score of this clip instead of the sample's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +26,17 @@ from distill.methods.common.distribution_matching import Shared, distribution_ma
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
-from distill.methods.common.schedules import add_noise, shift_time
+from distill.methods.common.schedules import add_noise, denoise, shift_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
+
+log = logging.getLogger(__name__)
 
 _R1_SIGMA = 0.1
 """Standard deviation of the noise that the R1 penalty adds to the discriminator's real inputs."""
@@ -46,6 +56,12 @@ class Dmd2Settings(StepListSettings):
     rollout: Literal["random", "full"] = "random"
     """Number of student steps in a rollout, the last with a gradient: ``full``, or ``random`` (from 1 to all, equal for
     all samples of a step or of a part of its batch, ``expert_draws``)."""
+    student_input: Literal["rollout", "clips"] = "rollout"
+    """Input of the student's last step in training: what its own steps make (``rollout``), or a real clip noised to the
+    time of that step (``clips``), one of ``step_list``."""
+    data_forcing: float = 0.0
+    """Probability that the teacher scores a batch's real clips in the place of the student's samples, at the same times
+    and with the same noise; 0 to 1. One draw for a step."""
     fake_knows_last_step: bool = False
     """Condition the fake score on the time of the student's last step. Not in the paper, where one score covers all
     rollout lengths and their errors may cancel (docs/methods/dmd2.md)."""
@@ -65,6 +81,12 @@ class Dmd2Settings(StepListSettings):
         check_range(self, "fake_updates_per_student_update", least=1, where="method.")
         check_range(self, "gan_weight_student", "gan_r1_weight", least=0, where="method.")
         check_range(self, "gan_weight_head", above=0, where="method.")
+        check_range(self, "data_forcing", least=0, most=1, where="method.")
+        if self.data_forcing and self.gan:
+            raise UserError(
+                f"method.gan_weight_student={self.gan_weight_student} must be 0 with"
+                f" method.data_forcing={self.data_forcing}, which has no discriminator"
+            )
         if not 0 <= self.min_time < self.max_time <= 1:
             raise UserError(
                 f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
@@ -101,7 +123,7 @@ class Dmd2(FewStepMethod):
 
     @classmethod
     def needs_latents(cls, settings: Dmd2Settings) -> bool:
-        return settings.gan
+        return settings.gan or settings.student_input == "clips" or settings.data_forcing > 0
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -118,6 +140,17 @@ class Dmd2(FewStepMethod):
             raise UserError(
                 f"method.gan_weight_student={config.method.gan_weight_student} with {copies} needs"
                 " fake.reduce_unused=true"
+            )
+
+    @classmethod
+    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+        super().check_files(config, causal)
+        from_teacher = config.student.checkpoint in (None, config.teacher.checkpoint)
+        if config.method.data_forcing and from_teacher and rank() == 0:
+            log.warning(
+                "method.data_forcing=%s: the student starts from the teacher, from which this failed in the paper; give"
+                " student.checkpoint=RUN/export/student of a run of method=dmd2",
+                config.method.data_forcing,
             )
 
     def trained_role(self, step: int) -> str:
@@ -170,7 +203,12 @@ class Dmd2(FewStepMethod):
 
     def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
-        return self.own_sample(batch, times, random)
+        if self.settings.student_input == "rollout":
+            return self.own_sample(batch, times, random)
+        x, last = random.normal("dmd2/noise", batch.shape, batch.dtype), times[-1]
+        t = x.new_full((len(x),), last)
+        x = add_noise(batch.latents, x, t)
+        return denoise(x, self.roles["student"].velocity(x, t, batch.condition, at=last), t)
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
         """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
@@ -193,6 +231,7 @@ class Dmd2(FewStepMethod):
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)
+        clips = batch.latents if self._forces_data(random) else None
         loss = distribution_matching(
             sample,
             self._score_time("dmd2/time", batch, random, "teacher", "fake"),
@@ -202,6 +241,7 @@ class Dmd2(FewStepMethod):
             fake=self.roles["fake"],
             guidance=self.settings.guidance,
             last_step=last,
+            real_sample=clips,
             observations=self.observations,
         )
         if not self.settings.gan:
@@ -212,6 +252,14 @@ class Dmd2(FewStepMethod):
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
+
+    def _forces_data(self, random: StepRandom) -> bool:
+        """Return whether the teacher scores the real clips at this step, the same for the whole batch."""
+        if not self.settings.data_forcing:
+            return False
+        coin = replace(random, part=0).shared.uniform("dmd2/data_forcing", torch.float64)
+        self.observations.add("data_forced", (coin < self.settings.data_forcing).double())
+        return bool(coin < self.settings.data_forcing)
 
     def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
         """Draw times at which ``roles`` are evaluated."""

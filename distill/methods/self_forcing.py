@@ -44,6 +44,8 @@ class SelfForcingSettings(Dmd2Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.student_input != "rollout":
+            raise UserError(f"method.student_input={self.student_input}: self-forcing trains on rollouts; use rollout")
         first = self.step_list_first
         if first is not None:
             check_step_list("step_list_first", first)

@@ -359,6 +359,22 @@ FAULTS = (
         killed_by="unit/test_scheduler.py::test_a_pipeline_runs_the_expert_that_was_trained[0.875-times0]",
     ),
     Fault(
+        name="forced_noise",
+        room="method: data forcing",
+        harm="teacher and fake score see other noise, whose difference drowns that of the scores",
+        old="add_noise(real_sample, noise, t)",
+        new="add_noise(real_sample, noise.flip(0), t)",
+        killed_by="unit/test_dmd2.py::test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_score",
+    ),
+    Fault(
+        name="coin_by_part",
+        room="method: data forcing",
+        harm="parts of a batch disagree on whether the teacher scores clips",
+        old="replace(random, part=0).shared.uniform",
+        new="random.shared.uniform",
+        killed_by="unit/test_dmd2.py::test_one_coin_decides_for_the_whole_batch_of_a_step",
+    ),
+    Fault(
         name="black_clips",
         room="evaluation: frames",
         harm="clips that are not finite are written as black ones",

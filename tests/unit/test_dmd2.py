@@ -1,12 +1,17 @@
 """DMD2 in float64: ``x_G`` is the student's sample, and ``g / (N B)`` is the gradient on it."""
 
 import itertools
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
+from distill.config import compose_config
+from distill.methods.self_forcing import SelfForcingSettings
+from distill.run.setup import plan_run
 from tests.unit.method_roles import (
     SHAPE,
     Gaussian,
@@ -27,6 +32,7 @@ from tests.unit.method_roles import (
     times_and_texts,
     wide,
 )
+from tests.unit.refused import refused
 
 
 def student_steps(method):
@@ -206,6 +212,69 @@ def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
     (call,) = method.roles["fake"].calls
     x_fake = call.x - wide(call.t) * call.v
     assert close(method.roles["student"].theta.grad, (x_fake - theta) / 1e-5 / (4 * N), 1e-6)
+
+
+# ---------------------------------------------------------------- dmd2: data forcing
+
+
+@pytest.mark.parametrize("step", [0, 1, 12, 13])
+def test_the_student_starts_from_a_clip_noised_to_one_of_its_times(step):
+    method = dmd2(student_input="clips")
+    run_loss(method, step)
+    (call,), batch = method.roles["student"].calls, make_batch()
+    length = random_at(step).shared_integer("dmd2/rollout_length", 1, 3)
+    assert (call.t == [1.0, 0.8, 0.5][length - 1]).all() and call.with_grad == (step % 6 == 0)
+    noise = (call.x - (1 - wide(call.t)) * batch.latents) / wide(call.t)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+
+
+def test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_score():
+    theta, batch = normal(4, *SHAPE, seed=9), make_batch()
+    method = dmd2(Painter(theta), student_input="clips", data_forcing=1.0)
+    run_loss(method, 0).backward()
+    (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
+    noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
+    x_t = (1 - wide(fake.t)) * batch.latents + wide(fake.t) * noise
+    assert close(real.x, torch.cat([x_t, x_t])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
+    w, teacher = method.settings.guidance_scale, method.roles["teacher"]
+    c, u = teacher.formula(x_t, fake.t, text_of(batch)), teacher.formula(x_t, fake.t, null_text_of(batch))
+    x_real = x_t - wide(fake.t) * (u + w * (c - u))
+    x_fake = fake.x - wide(fake.t) * fake.v
+    q = wide((theta - x_real).abs().mean((1, 2, 3, 4)))
+    assert close(method.roles["student"].theta.grad, (x_fake - x_real) / q / (4 * N), 1e-10)
+
+
+def test_one_coin_decides_for_the_whole_batch_of_a_step():
+    method, forced = dmd2(data_forcing=0.3), []
+    for step in range(400):
+        forced.append(method._forces_data(random_at(step)))
+        other = replace(random_at(step, [7]), part=1)
+        assert method._forces_data(other) == forced[-1], "other samples, another part of the batch"
+    assert stats.binomtest(sum(forced), 400, 0.3).pvalue > 1e-3
+    assert not any(dmd2(student_input="clips")._forces_data(random_at(step)) for step in range(20))
+
+
+def test_data_forcing_needs_what_it_works_with():
+    for settings in ({"data_forcing": 1.5}, {"data_forcing": -0.1}, {"data_forcing": 0.5, "gan_weight_student": 0.1}):
+        with refused("method.data_forcing"):
+            dmd2(**settings)
+    with refused("method.student_input=clips"):
+        SelfForcingSettings(student_input="clips")
+    for settings in ("method.data_forcing=0.5", "method.student_input=clips"):
+        with refused(settings.split("=")[0]):
+            compose_config([settings, "data=captions", "data.path=x", "sample.report_clips=0"])
+
+
+def test_data_forcing_from_the_teacher_is_warned_of(caplog, tmp_path):
+    words = ["method.student_input=clips", "device=cpu", "mesh.cp=1"]
+    plan_run(compose_config(words))
+    assert "data_forcing" not in caplog.text
+    plan_run(compose_config([*words, "method.data_forcing=0.5"]))
+    assert caplog.text.count("give student.checkpoint") == 1
+    caplog.clear()
+    other = shutil.copytree("assets/quickstart_teacher/transformer", tmp_path / "student")
+    plan_run(compose_config([*words, "method.data_forcing=0.5", f"student.checkpoint={other}"]))
+    assert "data_forcing" not in caplog.text
 
 
 # ---------------------------------------------------------------- dmd2: the fake score's loss

@@ -47,6 +47,10 @@ CAUSAL = {
 }  # fmt: skip
 CITED = {
     "wan2_1_t2v_1_3b_dmd2": SELF_FORCING,
+    "wan2_1_t2v_1_3b_dfd": SELF_FORCING | {
+        "optim.student.lr": 1e-5, "optim.fake.lr": 1e-5, "method.guidance_scale": 5.0, "steps": 100, "batch_size": 16,
+        "method.fake_updates_per_student_update": 4, "method.data_forcing": 0.5, "method.student_input": "clips",
+    },
     "wan2_1_t2v_14b_dmd2": SELF_FORCING | {"method.guidance_scale": (5.0, ADDED)},
     "wan2_1_t2v_1_3b_self_forcing": SELF_FORCING | {"batch_size": 64, "steps": (600, "120 student updates more")},
     "wan2_1_t2v_14b_self_forcing": SELF_FORCING | {
@@ -102,10 +106,10 @@ def test_every_wan_recipe_has_a_row():
 def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
     model, method = next(
         (recipe.removesuffix(f"_{name}"), name)
-        for name in ("self_forcing", "ode_regression", "flow_matching", "teacher", *"dmd2 rcm scm dcm meanflow".split())
+        for name in "self_forcing ode_regression flow_matching teacher dmd2 dfd rcm scm dcm meanflow".split()
         if recipe.endswith(f"_{name}")
     )
-    method = {"teacher": "flow_matching"}.get(method, method)
+    method = {"teacher": "flow_matching", "dfd": "dmd2"}.get(method, method)
     base = "wan2_1_t2v_1_3b_dmd2"
     config = compose_config(
         [f"experiment={base}", f"model={model.removesuffix('_causal')}", f"method={method}", f"recipe={recipe}"]

@@ -31,6 +31,7 @@ def distribution_matching(
     fake: Role,
     guidance: Guidance,
     last_step: Tensor | None = None,
+    real_sample: Tensor | None = None,
     observations: Observations,
 ) -> Tensor:
     """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
@@ -44,14 +45,18 @@ def distribution_matching(
         fake: the score of the student's samples, without guidance.
         guidance: guidance scale ``w``.
         last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
+        real_sample: what the teacher scores, if not ``sample``: real clips of the same captions (data forcing).
         observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     t, at = times
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
-        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, guidance, at), t)
+        scored = x_t if real_sample is None else add_noise(real_sample, noise, t)
+        real = denoise(scored, guided_velocity(teacher, scored, t, batch.condition, guidance, at), t)
         estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
-        # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
+        # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank. Use
+        # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at
+        # low noise, while the numerator does not.
         q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
         g = (estimate - real) / per_sample(q, sample)
         observations.add("dmd_gradient", per_sample_norm(g))
