@@ -27,6 +27,7 @@ from distill.data.shape_measures import geometry_of, measure
 from distill.data.shape_scenes import BLINK_PERIOD
 from distill.report.media import contact_sheet
 from fsdp_cp.launch import end_process
+from models.sample import VIDEO, Sample
 
 TEACHER, CAUSAL = ROOT / "assets" / "quickstart_teacher", ROOT / "assets" / "quickstart_causal_teacher"
 STUDENT_STEPS = (4, 2, 1)
@@ -104,7 +105,8 @@ def drift(config: Config, folder: Path, steps: int, cache: Path, count: int) -> 
         captions = [blinking[i % len(blinking)] for i in range(count)]
         heldout = data.heldout()
         indices = [i for i in range(len(heldout.captions()) * 32) if heldout[i]["caption"] in blinking]
-        reference = heldout.decode(torch.stack([heldout[i]["latents"] for i in indices])).numpy()
+        real = Sample({VIDEO: torch.stack([heldout[i]["latents"] for i in indices])})
+        reference = heldout.decode(real).numpy()
         clips = clips_of(config, "student", folder, steps, captions, frames=LONG)
         windows = {}
         for start in range(0, LONG - TRAINED + 1, BLINK_PERIOD):

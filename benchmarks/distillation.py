@@ -39,6 +39,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process
 from fsdp_cp.runtime.signals import end_with_parent
 from models.roles.role_plan import plan_role
+from models.sample import VIDEO
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")
@@ -211,6 +212,7 @@ def clips_of(
     device, config = torch.device("cpu"), replace(config, device="cpu")
     data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
     plan = plan_sampling(config, role_name, folder)
+    channels, data_frames, *sizes = data.latent_shapes[VIDEO]
     with open_mesh(config, plan, device) as mesh:
         latents = generate(
             build_method(config.method, plan.build_roles(mesh=mesh, device=device, data=data, seed=0)),
@@ -222,7 +224,7 @@ def clips_of(
             device=device,
             seed=SAMPLE_SEED,
             batch=64,
-            latent_shape=(data.latent_shape[0], frames or data.latent_shape[1], *data.latent_shape[2:]),
+            latent_shapes={VIDEO: (channels, frames or data_frames, *sizes)},
         )
     return data.decode(latents).numpy()
 
@@ -266,8 +268,7 @@ def clip_flops(config: Config) -> float:
     """Return the floating-point operations of a forward of one clip."""
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     plan = plan_role("teacher", checkpoint=str(ROOT / config.teacher.checkpoint))
-    tokens = plan.tokens(data.latent_shape, data.condition_shapes)
-    return plan.family.flops(plan.config, tokens, data.condition_shapes).forward
+    return plan.family.flops(plan.config, data.latent_shapes, data.condition_shapes).forward
 
 
 def in_words(steps: int) -> str:

@@ -38,6 +38,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
+from models.sample import VIDEO, Sample
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.transformer_engine import install
 
@@ -91,7 +92,7 @@ def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: 
         trained=("student",),
         mesh=mesh,
         device=torch.device("cpu"),
-        latent_shape=data.latent_shape,
+        shapes=data.latent_shapes,
         condition_shapes=data.condition_shapes,
     )["student"]
     if adapters:  # an adapter's second factor begins at 0, which makes the gradient of the first factor 0
@@ -100,15 +101,16 @@ def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: 
                 parameter.add_(0.02)
     items = [data[i] for i in range(count)]
     named = {name: torch.stack([item[name] for item in items]) for name in ("latents", *data.condition_shapes)}
-    noise = torch.randn(named["latents"].shape, generator=torch.Generator().manual_seed(1))
+    x0 = Sample({VIDEO: named["latents"]})
+    noise = x0.map(lambda part: torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
     t = torch.linspace(0.05, 0.95, count)
     size = count // mesh.dp_size
     mine = slice(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
-    x0, noise, t = named["latents"][mine], noise[mine], t[mine]
+    x0, noise, t = x0[mine], noise[mine], t[mine]
     condition = condition_of({name: named[name][mine] for name in data.condition_shapes}, data)
     with CollectiveCounter() as sent, microbatch(role.network, is_first=True, is_last=True):
         wanted = noise - x0 if kind == "flow_matching" else 0
-        loss = (role.velocity(add_noise(x0, noise, t), t, condition) - wanted).square().mean() / mesh.dp_size
+        loss = (role.velocity(add_noise(x0, noise, t), t, condition) - wanted).video.square().mean() / mesh.dp_size
         loss.backward()
     gathered = sum(size for (kind, group), size in sent.by_group.items() if kind == "all_gather" and group != "mesh_cp")
     total = loss.detach().clone() / mesh.cp_size  # all ranks of a cp group have the same loss

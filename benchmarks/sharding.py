@@ -28,6 +28,7 @@ from fsdp_cp.runtime.local_ranks import RankPool
 from models.condition import Condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from models.sample import Sample
 from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
 from tests.oracles.tiny_wan import ARCHITECTURE
 
@@ -108,7 +109,7 @@ class Training:
             mesh=mesh,
             device=torch.device("cpu"),
             trainable=True,
-            latent_shape=LATENT_SHAPE,
+            shapes={"video": LATENT_SHAPE},
             condition_shapes={"text": TEXT_SHAPE},
         )
         self.settings = OptimizerSettings(lr=1e-5)
@@ -125,7 +126,11 @@ class Training:
         for i in range(MICRO_BATCHES):
             last = i == MICRO_BATCHES - 1
             with microbatch(network, is_first=i == 0, is_last=last):
-                loss = self.role.velocity(self.x, torch.full((1,), 0.3 + 0.4 * i), self.condition).square().mean()
+                loss = (
+                    self.role.velocity(Sample({"video": self.x}), torch.full((1,), 0.3 + 0.4 * i), self.condition)
+                    .video.square()
+                    .mean()
+                )
                 (loss * self.share).backward()
             if memory is not None and not last:
                 figures.kept = sum(memory.bytes[k] for k in ("full_gradients", "reduce_inputs", "shard_gradients"))

@@ -36,8 +36,8 @@ from fsdp_cp.launch import end_process, exit_code, rank, recorded, world_size
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_first_rank
 from models.additions.base import named_additions
-from models.families.base import LatentShape
 from models.files.checkpoint_files import ADDITIONS_FILE
+from models.sample import VIDEO, PartShapes
 
 log = logging.getLogger(__name__)
 
@@ -61,21 +61,21 @@ def plan_student(config: Config, student: Path) -> RunPlan:
     return plan
 
 
-def sampled_shape(config: Config, plan: RunPlan, frames: int | None) -> LatentShape:
-    """Return the shape ``(C, T, H, W)`` of a clip's latents: the run's, or that of ``--frames``, if it can be made."""
-    (shape, condition), (student,) = plan.shapes, plan.roles
+def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartShapes:
+    """Return the shapes of a clip's latents: the run's, or those of ``--frames``, if they can be made."""
+    (shapes, condition), (student,) = plan.shapes, plan.roles
     if frames is None:
-        return shape
+        return shapes
     if student.causal is None:
         raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
     try:
-        shape = replace(config.data, num_frames=frames).sample_shapes()[0]
-        student.causal.chunks(shape[1], "student.causal.")
+        shapes = replace(config.data, num_frames=frames).sample_shapes()[0]
+        student.causal.chunks(shapes[VIDEO][1], "student.causal.")
         if student.causal.window is None:
-            student.tokens(shape, condition)  # refuses more frames than the network has positions
+            student.tokens(shapes, condition)  # refuses more frames than the network has positions
     except UserError as error:
         raise UserError(f"--frames {frames}: {error}") from None
-    return shape
+    return shapes
 
 
 def student_folder(arguments: argparse.Namespace) -> Path:
@@ -171,7 +171,7 @@ def sample(arguments: argparse.Namespace) -> None:
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
     plan = plan_student(config, student)
-    shape = sampled_shape(config, plan, arguments.frames)  # before clips and captions are encoded
+    shapes = sampled_shapes(config, plan, arguments.frames)  # before clips and captions are encoded
     about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
     about |= {"steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
@@ -197,7 +197,7 @@ def sample(arguments: argparse.Namespace) -> None:
                 seed=seed,
                 batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
                 advance=advance,
-                latent_shape=shape,
+                latent_shapes=shapes,
                 chunk_done=lambda: finished.append(time.perf_counter()),
             )
         clips = decode(data, latents)
@@ -206,7 +206,7 @@ def sample(arguments: argparse.Namespace) -> None:
     if clips is not None:
         print(f"{counted(len(clips), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
-            print(_chunk_times(finished, len(causal.chunks(shape[1]))))
+            print(_chunk_times(finished, len(causal.chunks(shapes[VIDEO][1]))))
 
 
 def _chunk_times(finished: list[float], chunks: int) -> str:

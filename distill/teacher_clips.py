@@ -43,6 +43,7 @@ from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.rng import StepRandom
 from models.roles.role import Role
+from models.sample import Sample, part_name
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class _Sampling:
             "sampler": method.teacher_sampler,
             "steps": self.arguments.steps,
             "guidance_scale": method.guidance,
-            "shift": method.shift,
+            "shift": method.sampling_shift,
             "seed": self.config.seed,
             STATES: self.arguments.states,
         }
@@ -117,7 +118,9 @@ class _Sampling:
         method, states = self.config.method, self.arguments.states
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
-        noise = chunk_noise(teacher, random, "teacher_clips/noise", self.data.latent_shape)
+        clock = teacher.family.parts
+        shapes = {part: self.data.latent_shapes[part] for part in clock}
+        noise = chunk_noise(teacher, random, "teacher_clips/noise", shapes, clock)
         inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
         condition = condition_of(inputs, self.data).to(device)
         chunks = guided_states(
@@ -127,12 +130,14 @@ class _Sampling:
             random,
             sampler=method.teacher_sampler,
             steps=self.arguments.steps,
-            shift=method.shift,
+            shift=method.sampling_shift,
             guidance=method.guidance,
             states=states,
         )
-        *kept, latents = (torch.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
-        made = {"latents": latents} | ({STATES: torch.stack(kept, dim=1)} if kept else {})
+        *kept, latents = (Sample.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
+        made = {part_name("latents", part): x for part, x in latents.parts.items()}
+        for part in clock if kept else ():
+            made[part_name(STATES, part)] = torch.stack([state.parts[part] for state in kept], dim=1)
         dtype = VAE_PRECISIONS[self.settings.latents]
         stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):

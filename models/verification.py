@@ -32,11 +32,12 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
 from models.condition import Condition
 from models.export_folder import sharded, write_folder
-from models.families.base import LatentShape
+from models.families.base import Shape
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
+from models.sample import PartShapes, Sample
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """Mesh sizes, dp_shard x cp."""
@@ -72,23 +73,26 @@ class Result(NamedTuple):
     """Results of one step, in float64."""
 
     values: dict[str, Tensor]
-    """The velocity (``output``), its ``derivative`` along random directions of the state and the time, the ``norm`` of
-    all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a cache."""
+    """The velocity of all parts (``output``), its ``derivative`` along random directions of the state and the time, the
+    ``norm`` of all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a
+    cache."""
     gradients: dict[str, Tensor]
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
 
 
 def inputs(
     plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
-) -> tuple[Tensor, Tensor, Condition, Tensor, Tensor]:
+) -> tuple[Sample, Tensor, Condition, Sample, Sample]:
     """Draw the state, times, condition, direction of the state and cotangent of the output, the same on every rank."""
-    latent_shape, shapes = sample_shapes(plan, grid, optional)
+    parts, shapes = sample_shapes(plan, grid, optional)
     generator = torch.Generator().manual_seed(17)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
 
-    x, direction, cotangent = (normal(*latent_shape) for _ in range(3))
+    x, direction, cotangent = (
+        Sample({name: normal(*shape) for name, shape in parts.items()}, plan.family.parts) for _ in range(3)
+    )
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
     tensors = {name: normal(*shape) for name, shape in shapes.items()}
     # Use captions of different lengths. Each needs at least one token, but may have no quoted text.
@@ -111,13 +115,14 @@ def frame_times(t: Tensor, grid: tuple[int, int, int]) -> Tensor:
 
 def sample_shapes(
     plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
-) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
-    """Return the shapes of latents with ``grid`` tokens and of their condition, with optional tensors if asked for."""
+) -> tuple[PartShapes, dict[str, Shape]]:
+    """Return the shapes of a sample whose video has ``grid`` tokens, and of its condition, ``optional`` tensors too."""
     family, config = plan.family, plan.config
     frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
     latent_shape = (family.latent_channels(config), frames, height, width)
     shapes = family.condition_shapes(config, latent_shape, TEXT_TOKENS)
-    return latent_shape, shapes | family.optional_shapes(config, latent_shape) if optional else shapes
+    shapes |= family.optional_shapes(config, latent_shape) if optional else {}
+    return family.sample_shapes(config, latent_shape), shapes
 
 
 def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
@@ -133,24 +138,33 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fa
     nn.Module.to(network, torch.float64)
     x, t, condition, direction, cotangent = inputs(plan, grid, optional)
 
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        return family.outputs(network, x, t, condition)[0]
+    def velocity(x: Sample, t: Tensor) -> Sample:
+        return family.outputs(network, x, t, condition).velocity
 
     output = velocity(x, t)
-    (output * cotangent).sum().div(BATCH).backward()
+    _inner(output, cotangent).div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     with sdpa_kernel(SDPBackend.MATH):  # torch's other CPU kernels lack forward-mode AD
         derivative = _derivative(velocity, x, t, direction)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    return Result({"output": output.detach(), "derivative": derivative, "norm": norm}, gradients)
+    return Result({"output": _flat(output), "derivative": _flat(derivative), "norm": norm}, gradients)
+
+
+def _inner(x: Sample, y: Sample) -> Tensor:
+    return (x * y).map(Tensor.sum).total({})
+
+
+def _flat(x: Sample) -> Tensor:
+    """Return all numbers of each sample, ``(B, n)``."""
+    return torch.cat([part.detach().flatten(1) for part in x.parts.values()], dim=1)
 
 
 @torch.no_grad()
-def _derivative(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, t: Tensor, direction: Tensor) -> Tensor:
+def _derivative(velocity: Callable[[Sample, Tensor], Sample], x: Sample, t: Tensor, direction: Sample) -> Sample:
     """Return the derivative of ``velocity`` along ``direction`` of the state and 1 of the time."""
     with forward_ad.dual_level():
-        duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        return forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
+        duals = x.map(forward_ad.make_dual, direction), forward_ad.make_dual(t, torch.ones_like(t))
+        return velocity(*duals).map(lambda part: forward_ad.unpack_dual(part).tangent.clone())
 
 
 @lru_cache  # each mesh creates process groups with threads
@@ -164,14 +178,14 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     if case.history is not None:
         plan = replace(plan, causal=causal_settings(case.grid))
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
-    latent_shape, shapes = sample_shapes(plan, case.grid, case.optional)
+    parts, shapes = sample_shapes(plan, case.grid, case.optional)
     role = build_role(
         plan,
         mesh=mesh,
         device=torch.device("cpu"),
         trainable=True,
         precision="fp64",
-        latent_shape=latent_shape,
+        shapes=parts,
         condition_shapes=shapes,
     )
     x, t, condition, direction, cotangent = inputs(plan, case.grid, case.optional)
@@ -181,15 +195,15 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     t = t if case.history is None else frame_times(t, case.grid)
     clean = direction if case.history == "clean" else None
 
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
+    def velocity(x: Sample, t: Tensor) -> Sample:
         return role.velocity(x, t, condition, clean=clean)
 
     output = velocity(x, t)
-    (output * cotangent).sum().div(BATCH).backward()
+    _inner(output, cotangent).div(BATCH).backward()
     norm = torch.tensor(grad_norm(role.parameters()), dtype=torch.float64)
     gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
     role.rest()
-    values = {"output": output.detach(), "derivative": _derivative(velocity, x, t, direction)}
+    values = {"output": _flat(output), "derivative": _flat(_derivative(velocity, x, t, direction))}
     if clean is not None:
         values["chunk by chunk"] = _by_chunks(role, output, x, t, condition, clean)
     role.rest()
@@ -199,16 +213,16 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
 
 
 @torch.no_grad()
-def _by_chunks(role: Role, output: Tensor, x: Tensor, t: Tensor, condition: Condition, clean: Tensor) -> Tensor:
+def _by_chunks(role: Role, output: Sample, x: Sample, t: Tensor, condition: Condition, clean: Sample) -> Tensor:
     """Return the velocity of ``x`` chunk by chunk. A given first frame is in the cache, so that of ``output`` stays."""
     assert role.causal is not None
     cache = role.cache(condition)
-    parts = [output[:, :, : cache.frames].detach()]
-    while cache.frames < x.shape[2]:
+    parts = [output.frames(slice(cache.frames))]
+    while cache.frames < x.video.shape[2]:
         chunk = slice(cache.frames, cache.frames + role.causal.size(cache.count))
-        parts.append(role.chunk_velocity(x[:, :, chunk], t[:, cache.frames], cache))
-        cache = cache.with_chunk(clean[:, :, chunk])
-    return torch.cat(parts, dim=2)
+        parts.append(role.chunk_velocity(x.frames(chunk), t[:, cache.frames], cache))
+        cache = cache.with_chunk(clean.frames(chunk))
+    return _flat(Sample.cat(parts, dim=2))
 
 
 def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:

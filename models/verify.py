@@ -31,6 +31,7 @@ from models.families.base import config_of
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
 from models.lora.merge import Weights
+from models.sample import VIDEO
 from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
 
 COLUMNS = ("output", "each gradient", "norm", "derivative", "weights changed")
@@ -40,8 +41,8 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     """Print one table per network and one with its optional inputs; return whether all errors are within the bound."""
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
     plan = planned(folder, family)
-    latents, needed = sample_shapes(plan, GRIDS[0])
-    optional = sorted(plan.family.optional_shapes(plan.config, latents).keys() - needed.keys())
+    parts, needed = sample_shapes(plan, GRIDS[0])
+    optional = sorted(plan.family.optional_shapes(plan.config, parts[VIDEO]).keys() - needed.keys())
     good = True
     for expert in range(experts):
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title

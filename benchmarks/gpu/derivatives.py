@@ -16,6 +16,7 @@ from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
 from models.families.base import Family
 from models.families.registry import family_of
+from models.sample import VIDEO, Sample
 from tests.oracles.clips import RandomClips
 
 NETWORKS = {
@@ -51,20 +52,22 @@ def one_network(context: Context, name: str) -> None:
             frames, height, width = (n * p for n, p in zip(TINY_GRID, family.patch_size(config), strict=True))
             shape = (channels, frames, height, width)
         else:
-            shape = family.planning.latents_of_clip(channels, *clip)
+            shape = family.planning.shapes_of_clip(channels, *clip, fps=16.0)[VIDEO]
         clips = RandomClips(shape, family.condition_shapes(config, shape, text_tokens))
         condition = clips.condition(["5"]).to(device).to(dtype)
         family.parallelize(network, build_mesh(cp=1, device_type=device.type))
         generator = torch.Generator(device).manual_seed(0)
         x, t_x = (torch.randn(1, *shape, generator=generator, device=device).to(dtype) for _ in range(2))
-        times, t_times = torch.full((1,), 0.5, device=device), torch.ones(1, device=device)
+        times = torch.full((1,), 0.5, device=device)
 
-        def forward(x: Tensor = x, t: Tensor = times) -> Tensor:
-            return family.outputs(network, x, t, condition)[0]
+        sample, direction = Sample({VIDEO: x}), Sample({VIDEO: t_x})
+
+        def forward(x: Sample = sample, t: Tensor = times) -> Sample:
+            return family.outputs(network, x, t, condition).velocity
 
         def dual() -> None:
-            tangent = directional_derivative(forward, (x, times), (t_x, t_times), mode="exact", step=0.0)
-            assert bool(tangent.isfinite().all())
+            tangent = directional_derivative(forward, sample, times, direction, mode="exact", step=0.0)
+            assert bool(tangent.video.isfinite().all())
 
         def measured(run: Any) -> dict[str, Any]:
             peak.reset()

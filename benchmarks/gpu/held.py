@@ -73,7 +73,7 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
     device, peak = context.device, Peak(context.device)
     words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
     shapes = shapes_of(words)
-    clips, peaks, place = RandomClips(*shapes), dict[str, int](), ""
+    clips, peaks, place = RandomClips(shapes[0]["video"], shapes[1]), dict[str, int](), ""
 
     def border() -> None:
         """Assign the peak since the last border to the phase that began there."""

@@ -19,6 +19,7 @@ from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.rng import StepRandom
 from models.roles.load import build_role
 from models.roles.role import Role
+from models.sample import VIDEO, Sample
 from tests.oracles.clips import RandomClips
 
 CLIPS = 3
@@ -36,7 +37,7 @@ def streaming(context: Context, kind: str) -> None:
                      device=context.device_type, tiny=context.tiny)  # fmt: skip
     shapes, config = shapes_of(words), compose_config(words)
     plan = plan_run(config, shapes=shapes)
-    clips = RandomClips(*shapes)
+    clips = RandomClips(shapes[0]["video"], shapes[1])
     fast = mock.patch("models.roles.load.set_first_values", fill_on_device)
     with process_group(device), peak.watched(storages=kind == "eager"), fast, torch.no_grad():
         began = time.perf_counter()
@@ -46,14 +47,14 @@ def streaming(context: Context, kind: str) -> None:
             trainable=False,
             mesh=mesh_of_shape(plan.mesh, device_type=device.type),
             device=device,
-            latent_shape=shapes[0],
+            shapes=shapes[0],
             condition_shapes=shapes[1],
         )
         context.row("built", seconds=time.perf_counter() - began)
         for clip in range(2 if context.tiny else CLIPS):
             peak.reset()
             seconds = _clip(context, role, clips, list(config.method.step_list), clip)
-            frames = 4 * shapes[0][1] - 3  # the VAE makes 4 frames of each latent frame, and 1 of the first
+            frames = 4 * shapes[0]["video"][1] - 3  # the VAE makes 4 frames of each latent frame, and 1 of the first
             context.row(
                 f"{kind}, clip {clip + 1}", **{"chunks": len(seconds), "first chunk s": seconds[0],
                 "last chunk s": seconds[-1], "frames a second": frames / sum(seconds), "peak GiB": gib(peak.read())},
@@ -64,14 +65,14 @@ def _clip(context: Context, role: Role, clips: RandomClips, times: list[float], 
     """Sample a clip, and return the seconds of each chunk."""
     device = context.device
     assert role.causal is not None
-    channels, frames, *sizes = clips.latent_shape
+    channels, frames, *sizes = clips.latent_shapes[VIDEO]
     draw = partial(torch.randn, device=device)
-    noise = (draw(1, channels, count, *sizes) for count in role.causal.chunks(frames))
+    noise = (Sample({VIDEO: draw(1, channels, count, *sizes)}) for count in role.causal.chunks(frames))
     random = StepRandom(seed=0, device=device, step=clip, positions=[0], part=0)
     condition = clips.condition(["5"]).to(device)
     seconds, began = [], time.perf_counter()
     for x0 in rollout_chunks(role, noise, condition, lambda i: times, random, "benchmark", sampler="renoise"):
-        assert bool(x0.isfinite().all())  # waits for the chunk
+        assert bool(x0.video.isfinite().all())  # waits for the chunk
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
     return seconds

@@ -59,7 +59,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
     device, peak = context.device, Peak(context.device)
     words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
     shapes, compiled = shapes_of(words), any(word.endswith(".compile=true") for word in more)
-    clips = RandomClips(*shapes)  # made before the peak is watched: on a CPU they must not count
+    clips = RandomClips(shapes[0]["video"], shapes[1])  # made before the peak is watched: on a CPU they must not count
     fast = mock.patch("models.roles.load.set_first_values", fill_on_device)
     with process_group(device), peak.watched(storages=not compiled), fast:
         began = time.monotonic()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp_cp.errors import NotFinite
 from models.condition import Condition
+from models.sample import PartShapes, Sample, part_name
 
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,8 +70,8 @@ class Measure:
 class ClipDataset(Protocol):
     """Short clips with captions, as latents and text embeddings, or captions alone."""
 
-    latent_shape: tuple[int, int, int, int]
-    """``(C, T, H, W)`` of one sample's latents."""
+    latent_shapes: PartShapes
+    """Shape of each part of one sample's latents: ``video`` ``(C, T, H, W)``, and perhaps ``audio`` ``(C, T, F)``."""
     condition_shapes: Mapping[str, tuple[int, ...]]
     """Shape of each tensor of one sample's condition, by name (models/condition.py): ``text`` ``(L, D)``, ..."""
     fps: float
@@ -87,7 +88,7 @@ class ClipDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``{"latents": fp32 (C, T, H, W), "caption": str}`` and each tensor of the condition by its name, fp32.
 
-        Captions alone have no ``latents``.
+        Parts other than the video are tensors ``latents/PART``. Captions alone have no latents.
         """
         ...
 
@@ -119,8 +120,8 @@ class ClipDataset(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``(n, C, T, H, W)`` to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`.
+    def decode(self, latents: Sample) -> Tensor:
+        """Decode the video of n samples to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`.
 
         Raises:
             NotFinite: see :func:`to_bytes`.
@@ -158,6 +159,16 @@ class MeasuredDataset(Protocol):
     def measure(self, clips: np.ndarray, captions: Sequence[str]) -> dict[str, Measure]:
         """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions."""
         ...
+
+
+def sample_of(items: Mapping[str, Any], clock: Mapping[str, float], name: str = "latents") -> Sample | None:
+    """Return the latents (or ``states``) of B collated items; ``None`` if they have none.
+
+    ``clock`` has the parts with the shifts of their times.
+    """
+    if name not in items:
+        return None
+    return Sample({part: items[part_name(name, part)] for part in clock}, clock)
 
 
 def condition_of(items: Mapping[str, Any], data: ClipDataset) -> Condition:

@@ -21,6 +21,7 @@ from distill.data.encoders.words import COLOURS, PixelCodec, WordTable
 from distill.data.shape_scenes import captions_of, draw_scene, render
 from fsdp_cp.errors import UserError
 from models.condition import Condition
+from models.sample import VIDEO, Sample
 
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
@@ -57,7 +58,7 @@ class MovingShapes:
         self._size = {"num_frames": num_frames, "height": height, "width": width}
         self._seed, self._split, self._num_clips = seed, "train", num_clips
         self.fps = float(fps)
-        self.latent_shape = (3, num_frames, height, width)
+        self.latent_shapes = {VIDEO: (3, num_frames, height, width)}
         self.condition_shapes = {"text": (CAPTION_WORDS, self._table.vectors.shape[1])}
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
         prompts = [negative_prompt, ""]
@@ -84,7 +85,7 @@ class MovingShapes:
     @property
     def fingerprint(self) -> str:
         """Short hash of everything that item ``i`` depends on."""
-        decides = (self.latent_shape, self._seed, self._split, self._num_clips, self._table.words)
+        decides = (self.latent_shapes[VIDEO], self._seed, self._split, self._num_clips, self._table.words)
         identity = repr(("moving_shapes", 1, *decides)).encode()
         identity += self._table.vectors.numpy().tobytes() + self.null["text"].numpy().tobytes()
         if self._colour_shares is not None:  # not always: fingerprints of before must stay
@@ -120,9 +121,9 @@ class MovingShapes:
         """Return ``text`` fp32 (L, D) of a caption made of the table's words, as encoded sets store it."""
         return {"text": self._table.embed([caption], CAPTION_WORDS)[0]}
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
-        return PixelCodec().decode(latents)
+    def decode(self, latents: Sample) -> Tensor:
+        """Video (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
+        return PixelCodec().decode(latents.video)
 
     def release(self) -> None:
         """Nothing to free: there is no VAE."""
@@ -130,7 +131,7 @@ class MovingShapes:
     def clips(self, count: int, first: int = 0) -> Tensor:
         """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
         items = [torch.from_numpy(self._render(i % self._num_clips)) for i in range(first, first + count)]
-        return self.decode(torch.stack(items) * 2 - 1)
+        return PixelCodec().decode(torch.stack(items) * 2 - 1)
 
     def _render(self, index: int) -> np.ndarray:
         stream = (self._seed, SPLITS.index(self._split), index)

@@ -18,6 +18,7 @@ import torch
 from distill.data.base import ClipDataset, EncodingFields
 from fsdp_cp.choices import check_choices, check_range, installed_names, load_installed
 from fsdp_cp.errors import UserError, counted
+from models.sample import PartShapes
 
 if TYPE_CHECKING:
     from distill.data.sets.encode import EncodeSettings, Source
@@ -42,8 +43,8 @@ class DataSettings:
         """Return fingerprints of the files that settings name, by dotted key: a resumed run needs the same."""
         return {}
 
-    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        """Return ``(C, T, H, W)`` of a sample's latents and the shapes of its condition, without encoding anything.
+    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
+        """Return the shapes of a sample's parts and those of its condition, without encoding anything.
 
         Raises:
             UserError: folders that are not set or not there, sizes that the data set or the VAE does not take.
@@ -115,9 +116,9 @@ class MovingShapesSettings(DataSettings):
     """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
     blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
 
-    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         data = self.build(seed=0)
-        return data.latent_shape, data.condition_shapes
+        return data.latent_shapes, data.condition_shapes
 
     def build(self, *, seed: int, captions: Sequence[str] = (), **_: Any) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
@@ -174,7 +175,7 @@ class VideoFolderSettings(DataSettings, EncodingFields):
     cache: str | None = None
     """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
-    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
@@ -252,7 +253,7 @@ class EncodedSettings(DataSettings):
         """Whether the set has clips; sets of captions have none."""
         return self.path is None or "latents" in self.open().parts
 
-    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         check_choices(self, "data.")
         return self.encode_settings().shapes()
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -35,6 +34,7 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
+from models.sample import VIDEO, Sample
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Evaluator:
         log.info("sampled %s: %s in %s", name, counted(len(clips), "clip"), duration(time.perf_counter() - started))
         return clips
 
-    def _decoded(self, name: str, data: ClipDataset, latents: Tensor) -> np.ndarray | None:
+    def _decoded(self, name: str, data: ClipDataset, latents: Sample) -> np.ndarray | None:
         """Decode the clips ``name`` like :func:`decode`. Clips that are not finite become a warning and ``None``."""
         try:
             return decode(data, latents)
@@ -238,7 +238,7 @@ class Evaluator:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
         latents = torch.stack([source[i]["latents"] for i in self._items(captions, source)])
-        return self._decoded("the data", source, latents)
+        return self._decoded("the data", source, Sample({VIDEO: latents}))
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption. Items of the same caption take turns."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distill.config import Config
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
@@ -28,6 +27,7 @@ from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
 from models.roles.role import Role
+from models.sample import PartShapes, Sample
 
 
 def alone(method: type[Method], name: str) -> type[Method]:
@@ -91,21 +91,22 @@ def sample_captions(data: ClipDataset, count: int) -> list[str]:
     return [captions[i * stride % len(captions)] for i in range(count)]
 
 
-def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
-    """Decode ``latents`` (n, C, T, H, W), which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
+def decode(data: ClipDataset, latents: Sample) -> np.ndarray | None:
+    """Decode the video of n samples, which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
 
     All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
 
     Raises:
         NotFinite: latents or frames that are not finite. Raised on all ranks.
     """
-    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
+    finite = [part.isfinite().flatten(1).all(1) for part in latents.parts.values()]
+    broken = int((~torch.stack(finite).all(0)).sum())
     if broken:
         raise NotFinite(
             f"the latents of {broken} of {len(latents)} clips are not finite; use an earlier checkpoint, or fp32"
         )
     mine = latents[rank() :: world_size()]
-    decoded = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
+    decoded = gathered(lambda: data.decode(mine.to("cpu", torch.float32)) if len(mine) else None)
     if decoded is None:
         return None
     return torch.stack([decoded[i % len(decoded)][i // len(decoded)] for i in range(len(latents))]).numpy()
@@ -141,10 +142,10 @@ def generate(
     batch: int,
     advance: Callable[[int], object] | None = None,
     clips: Sequence[int] | None = None,
-    latent_shape: Sequence[int] | None = None,
+    latent_shapes: PartShapes | None = None,
     chunk_done: Callable[[], object] | None = None,
-) -> Tensor:
-    """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, on the CPU, the same on every rank. A collective.
+) -> Sample:
+    """Sample latents of ``n`` captions, on the CPU, the same on every rank. A collective.
 
     A causal role makes its chunks one after another. Finished chunks wait in host memory.
 
@@ -155,10 +156,11 @@ def generate(
         batch: number of clips per forward on a rank.
         advance: called with the number of clips, over all ranks, that were finished since the last call.
         clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
-        latent_shape: ``(C, T, H, W)`` of a clip; that of ``data`` by default. A causal role can make longer clips.
+        latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
         chunk_done: called after each chunk, or each clip of a bidirectional role.
     """
-    shape = data.latent_shape if latent_shape is None else latent_shape
+    clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
+    shapes = {part: shapes[part] for part in clock}
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk
@@ -171,13 +173,13 @@ def generate(
             first = start + mesh.dp_rank * batch
             positions = range(first, first + batch)
             random = StepRandom(seed=seed, step=0, positions=positions, device=device)
-            noise = chunk_noise(method.roles[role], random, "sample/noise", shape)
+            noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
             chunks = []
             for latents in method.stream(role, noise, condition[first : first + batch], steps, random):
-                chunks.append(gather_samples(latents, mesh.dp).cpu())
+                chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
                 if chunk_done is not None:
                     chunk_done()
-            made.append(torch.cat(chunks, dim=2))
+            made.append(Sample.cat(chunks, dim=2))
             if advance is not None:
                 advance(min(chunk, len(captions) - start))
-    return torch.cat(made)[: len(captions)]
+    return Sample.cat(made)[: len(captions)]

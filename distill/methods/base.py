@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.methods.common.chunks import split_chunks
+from distill.methods.common.chunks import chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.condition import Condition
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -27,19 +29,35 @@ if TYPE_CHECKING:
 class Batch:
     """One micro-batch of this rank. All ranks of a ``cp`` group hold the same one."""
 
-    latents: Tensor | None
-    """Clean latents ``(B, C, T, H, W)``, about unit scale. ``None`` if the data set has only captions."""
+    latents: Sample | None
+    """Clean latents, about unit scale. ``None`` if the data set has only captions."""
     condition: Condition
     """Conditions of the B samples, with the null condition of guidance and the empty caption of caption dropout."""
-    latent_shape: tuple[int, ...] | None = None
-    """Value of :attr:`shape` if ``latents`` is ``None``."""
-    states: Tensor | None = None
-    """States ``(B, K, C, T, H, W)`` of the teacher on its way to ``latents``, for methods that train on them."""
+    latent_shapes: PartShapes | None = None
+    """Value of :attr:`shapes` if ``latents`` is ``None``."""
+    latent_shifts: Mapping[str, float] = field(default_factory=dict)
+    """Shifts of the parts' times (:attr:`models.sample.Sample.shifts`) if ``latents`` is ``None``."""
+    states: Sample | None = None
+    """States ``(B, K, C, T, ...)`` of the teacher on its way to ``latents``, for methods that train on them."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape ``(C, T, H, W)`` of one sample's latents."""
-        return tuple(self.latents.shape[1:]) if self.latents is not None else self.latent_shape
+    def shapes(self) -> PartShapes:
+        """Shape ``(C, T, ...)`` of each part of one sample."""
+        shapes = self.latent_shapes if self.latents is None else self.latents.shapes
+        assert shapes is not None
+        return shapes
+
+    @property
+    def frames(self) -> int:
+        """Number of latent frames of the video."""
+        return self.shapes[VIDEO][1]
+
+    def noise(self, random: StepRandom, purpose: str, role: Role | None = None) -> Sample:
+        """Draw noise for the samples; for a causal ``role`` chunk by chunk."""
+        shifts = self.latent_shifts if self.latents is None else self.latents.shifts
+        if role is None:
+            return draw_noise(random, purpose, self.shapes, shifts, self.dtype)
+        return Sample.cat([*chunk_noise(role, random, purpose, self.shapes, shifts, self.dtype)], dim=2)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +65,7 @@ class Batch:
         return self.condition.dtype
 
 
-ANY_SAMPLE = Batch(latents=None, condition=Condition({"text": torch.zeros(1)}), latent_shape=(1, 1, 1, 1))
+ANY_SAMPLE = Batch(latents=None, condition=Condition({"text": torch.zeros(1)}), latent_shapes={VIDEO: (1, 1, 1, 1)})
 """Batch of one sample without values, whose losses tell which experts a step trains."""
 
 
@@ -60,6 +78,39 @@ class Loss(NamedTuple):
     at: float | None = None
     """Time that selects the expert that the loss trains, the same for every micro-batch of a part of the batch
     (``expert_draws``) and on every rank; ``None`` for a role of one network."""
+
+
+@dataclass(kw_only=True)
+class PartSettings:
+    """Settings of the parts of a sample other than the video."""
+
+    guidance_scale: float = 5.0
+    """Guidance scale ``w`` of the teacher, or of ``method=flow_matching``'s samples: ``u + w (c - u)``; 1 for none."""
+    audio_guidance_scale: float | None = None
+    """Guidance scale of the audio; null for that of the video."""
+    audio_weight: float = 1.0
+    """Weight of the audio's loss next to the video's, at least 0. With 0, parameters that only the audio's output
+    reaches change by weight decay alone."""
+    audio_shift_ratio: float | None = None
+    """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "method.")
+        check_range(self, "audio_weight", least=0, where="method.")
+        check_range(self, "audio_shift_ratio", above=0, where="method.")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the parts' losses."""
+        return {VIDEO: 1.0, AUDIO: self.audio_weight}
+
+    @property
+    def guidance(self) -> Guidance:
+        """Guidance scale, or one per part."""
+        return self._by_part(self.guidance_scale)
+
+    def _by_part(self, video: Guidance) -> Guidance:
+        return video if self.audio_guidance_scale is None else {VIDEO: video, AUDIO: self.audio_guidance_scale}
 
 
 class Method(ABC):
@@ -134,6 +185,18 @@ class Method(ABC):
             )
 
     @classmethod
+    def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
+        """Check that this method can train samples with parts other than the video.
+
+        Raises:
+            UserError: by default.
+        """
+        raise UserError(
+            f"method={settings.name} does not know {' and '.join(parts)} yet; use method=dmd2 without GAN,"
+            " flow_matching or ode_regression, or a model of video alone"
+        )
+
+    @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Check that this method can train and evaluate the roles that are causal.
 
@@ -148,6 +211,21 @@ class Method(ABC):
                     f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
                     f" method=flow_matching, dcm, scm, ode_regression or self_forcing, or {name}.causal.chunk=null"
                 )
+
+    def clock(self, role: str) -> Mapping[str, float]:
+        """Return the parts of samples of ``role``, with the shifts of their times.
+
+        The student's are also the training's. The teacher's own sampling keeps its model's shifts.
+        """
+        released, ratio = self.roles[role].family.parts, self.settings.audio_shift_ratio
+        return released if ratio is None or role == "teacher" else {**released, AUDIO: ratio}
+
+    def total(self, name: str, errors: Sample) -> Tensor:
+        """Return the weighted sum of the parts' ``errors``; observe each of several parts as ``NAME/PART``."""
+        if len(errors.parts) > 1:
+            for part, values in errors.parts.items():
+                self.observations.add(f"{name}/{part}", values)
+        return errors.total(self.settings.weights)
 
     @abstractmethod
     def trained_role(self, step: int) -> str:
@@ -187,42 +265,42 @@ class Method(ABC):
     def evaluations(self, role: str, steps: int) -> int:
         """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""
 
-    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        """Sample whole clips from ``noise`` ``(B, C, T, H, W)``: the chunks of :meth:`stream`, joined."""
+    def generate(self, role: str, noise: Sample, condition: Condition, steps: int, random: StepRandom) -> Sample:
+        """Sample whole clips from ``noise``: the chunks of :meth:`stream`, joined."""
         chunks = split_chunks(self.roles[role], noise)
-        return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
+        return Sample.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
 
     @abstractmethod
     def stream(
-        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Tensor]:
-        """Sample clean latents chunk by chunk: yield each chunk ``(B, C, frames of the chunk, H, W)`` once finished.
+        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Sample]:
+        """Sample clean latents chunk by chunk: yield each chunk once finished.
 
         ``noise`` has the noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`). A bidirectional role
         has one chunk, the whole clip. ``steps`` is the number of steps of the role's sampler per chunk.
         """
 
 
-Guidance = float | tuple[float, float]
-"""Guidance scale ``w``, or one per expert of a teacher with two, like diffusers' ``guidance_scale`` and
-``guidance_scale_2``."""
+Guidance = float | tuple[float, float] | Mapping[str, Any]
+"""Guidance scale ``w``; or one per expert of a teacher with two, like diffusers' ``guidance_scale`` and
+``guidance_scale_2``; or one of these per part."""
 
 
 def guided_velocity(
     role: Role,
-    x: Tensor,
+    x: Sample,
     t: Tensor,
     condition: Condition,
     guidance: Guidance,
     at: float | None = None,
     *,
-    clean: Tensor | None = None,
-) -> Tensor:
+    clean: Sample | None = None,
+) -> Sample:
     """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call.
 
     Args:
         role: the network.
-        x: noisy latents ``(B, C, T, H, W)``.
+        x: noisy latents.
         t: times ``(B,)``, or ``(B, T)`` for a time per latent frame.
         condition: conditions of the B samples; ``u`` gets its ``null``.
         guidance: ``w``. If it is 1, only the conditional velocity is computed.
@@ -230,18 +308,30 @@ def guided_velocity(
         clean: history of a causal role (:meth:`models.roles.role.Role.velocity`), the same for ``c`` and ``u``.
     """
     w = guidance_at(role, guidance, at)
-    if w == 1.0:
+    if not is_guided(w):
         return role.velocity(x, t, condition, at=at, clean=clean)
-    branches, history = Condition.cat([condition, condition.null]), None if clean is None else torch.cat([clean, clean])
-    return guide(role.velocity(torch.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history), w)
+    branches, history = (
+        Condition.cat([condition, condition.null]),
+        None if clean is None else Sample.cat([clean, clean]),
+    )
+    return guide(role.velocity(Sample.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history), w)
 
 
-def guide(both: Tensor, w: float) -> Tensor:
-    """Return ``u + w (c - u)`` for the velocities ``(2B, ...)`` of the conditions, then of their ``null``."""
+def guide(both: Sample, w: Any) -> Sample:
+    """Return ``u + w (c - u)`` for the velocities of 2B samples: the conditions', then those of their ``null``."""
     conditional, unconditional = both.chunk(2)
     return unconditional + w * (conditional - unconditional)
 
 
-def guidance_at(role: Role, guidance: Guidance, at: float | None) -> float:
-    """Return the guidance scale of the expert of ``role`` that serves the time ``at``."""
+def is_guided(guidance: Guidance) -> bool:
+    """Return whether any guidance scale differs from 1, so that both branches are needed."""
+    if isinstance(guidance, Mapping):
+        return any(map(is_guided, guidance.values()))
+    return guidance != 1.0
+
+
+def guidance_at(role: Role, guidance: Guidance, at: float | None) -> Any:
+    """Return the guidance scale of the expert of ``role`` that serves the time ``at``, or one per part."""
+    if isinstance(guidance, Mapping):
+        return {part: guidance_at(role, scale, at) for part, scale in guidance.items()}
     return guidance[role.expert_at(at)] if isinstance(guidance, tuple) else guidance

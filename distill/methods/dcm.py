@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.common.chunks import check_same_chunks, chunk_draws, chunk_noise, clean_history
+from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
-from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
+from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
+from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -78,21 +78,21 @@ class Dcm(FewStepMethod):
             # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last node.
             return (settings.grid_steps * random.uniform(purpose, torch.float64)).long()
 
-        node = chunk_draws(student, batch.shape[1], draw, "dcm/node")
+        node = chunk_draws(student, batch.frames, draw, "dcm/node")
         grid = torch.tensor(
             euler_times(settings.grid_steps, settings.shift), dtype=batch.dtype, device=batch.latents.device
         )
         t, next_t = grid[node], grid[node + 1]
-        noise = torch.cat([*chunk_noise(student, random, "dcm/noise", batch.shape, batch.dtype)], dim=2)
+        noise = batch.noise(random, "dcm/noise", student)
         x, clean = add_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "dcm/context")
         with torch.no_grad():
             v = guided_velocity(self.roles["teacher"], x, t, batch.condition, settings.guidance, clean=clean)
-            next_x = x + per_sample(next_t - t, x) * v
+            next_x = x + (part_times(next_t, x) - part_times(t, x)) * v
             with self.student_average() if settings.target == "ema" else nullcontext():
                 # At t = 0, after the last node, this is next_x itself.
                 target = denoise(next_x, student.velocity(next_x, next_t, batch.condition, clean=clean), next_t)
         prediction = denoise(x, student.velocity(x, t, batch.condition, clean=clean), t)
-        errors = per_time_mean((prediction - target).square(), t)
+        errors = self.total("loss", squared_error(prediction, target, t))
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "prediction", prediction)
         observe_latents(self.observations, "data", batch.latents)

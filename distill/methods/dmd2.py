@@ -12,7 +12,7 @@ clip, and in some batches the teacher's score of this clip instead of the sample
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,12 +26,13 @@ from distill.methods.common.distribution_matching import Shared, distribution_ma
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
-from distill.methods.common.schedules import add_noise, denoise, shift_time
+from distill.methods.common.schedules import add_noise, denoise
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+from models.sample import Sample, shift_time
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -50,9 +51,11 @@ class Dmd2Settings(StepListSettings):
     fake_updates_per_student_update: int = 5
     """Fake-score updates after each student update; at least 1."""
     min_time: float = 0.02
-    """Smallest time of the scores, in comparison and training, after the shift; from 0 to below ``max_time``."""
+    """Smallest time of the scores, in comparison and training; from 0 to below ``max_time``."""
     max_time: float = 0.98
-    """Largest time of the scores, in comparison and training, after the shift; at most 1."""
+    """Largest time of the scores, in comparison and training; at most 1."""
+    time_limits: Literal["clamp", "draw"] = "clamp"
+    """Use of ``min_time`` and ``max_time``: ``clamp`` times after the shift, or bound the ``draw`` before the shift."""
     rollout: Literal["random", "full"] = "random"
     """Number of student steps in a rollout, the last with a gradient: ``full``, or ``random`` (from 1 to all, equal for
     all samples of a step or of a part of its batch, ``expert_draws``)."""
@@ -120,6 +123,11 @@ class Dmd2(FewStepMethod):
         if settings.fake_knows_last_step:
             chosen["last_step"] = {}
         return {"fake": chosen} if chosen else {}
+
+    @classmethod
+    def check_parts(cls, settings: Dmd2Settings, parts: Collection[str]) -> None:
+        if settings.gan:
+            super().check_parts(settings, parts)
 
     @classmethod
     def needs_latents(cls, settings: Dmd2Settings) -> bool:
@@ -201,13 +209,13 @@ class Dmd2(FewStepMethod):
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
-    def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+    def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Sample:
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
         if self.settings.student_input == "rollout":
             return self.own_sample(batch, times, random)
-        x, last = random.normal("dmd2/noise", batch.shape, batch.dtype), times[-1]
-        t = x.new_full((len(x),), last)
-        x = add_noise(batch.latents, x, t)
+        noise, last = batch.noise(random, "dmd2/noise"), times[-1]
+        t = torch.full((len(noise),), last, dtype=noise.dtype, device=noise.device)
+        x = add_noise(batch.latents, noise, t)
         return denoise(x, self.roles["student"].velocity(x, t, batch.condition, at=last), t)
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
@@ -226,16 +234,16 @@ class Dmd2(FewStepMethod):
 
         yield Loss("dmd", loss, at=times[-1])
 
-    def _sample_loss(self, sample: Tensor, batch: Batch, last: Tensor | None, random: StepRandom) -> Tensor:
+    def _sample_loss(self, sample: Sample, batch: Batch, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return the DMD loss of ``sample``, ``x_G``, plus the weighted GAN loss."""
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)
         clips = batch.latents if self._forces_data(random) else None
-        loss = distribution_matching(
+        errors = distribution_matching(
             sample,
             self._score_time("dmd2/time", batch, random, "teacher", "fake"),
-            random.normal("dmd2/score_noise", batch.shape, batch.dtype),
+            batch.noise(random, "dmd2/score_noise"),
             batch=batch,
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
@@ -244,10 +252,11 @@ class Dmd2(FewStepMethod):
             real_sample=clips,
             observations=self.observations,
         )
+        loss = self.total("dmd", errors)
         if not self.settings.gan:
             return loss
         t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
-        x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
+        x_t = add_noise(sample, batch.noise(random, "dmd2/gan_noise"), t)
         gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.condition, last, at=at)).mean(1)
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
@@ -267,28 +276,29 @@ class Dmd2(FewStepMethod):
         return draw_times(self._draw_score_time, random, purpose, batch.dtype, [scored])[0]
 
     def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Draw uniform times, shift them, and clamp them to [``min_time``, ``max_time``]."""
-        t = shift_time(random.uniform(purpose, dtype), self.settings.shift)
-        return [t.clamp(self.settings.min_time, self.settings.max_time)]
+        """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``."""
+        settings, t = self.settings, random.uniform(purpose, dtype)
+        if settings.time_limits == "draw":
+            return [shift_time(settings.min_time + (settings.max_time - settings.min_time) * t, settings.shift)]
+        return [shift_time(t, settings.shift).clamp(settings.min_time, settings.max_time)]
 
-    def _head_loss(self, batch: Batch, sample: Tensor, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
+    def _head_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
 
-        Means are over all logits. ``x_t`` are the clips, noised to the same times as the samples ``x_G``
-        ``(B, C, T, H, W)`` of their captions. A discriminator that is conditioned on the ``last`` step gets the
-        samples' value for both.
+        Means are over all logits. ``x_t`` are the clips, noised to the same times as the samples ``x_G`` of their
+        captions. A discriminator that is conditioned on the ``last`` step gets the samples' value for both.
         """
         t, at = times
         inputs = [
-            add_noise(x, random.normal(purpose, batch.shape, batch.dtype), t)
+            add_noise(x, batch.noise(random, purpose), t)
             for x, purpose in ((sample, "dmd2/gan_noise"), (batch.latents, "dmd2/gan_real_noise"))
         ]
         if self.settings.gan_r1_weight:
-            disturbance = random.normal("dmd2/gan_r1_noise", batch.shape, batch.dtype)
+            disturbance = batch.noise(random, "dmd2/gan_r1_noise")
             inputs.append(inputs[1] + _R1_SIGMA * disturbance)
         n = len(inputs)
         logits = self.roles["fake"].logits(
-            torch.cat(inputs), t.repeat(n), batch.condition.repeat(n), None if last is None else last.repeat(n), at=at
+            Sample.cat(inputs), t.repeat(n), batch.condition.repeat(n), None if last is None else last.repeat(n), at=at
         )
         student, real, *disturbed = logits.chunk(n)
         self.observations.add("logit_student", student.mean(1))
@@ -300,9 +310,9 @@ class Dmd2(FewStepMethod):
             loss = loss + self.settings.gan_r1_weight * r1
         return loss.mean()
 
-    def _fake_loss(self, batch: Batch, sample: Tensor, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
+    def _fake_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean (v(x_t) - (e - x_G))^2``: flow matching on the student's samples, without guidance."""
-        noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
-        errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)
+        noise = batch.noise(random, "dmd2/fake_noise")
+        errors = self.total("loss", fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last))
         observe_by_time(self.observations, "loss", errors, times.t)
         return errors.mean()

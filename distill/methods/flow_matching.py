@@ -7,23 +7,24 @@ A causal student draws one time per chunk. Its history is clean (teacher forcing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, Method
-from distill.methods.common.chunks import chunk_draws, chunk_noise, clean_history
+from distill.methods.base import Batch, Loss, Method, PartSettings, is_guided
+from distill.methods.common.chunks import chunk_draws, clean_history
 from distill.methods.common.expert_times import Times, draw_times
-from distill.methods.common.observations import observe_by_time, observe_latents, per_time_mean
+from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.sampling import Sampler, guided_chunks
-from distill.methods.common.schedules import add_noise, shift_time
-from fsdp_cp.choices import check_choices, check_range
+from distill.methods.common.schedules import add_noise
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
+from models.sample import Sample, shift_time
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -32,7 +33,7 @@ TimeDistribution = Literal["uniform", "logit_normal"]
 
 
 @dataclass(kw_only=True)
-class FlowMatchingSettings:
+class FlowMatchingSettings(PartSettings):
     """``method=flow_matching``."""
 
     name: str = "flow_matching"
@@ -50,8 +51,6 @@ class FlowMatchingSettings:
     a mean of 1 over uniform times with this ``shift`` (Self-Forcing, Causal-Forcing, DiffSynth)."""
     caption_dropout: float = 0.1
     """Probability that a sample trains on the empty caption, which guidance needs; 0 to 1."""
-    guidance_scale: float = 5.0
-    """Guidance scale ``w`` of samples, ``u + w (c - u)``; 1 for no guidance."""
     sampler: Sampler = "euler"
     """Sampler: ``euler``, or ``unipc``, which Wan's pipelines use."""
     history: Literal["clean", "noisy"] = "noisy"
@@ -59,7 +58,7 @@ class FlowMatchingSettings:
     at their own times (diffusion forcing). A bidirectional student has one chunk and no history."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "method.")
+        super().__post_init__()
         check_range(self, "caption_dropout", least=0, most=1, where="method.")
         check_range(self, "shift", "logit_std", above=0, where="method.")
 
@@ -86,6 +85,10 @@ class FlowMatching(Method):
         return
 
     @classmethod
+    def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
+        return
+
+    @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         if settings.history == "clean" and causal["student"] is None:
             raise UserError(
@@ -97,14 +100,14 @@ class FlowMatching(Method):
 
     def _loss(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
         x0, student, (t, at) = batch.latents, self.roles["student"], times
-        noise = torch.cat([*chunk_noise(student, random, "flow_matching/noise", x0.shape[1:], x0.dtype)], dim=2)
+        noise = batch.noise(random, "flow_matching/noise", student)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
         clean = None
         if self.settings.history == "clean":
             clean = clean_history(student, x0, random, "flow_matching/context")
         v = student.velocity(add_noise(x0, noise, t), t, condition, at=at, clean=clean)
-        errors = per_time_mean((v - (noise - x0)).square(), t)
+        errors = self.total("loss", squared_error(v, noise - x0, t))
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
         return errors.mean() if self.settings.weight == "none" else (gaussian(t, self.settings.shift) * errors).mean()
@@ -118,15 +121,15 @@ class FlowMatching(Method):
         def draw(name: str) -> Tensor:
             return self._draw(random, name, batch.dtype)[0]
 
-        return Times(chunk_draws(student, batch.shape[1], draw, purpose))
+        return Times(chunk_draws(student, batch.frames, draw, purpose))
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
-        return steps if self.settings.guidance_scale == 1 else 2 * steps
+        return 2 * steps if is_guided(self.settings.guidance) else steps
 
     def stream(
-        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Tensor]:
+        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Sample]:
         settings = self.settings
         return guided_chunks(
             self.roles[role],
@@ -136,7 +139,7 @@ class FlowMatching(Method):
             sampler=settings.sampler,
             steps=steps,
             shift=settings.shift,
-            guidance=settings.guidance_scale,
+            guidance=settings.guidance,
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import per_sample_mean, per_sample_norm
+from distill.methods.common.observations import per_sample_norm, squared_error
 from distill.methods.common.sampling import StudentSampler
 from distill.methods.common.schedules import add_noise, per_sample
 from distill.methods.flow_matching import TimeDistribution, draw_time
@@ -26,6 +26,7 @@ from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
 from models.condition import Condition
+from models.sample import Sample
 
 
 @dataclass(kw_only=True)
@@ -103,21 +104,22 @@ class MeanFlow(FewStepMethod):
         warmup = settings.tangent_warmup
         growth = min(1.0, step / warmup) if warmup else 1.0
         t, r = self._times(random, batch)
-        noise = random.normal("meanflow/noise", batch.shape, batch.dtype)
+        noise = batch.noise(random, "meanflow/noise")
         x = add_noise(batch.latents, noise, t)
         target = velocity = self._velocity(batch, noise, x, t)
         if growth and settings.interval_ratio:
             derivative = directional_derivative(
                 lambda x, t: student.velocity(x, t, batch.condition, r),
-                (x, t),
-                (velocity, torch.ones_like(t)),
+                x,
+                t,
+                velocity,
                 mode=settings.jvp,
                 step=settings.jvp_step,
             )
             target = velocity - growth * per_sample(t - r, x) * derivative
-            self.observations.add("jvp_norm", per_sample_norm(derivative), where=r < t)
+            self.observations.add("jvp_norm", per_sample_norm(derivative.video), where=r < t)
         prediction = student.velocity(x, t, batch.condition, r)
-        errors = per_sample_mean((prediction - target).square())
+        errors = squared_error(prediction, target).video
         # Log the unweighted errors: the weights hide the error's size in the loss.
         self.observations.add("error/instant", errors, where=r == t)
         self.observations.add("error/interval", errors, where=r < t)
@@ -134,21 +136,21 @@ class MeanFlow(FewStepMethod):
         return t, torch.where(random.uniform("meanflow/interval") < self.settings.interval_ratio, r, t)
 
     @torch.no_grad()
-    def _velocity(self, batch: Batch, noise: Tensor, x: Tensor, t: Tensor) -> Tensor:
+    def _velocity(self, batch: Batch, noise: Sample, x: Sample, t: Tensor) -> Sample:
         if self.settings.velocity == "data":
             return noise - batch.latents
         return guided_velocity(self.roles["teacher"], x, t, batch.condition, self.settings.guidance)
 
     def stream(
-        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Tensor]:
+        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Sample]:
         """Sample a role; the student's steps are ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
         if role != "student":
             return super().stream(role, noise, condition, steps, random)
         times = [*self.sampling_times(steps), 0.0]
 
         @torch.no_grad()
-        def sample(x: Tensor) -> Tensor:
+        def sample(x: Sample) -> Sample:
             for time, next_time in pairwise(times):
                 t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
                 x = x - (time - next_time) * self.roles[role].velocity(x, t, condition, r)

@@ -8,7 +8,7 @@ A causal student sees the set's clip as its history.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from distill.data import EncodedSettings
 from distill.methods.base import Batch, Loss
 from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_latents, per_time_mean
-from distill.methods.common.schedules import denoise, per_sample
+from distill.methods.common.observations import observe_latents, squared_error
+from distill.methods.common.schedules import denoise, widen
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
@@ -53,6 +53,10 @@ class OdeRegression(FewStepMethod):
     @classmethod
     def needs_latents(cls, settings: OdeRegressionSettings) -> bool:
         return False
+
+    @classmethod
+    def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
+        return
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
@@ -97,12 +101,14 @@ class OdeRegression(FewStepMethod):
             # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
             return (len(times) * random.uniform(purpose, torch.float64)).long()
 
-        index = chunk_draws(student, batch.shape[1], draw, "ode_regression/step")
+        index = chunk_draws(student, batch.frames, draw, "ode_regression/step")
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
-        x = batch.states.gather(1, per_sample(index, batch.latents).expand_as(batch.latents)[:, None])[:, 0]
+        x = batch.latents.map(
+            lambda x0, states: states.gather(1, widen(index, x0).expand_as(x0)[:, None])[:, 0], batch.states
+        )
         clean = clean_history(student, batch.latents, random, "ode_regression/context")
         prediction = denoise(x, student.velocity(x, t, batch.condition, clean=clean), t)
-        errors = per_time_mean((prediction - batch.latents).square(), t)
+        errors = self.total("loss", squared_error(prediction, batch.latents, t))
         for i, time in enumerate(times):
             self.observations.add(f"loss/t{time:.4f}", errors, where=index == i)
         observe_latents(self.observations, "prediction", prediction)

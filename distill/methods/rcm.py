@@ -20,12 +20,12 @@ from distill.methods.base import Batch, Loss
 from distill.methods.common.distribution_matching import distribution_matching, fake_score_error
 from distill.methods.common.expert_times import Draw, Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
-from distill.methods.common.schedules import shift_time
 from distill.methods.scm import Scm, ScmSettings
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+from models.sample import VIDEO, shift_time
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -132,7 +132,7 @@ class Rcm(Scm):
         weight = self.settings.consistency_weight
         if weight is None:
             # rCM's ratio is 100 to 1 between sums over elements, with a g of norm 1 and no 1/2 in DMD's loss.
-            weight = 50 / math.prod(batch.shape) ** 0.5
+            weight = 50 / math.prod(batch.shapes[VIDEO]) ** 0.5
         yield self._consistency(step, batch, random, weight)
         if step >= self.settings.consistency_steps:
             rollout = self._rollout_times(step, batch, random)
@@ -182,10 +182,10 @@ class Rcm(Scm):
         sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
-        loss = distribution_matching(
+        errors = distribution_matching(
             sample,
             self._score_times("rcm/score_time", batch, random, "teacher", "fake"),
-            random.normal("rcm/score_noise", batch.shape, batch.dtype),
+            batch.noise(random, "rcm/score_noise"),
             batch=batch,
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
@@ -193,19 +193,20 @@ class Rcm(Scm):
             last_step=self._last_step(times),
             observations=self.observations,
         )
+        loss = self.total("dmd", errors)
         # Observe the gradient on F, like the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
-        (gradient,) = torch.autograd.grad(loss, sample, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, sample.video, retain_graph=True)
         last = times[-1].t
         sin = last / torch.hypot(last, 1 - last)
-        self.observations.add("output_gradient/dmd", sin * sample.numel() * per_sample_norm(gradient))
+        self.observations.add("output_gradient/dmd", sin * gradient.numel() * per_sample_norm(gradient))
         return loss
 
     def _fake_loss(self, batch: Batch, rollout: list[Times], times: Times, random: StepRandom) -> Tensor:
         """Return the squared error of F (that of x0 over ``sin^2 t``) on the student's samples, without guidance."""
         with torch.no_grad():
             sample = self.own_sample(batch, rollout, random)
-        noise, last = random.normal("rcm/fake_noise", batch.shape, batch.dtype), self._last_step(rollout)
-        errors, t = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last), times.t
+        noise, last = batch.noise(random, "rcm/fake_noise"), self._last_step(rollout)
+        errors, t = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last).video, times.t
         # F is linear in v with the factor 1 / (cos + sin); its square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * errors
         observe_by_time(self.observations, "loss", errors, t)

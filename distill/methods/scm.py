@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.chunks import check_same_chunks, chunk_draws, chunk_noise, clean_history, split_chunks
+from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history, split_chunks
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, per_time_mean
-from distill.methods.common.schedules import per_sample
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, squared_error
+from distill.methods.common.schedules import per_sample, widen
 from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.sample import Sample
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -131,7 +132,7 @@ class Scm(FewStepMethod):
         ``times`` are TrigFlow times and the flow time that selects the expert.
         """
         settings, student, (t, at) = self.settings, self.roles["student"], times
-        noise = torch.cat([*chunk_noise(student, random, "scm/noise", batch.shape, batch.dtype)], dim=2)
+        noise = batch.noise(random, "scm/noise", student)
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")
         with torch.no_grad():
             teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at, clean=clean)
@@ -142,8 +143,9 @@ class Scm(FewStepMethod):
         with student.differences(settings.jvp_step) if over else nullcontext():
             derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
                 lambda x, t: trig_field(student, x, t, batch.condition, at=at, clean=clean),
-                (x, t),
-                (teacher, torch.ones_like(t)),
+                x,
+                t,
+                teacher,
                 mode=settings.jvp,
                 step=settings.jvp_step,
             )
@@ -151,11 +153,11 @@ class Scm(FewStepMethod):
         warmup = settings.tangent_warmup
         r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
         raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)
-        g = torch.cat([normalise_tangent(part) for part in split_chunks(student, raw)], dim=2)
-        errors = per_time_mean((prediction - prediction.detach() - g).square(), t)
-        self.observations.add("tangent_norm", per_sample_norm(raw))
-        self.observations.add("jvp_norm", per_sample_norm(derivative))
-        self.observations.add("output_gradient/scm", 2 * weight * per_sample_norm(g))
+        g = Sample.cat([chunk.map(normalise_tangent) for chunk in split_chunks(student, raw)], dim=2)
+        errors = squared_error(prediction - prediction.detach(), g, t).video
+        self.observations.add("tangent_norm", per_sample_norm(raw.video))
+        self.observations.add("jvp_norm", per_sample_norm(derivative.video))
+        self.observations.add("output_gradient/scm", 2 * weight * per_sample_norm(g.video))
         observe_by_time(self.observations, "loss", errors, flow_time(t))
         observe_latents(self.observations, "prediction", trig_denoise(x, prediction, t))
         observe_latents(self.observations, "data", batch.latents)
@@ -172,16 +174,16 @@ class Scm(FewStepMethod):
         def draw(purpose: str) -> Tensor:
             return self._draw_time(random, purpose, batch.dtype)[0]
 
-        return Times(chunk_draws(student, batch.shape[1], draw, "scm/time"))
+        return Times(chunk_draws(student, batch.frames, draw, "scm/time"))
 
 
 def consistency_tangent(
-    prediction: Tensor, teacher: Tensor, derivative: Tensor, x: Tensor, t: Tensor, r: float, *, form: str
-) -> Tensor:
+    prediction: Sample, teacher: Sample, derivative: Sample, x: Sample, t: Tensor, r: float, *, form: str
+) -> Sample:
     """Return ``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), not yet normalized.
 
     Args:
-        prediction: the student's ``F`` ``(B, C, T, H, W)``, without a graph.
+        prediction: the student's ``F``, without a graph.
         teacher: the teacher's ``F_T``, with guidance.
         derivative: ``J = cos t sin t dF/dt`` along the trajectory.
         x: ``x_t``.
@@ -189,13 +191,12 @@ def consistency_tangent(
         r: warm-up factor in [0, 1] (section 4.2).
         form: ``lu_song`` or ``rcm``; equal at ``r = 1``.
     """
-    t = per_sample(t, x)
     cos, sin = torch.cos(t), torch.sin(t)
     if form == "rcm":
         scale = cos * torch.sqrt(1 - (r * sin).square())
-        return -scale * (prediction - teacher) - (r * cos * sin * x + derivative)
+        return per_sample(-scale, x) * (prediction - teacher) - (per_sample(r * cos * sin, x) * x + derivative)
     assert form == "lu_song", form
-    return -cos.square() * (prediction - teacher) - r * (cos * sin * x + derivative)
+    return per_sample(-cos.square(), x) * (prediction - teacher) - r * (per_sample(cos * sin, x) * x + derivative)
 
 
 def normalise_tangent(g: Tensor) -> Tensor:
@@ -206,4 +207,4 @@ def normalise_tangent(g: Tensor) -> Tensor:
     Without the root, the gradient of the mean would shrink with the resolution, finally below Adam's epsilon.
     """
     norm = g.flatten(1).norm(dim=1)
-    return g * per_sample(g[0].numel() ** 0.5 / (norm + 0.1), g)
+    return g * widen(g[0].numel() ** 0.5 / (norm + 0.1), g)

@@ -26,6 +26,7 @@ from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import FIRST_FRAME
+from models.sample import VIDEO, Sample
 
 if TYPE_CHECKING:
     from models.causal import CausalSettings
@@ -98,12 +99,12 @@ class SelfForcing(Dmd2):
 
     def _rollout(
         self, batch: Batch, times: list[float], random: StepRandom, last_steps: list[LastStep] | None = None
-    ) -> Tensor:
+    ) -> Sample:
         student = self.roles["student"]
         with torch.no_grad(), student.kept_gathered():
             chunks = rollout_chunks(
                 student,
-                chunk_noise(student, random, "self_forcing/noise", batch.shape, batch.dtype),
+                chunk_noise(student, random, "self_forcing/noise", batch.shapes, {}, batch.dtype),
                 batch.condition,
                 self._exit_times(times, random),
                 random,
@@ -111,19 +112,19 @@ class SelfForcing(Dmd2):
                 sampler=self.settings.student_sampler,
                 last_steps=last_steps,
             )
-            return torch.cat([*chunks], dim=2)
+            return Sample.cat([*chunks], dim=2)
 
     def _student_losses(
         self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
     ) -> Iterator[Loss]:
-        sizes = self.roles["student"].causal.chunks(batch.shape[1])
+        sizes = self.roles["student"].causal.chunks(batch.frames)
         replay: list[tuple[LastStep, Tensor]] = []
         """Exit steps of the chunks that are still to be replayed, and ``dL/dx_G`` of these chunks."""
 
         def rollout_loss() -> Tensor:
             steps: list[LastStep] = []
-            clip = self._rollout(batch, times, random, steps).requires_grad_()
-            loss = self._sample_loss(clip, batch, last, random)
+            clip = self._rollout(batch, times, random, steps).video.requires_grad_()
+            loss = self._sample_loss(Sample({VIDEO: clip}), batch, last, random)
             loss.backward()
             # A given first frame is a chunk without an exit step.
             replay.extend(zip(steps, clip.grad.split(sizes, dim=2)[-len(steps) :], strict=True))
@@ -133,7 +134,7 @@ class SelfForcing(Dmd2):
             """Return a loss with this value, and with the gradient of the next chunk."""
             loss = value()
             step, gradient = replay.pop(0)
-            inner = (step.x0() * gradient).sum()
+            inner = (step.x0().video * gradient).sum()
             return loss + (inner - inner.detach())
 
         def nothing() -> Tensor:

@@ -38,6 +38,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.families.base import config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import defining
+from models.sample import VIDEO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,15 +145,15 @@ def planned_shapes(config: Config) -> Shapes:
     with torch.device("meta"):  # the network's class adds the defaults that the architecture leaves out
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
     channels, data = family.latent_channels(network), config.data
-    latents = family.planning.latents_of_clip(channels, data.num_frames, data.height, data.width)
-    shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
+    parts = family.planning.shapes_of_clip(channels, data.num_frames, data.height, data.width, data.fps)
+    shapes = family.condition_shapes(network, parts[VIDEO], config.data.max_text_tokens)
     # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
     if config.data.image is None:
-        return latents, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
-    if optional := family.optional_shapes(network, latents):
-        return latents, shapes | optional
-    return latents, {"image_latents": latents, **shapes}
+        return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
+    if optional := family.optional_shapes(network, parts[VIDEO]):
+        return parts, shapes | optional
+    return parts, {"image_latents": parts[VIDEO], **shapes}
 
 
 def refuse_other_files(folder: Path, file: str, *others: str) -> None:

@@ -23,6 +23,7 @@ from fsdp_cp.measure.fake_world import fake_tensors
 from fsdp_cp.measure.memory import LiveStorages, Peak
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
+from models.sample import VIDEO
 
 _QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP[0]
 
@@ -34,7 +35,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     are built, and takes single captions or clips. The decoder takes single samples next to the networks, whose memory
     is not included. Without ``data.encoders``, the student's family provides published encoders.
     """
-    latent_shape, _ = shapes
+    parts, _ = shapes
     data = config.data
     if isinstance(data, EncodedSettings):
         data = data.encode_settings()
@@ -63,7 +64,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=hidden),
         )
     if config.sample.at_end or config.sample.every:
-        shape = (1, *latent_shape)
+        shape = (1, *parts[VIDEO])
         peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks
 
@@ -92,11 +93,11 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     Without ``data.encoders``, return the family's published ones for this number of latent channels. The image
     encoder's is ``{}`` if the condition has no image features.
     """
-    (channels, *_), condition_shapes = shapes
+    parts, condition_shapes = shapes
     names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     path = config.data.encode_settings().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
-        released = family_of(config.student.family, "student").planning.encoders(channels)
+        released = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
         configs = [dict(settings) for settings in released.values()]
     else:
         folder = Path(find_shipped(path))

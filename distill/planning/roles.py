@@ -26,6 +26,7 @@ from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
+from models.sample import VIDEO, Sample
 
 KINDS = (
     "parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "cache", "workspace",
@@ -59,24 +60,24 @@ class WatchedRole(Role):
     def _outputs(
         self,
         network: Network,
-        x: Tensor,
+        x: Sample,
         t: Tensor,
         condition: Condition,
         depth: float = 1.0,
         causal: CausalForward | None = None,
     ) -> Any:
         settings = settings_of(network.module)
-        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+        if torch.is_grad_enabled() and (self.trainable or any(part.requires_grad for part in x.parts.values())):
             flops = self.flops_of(network, x, t, condition, causal)
             if settings.activation_checkpointing != "none":
                 again = flops.forward - (flops.attention if keeps_attention(settings) else 0)
-                self.recomputed += depth * x.shape[0] * again
-            size = x.shape[0] * self.tokens_of(network, x, causal) * network.family.width(network.config)
+                self.recomputed += depth * len(x) * again
+            size = len(x) * self.tokens_of(network, x, causal) * network.family.width(network.config)
             self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((self.name, "activations")):
             return super()._outputs(network, x, t, condition, depth, causal)
 
-    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None = None) -> Tensor:
+    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, record: Record | None = None) -> Sample:
         velocity = super().chunk_velocity(x, t, cache, record)
         if record is not None:
             chunk = [tensor for layer in record.layers.values() for tensor in (layer.k, layer.v)]
@@ -116,7 +117,7 @@ def build_watched(
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
     """Build the roles with allocated weights but without values. Their forwards fill ``queries``."""
-    latent_shape, condition_shapes = plan.shapes
+    shapes, condition_shapes = plan.shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
@@ -129,7 +130,7 @@ def build_watched(
                 trained=trained_of[i],
                 mesh=mesh,
                 device=torch.device("cpu"),
-                latent_shape=latent_shape,
+                shapes=shapes,
                 condition_shapes=condition_shapes,
                 allocate=False,
             )
@@ -141,7 +142,7 @@ def build_watched(
             role = WatchedRole(
                 name=role_plan.name, networks=(network,), trainable=role_plan.name in trained, causal=role_plan.causal
             )
-            role.trained_frames = latent_shape[1]
+            role.trained_frames = shapes[VIDEO][1]
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
             role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if role_plan.name in trained_of[i])
             roles[role_plan.name] = role

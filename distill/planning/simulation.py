@@ -38,6 +38,7 @@ from fsdp_cp.sharding.state import resharded
 from models.condition import Condition
 from models.roles.ema import Ema
 from models.roles.role import Role
+from models.sample import Sample
 
 
 @dataclass
@@ -231,16 +232,21 @@ class _Run:
             return self.allocate_host_buffer(size, pinned)
 
     def _batch(self, count: int) -> Batch:
-        latent_shape, condition_shapes = self.plan.shapes
+        shapes, condition_shapes = self.plan.shapes
+        clock = self.method.clock("student")
         values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name.startswith("text")}
         tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
         times = self.method.state_times(self.config.method)
-        states = torch.zeros(count, len(times), *latent_shape) if times else None
+
+        def zeros(*sizes: int) -> Sample:
+            return Sample({part: torch.zeros(*sizes, *shapes[part]) for part in clock}, clock)
+
         return Batch(
-            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or states is not None else None,
+            latents=zeros(count) if self.config.data.has_clips or times else None,
             condition=Condition(tensors, values, values),
-            latent_shape=latent_shape,
-            states=states,
+            latent_shapes={part: shapes[part] for part in clock},
+            latent_shifts=clock,
+            states=zeros(count, len(times)) if times else None,
         )
 
     def step(self, step: int, batches: list[Batch]) -> None:
@@ -281,7 +287,7 @@ class _Run:
             with self.storages.labelled((name, "activations")), self.method.student_average():
                 with phase(f"sample/{name}"), resharded(networks):
                     batch = self._batch(count)
-                    noise = random.normal("sample/noise", batch.latent_shape)
+                    noise = batch.noise(random, "sample/noise")
                     self.method.generate(name, noise, batch.condition, min(2, *steps), random)
 
     def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:

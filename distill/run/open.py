@@ -27,6 +27,7 @@ from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
 from models.roles.role import EXPERTS
 from models.roles.role_plan import RolePlan
+from models.sample import part_name
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +151,11 @@ def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
     micro_batches = counted(config.batch_size // plan.mesh.dp // plan.micro_batch_size, "micro-batch", "micro-batches")
     draws = f", in {config.expert_draws} parts with a draw of the expert each" if config.expert_draws > 1 else ""
     ranks = counted(plan.mesh.dp, "data-parallel rank")
+    latents = ", ".join(part_name("x".join(map(str, shape)), part) for part, shape in plan.shapes[0].items())
     return [
         *lines,
         f"mesh     {counted(plan.mesh.world, 'rank')}: {plan.mesh}",
-        f"sample   latents {'x'.join(map(str, plan.shapes[0]))}, {plan.tokens:,} tokens, {local:,} on a rank{note}",
+        f"sample   latents {latents}, {plan.tokens:,} tokens, {local:,} on a rank{note}",
         f"batch    {config.batch_size} = {micro_batches} of {plan.micro_batch_size} on {ranks}{draws}",
         f"data     {data}",
         f"run      {counted(config.steps, 'step')} in {plan.run_dir}",

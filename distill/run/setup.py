@@ -26,19 +26,20 @@ from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
-from models.families.base import LatentShape, Shape
+from models.families.base import Shape
 from models.lora.saved import find_adapters
 from models.roles.load import build_roles
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role, sharing
+from models.sample import VIDEO, PartShapes
 
 log = logging.getLogger(__name__)
 
 _OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
 """Sharding settings that have no effect on a frozen role."""
 
-Shapes = tuple[LatentShape, Mapping[str, Shape]]
-"""Shapes of a sample's latents ``(C, T, H, W)`` and of its condition's tensors."""
+Shapes = tuple[PartShapes, Mapping[str, Shape]]
+"""Shapes of a sample's parts and of its condition's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class RunPlan:
             trained=self.method.trained_roles,
             mesh=mesh,
             device=device,
-            latent_shape=data.latent_shape,
+            shapes=data.latent_shapes,
             condition_shapes=data.condition_shapes,
             seed=seed,
         )
@@ -102,6 +103,12 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     _check_sharing(roles, method.trained_roles)
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
     method.check_experts(config.method, boundaries, config.student.experts)
+    second = getattr(config.method, "guidance_scale_2", None)
+    if second is not None and "teacher" in needed and "teacher" not in boundaries:
+        raise UserError(
+            f"method.guidance_scale_2={second} is for the second expert of a teacher with two; use guidance_scale, or a"
+            " teacher.checkpoint of two experts"
+        )
     if config.expert_draws > 1 and not boundaries:
         raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
     causal = {role.name: role.causal for role in roles}
@@ -113,7 +120,17 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
+    made, *different = {tuple(role.family.parts) for role in roles}
+    if different:
+        raise UserError(f"the roles make {made} and {different[0]}; checkpoints of one run must make the same parts")
+    if others := [part for part in made if part != VIDEO]:
+        method.check_parts(config.method, others)
+        if not config.method.audio_weight and rank() == 0:
+            log.warning("method.audio_weight=0: parameters that only the audio's output reaches change by decay alone")
     shapes = shapes or config.data.sample_shapes()
+    unused = shapes[0].keys() - {*made}
+    if unused and rank() == 0:
+        log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
     (tokens,) = {role.tokens(*shapes) for role in roles}
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())

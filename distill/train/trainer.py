@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
+from distill.data.base import sample_of
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
@@ -52,6 +53,7 @@ from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
 from models.condition import Condition
 from models.roles.role import Role
+from models.sample import part_name
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Trainer:
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.trained = build_trained(config, method)
         method.student_average = partial(averaged, self.trained_of("student"))
+        self.clock = method.clock("student")
         times = method.state_times(method.settings)
         self.training_data = data.with_states(times) if times else data
         self.batching = Batching(
@@ -299,13 +302,15 @@ class Trainer:
             yield [next(micro_batches) for _ in range(accumulation)]
 
     def _on_device(self, items: dict[str, Any]) -> Batch:
-        wanted = {"latents", "states", *self.data.condition_shapes}
+        wanted = {part_name(name, part) for name in ("latents", "states") for part in self.clock}
+        wanted |= self.data.condition_shapes.keys()
         moved = {name: items[name].to(self.device, non_blocking=True) for name in items if name in wanted}
         return Batch(
-            latents=moved.get("latents"),
+            latents=sample_of(moved, self.clock),
             condition=Condition({name: moved[name] for name in self.data.condition_shapes}, self._null, self._empty),
-            latent_shape=self.data.latent_shape,
-            states=moved.get("states"),
+            latent_shapes={part: self.data.latent_shapes[part] for part in self.clock},
+            latent_shifts=self.clock,
+            states=sample_of(moved, self.clock, "states"),
         )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:

@@ -76,9 +76,7 @@ class SecondTime(Addition):
             return embedding + added[:, None]
         if self.shared:
             return None
-        raise RuntimeError(
-            "this network has a second time, and was called without one; give Role.velocity its second_time"
-        )
+        raise RuntimeError("this network was called without its second time; give it to Role.velocity")
 
     def forward(self, d: Tensor) -> Tensor:
         """Return the embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""

@@ -21,18 +21,29 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.causal_forward import CausalForward
+from models.sample import VIDEO, PartShapes, Sample
 
 NetworkConfig = Mapping[str, Any]
 """Configuration of a network, as in its ``config.json``."""
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """Shapes of the tensors of one sample's condition, by name."""
-LatentShape = tuple[int, int, int, int]
+LatentShape = tuple[int, ...]
+"""Shape ``(C, T, H, W)`` of the latents of one sample's video."""
 
 
 def config_of(network: nn.Module) -> NetworkConfig:
     """Return the configuration that diffusers recorded when it built ``network``."""
     return cast(NetworkConfig, network.config)
+
+
+class Outputs(NamedTuple):
+    """Outputs of a network."""
+
+    velocity: Sample
+    """Rectified-flow velocity, with the parts of the network's input."""
+    others: tuple[Tensor, ...] = ()
+    """Outputs of additions."""
 
 
 class Flops(NamedTuple):
@@ -87,8 +98,8 @@ class FamilyPlanning:
     """Released VAEs by the channels of their latents: name, frames per latent frame after the first, and height and
     width of a latent in pixels. The first is that of all other numbers of channels."""
 
-    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the shape ``(C, T, H, W)`` of a clip's latents, for networks with this number of latent channels.
+    def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
+        """Return the shapes of a clip's latents, for networks with this number of latent channels of the video.
 
         Raises:
             UserError: the clip's sizes do not fit the VAE, or the family has no VAE.
@@ -102,7 +113,7 @@ class FamilyPlanning:
                 f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1"
                 f" frames of multiples of {pixels} pixels"
             )
-        return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
+        return {VIDEO: (channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
         """Return ``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` for this number of latent channels.
@@ -121,6 +132,9 @@ class Family(ABC):
     """``_class_name`` in the network's ``config.json``."""
     time_scale: ClassVar[float] = 1000.0
     """Value of the network's time at pure noise (t = 1)."""
+    parts: ClassVar[Mapping[str, float]] = {VIDEO: 1.0}
+    """Parts of the samples that the networks make, the video first, with the shift from the video's time to each part's
+    own (:class:`models.sample.Sample`), as released."""
     planning: ClassVar[FamilyPlanning] = FamilyPlanning()
     """Facts that only a plan of memory and time uses."""
     frame_times: ClassVar[bool] = False
@@ -243,7 +257,7 @@ class Family(ABC):
 
         Args:
             config: configuration of the network.
-            latent_shape: ``(C, T, H, W)`` of a sample.
+            latent_shape: ``(C, T, H, W)`` of a sample's video.
             text_tokens: L, if the network does not fix it.
         """
 
@@ -256,8 +270,8 @@ class Family(ABC):
         return {}
 
     @abstractmethod
-    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
-        """Check that the network accepts latents ``(C, T, H, W)`` with condition tensors of these names and shapes.
+    def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
+        """Check that the network accepts parts of these shapes with condition tensors of these names and shapes.
 
         If its configuration does not fix whether an image is given, ``condition`` decides.
 
@@ -265,14 +279,23 @@ class Family(ABC):
             UserError: channels, sizes or condition tensors do not fit or are missing.
         """
 
-    def tokens(self, config: NetworkConfig, latent_shape: LatentShape) -> int:
-        """Return S, the tokens of one sample of latents ``(C, T, H, W)`` that passed :meth:`check_sample`."""
-        sizes = zip(latent_shape[1:], self.patch_size(config), strict=True)
+    def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
+        """Return shapes of all parts for a video ``(C, T, H, W)``, for ``models.verify``."""
+        return {VIDEO: latent_shape}
+
+    def tokens(self, config: NetworkConfig, shapes: PartShapes) -> int:
+        """Return S, the tokens of the video of one sample that passed :meth:`check_sample`."""
+        sizes = zip(shapes[VIDEO][1:], self.patch_size(config), strict=True)
         return math.prod(size // patch for size, patch in sizes)
 
     @abstractmethod
     def flops(
-        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
     ) -> Flops:
         """Return the floating-point operations of one forward of one sample: matrix products and attention only.
 
@@ -281,7 +304,7 @@ class Family(ABC):
 
         Args:
             config: configuration of the network.
-            tokens: number of tokens.
+            shapes: shape of each part.
             condition: shape of each tensor of the condition.
             pairs: number of query-key pairs in a layer's self-attention, for a causal network; all by default.
             times: number of embedded times, 1 or that of the tokens, for a causal network.
@@ -314,23 +337,23 @@ class Family(ABC):
 
     @abstractmethod
     def outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return the rectified-flow velocity ``(B, C, T, H, W)``, followed by the outputs of additions.
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        """Return the rectified-flow velocity and the outputs of additions.
 
-        The family packs ``x`` for its network and unpacks the output. It scales and casts the time, and expands it if
-        its network takes a time per token.
+        The family packs the parts of ``sample`` for its network, each with its own time ``sample.time(part, t)``, and
+        unpacks the outputs. It scales and casts the time, and expands it if its network takes a time per token.
 
         The family also inserts frames given by the condition. It returns a velocity for which ``x0 = x - t v`` equals
         the given frame. Differences in a loss are then 0 in a given frame, so losses can average over all frames.
 
         Args:
             network: plain, or parallel and sharded; a causal one is parallel.
-            x: ``x_t``, ``(B, C, T, H, W)`` in the compute dtype.
+            sample: ``x_t`` in the compute dtype.
             t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)`` if :attr:`frame_times`.
             condition: condition of the B samples, in the compute dtype.
-            causal: history and positions of a causal forward, only for families that are :attr:`causal`. ``x`` is then
-                a clip, a clean and a noisy clip, or one chunk. Each frame has the position that ``causal`` gives.
+            causal: history and positions of a causal forward, only for families that are :attr:`causal`. ``sample`` is
+                then a clip, a clean and a noisy clip, or one chunk. Each frame has the position that ``causal`` gives.
                 Frames at the position of a given frame are replaced by it and have time 0; :meth:`hold` is not
                 applied.
         """
@@ -345,13 +368,14 @@ class Family(ABC):
             raise UserError(f"{setting}: the family {self.name} has no causal networks; leave it out")
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Return ``v`` with the velocity of given frames recomputed in the caller's dtype.
+        """Return the video's velocity ``v`` with that of given frames recomputed in the caller's dtype.
 
         :meth:`outputs` rounds given frames to the compute dtype, and division by a small time would magnify the error.
         If the compute dtype is not the caller's dtype, this runs after :meth:`outputs` with unrounded inputs.
 
         Args:
-            v: velocity from :meth:`outputs`, in the dtype of ``x``.
-            x, t, condition: as for :meth:`outputs`, fp32 or better.
+            v: velocity of the video from :meth:`outputs`, in the dtype of ``x``.
+            x: the video's ``x_t``, ``(B, C, T, H, W)``, fp32 or better.
+            t, condition: as for :meth:`outputs`.
         """
         return v

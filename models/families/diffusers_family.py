@@ -21,6 +21,7 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
 from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
+from models.sample import VIDEO, PartShapes
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
@@ -93,7 +94,8 @@ class DiffusersFamily(Family):
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
 
-    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
+    def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
+        latent_shape = shapes[VIDEO]
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
         optional = self.optional_shapes(config, latent_shape)
         if optional.keys() & condition.keys():

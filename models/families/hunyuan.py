@@ -30,7 +30,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
@@ -38,6 +38,7 @@ from models.families.diffusers_family import (
     insert_first_frame,
     token_positions,
 )
+from models.sample import VIDEO, PartShapes, Sample
 
 RotaryTables = tuple[Tensor, Tensor, int]
 
@@ -155,9 +156,15 @@ class Hunyuan(DiffusersFamily):
         }
 
     def flops(
-        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
     ) -> Flops:
-        dim, layers, refiners = self.width(config), config["num_layers"], config["num_refiner_layers"]
+        tokens, dim = self.tokens(config, shapes), self.width(config)
+        layers, refiners = config["num_layers"], config["num_refiner_layers"]
         caption, text_dim = condition["text"]
         glyphs, glyph_dim = condition["glyphs"]
         images, image_dim = condition.get("image_embeds", (0, config["image_embed_dim"]))
@@ -192,14 +199,15 @@ class Hunyuan(DiffusersFamily):
         network.forward = OwnForward(network, mesh)
 
     def outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> tuple[Tensor, ...]:
-        tensors, image = condition.tensors, torch.zeros_like(x)
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        tensors, x = condition.tensors, sample.video
+        image = torch.zeros_like(x)
         mask = image[:, :1]
         if FIRST_FRAME in tensors:
             image = insert_first_frame(image, tensors[FIRST_FRAME])
             mask = insert_first_frame(mask, torch.ones_like(mask[:, :, :1]))
-        return network(
+        v, *others = network(
             hidden_states=torch.cat([x, image, mask], dim=1),
             timestep=self.time_scale * t.to(torch.promote_types(t.dtype, x.dtype)),
             encoder_hidden_states=tensors["text"],
@@ -210,6 +218,7 @@ class Hunyuan(DiffusersFamily):
             image_embeds=tensors.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
             return_dict=False,
         )
+        return Outputs(Sample({VIDEO: v}), tuple(others))
 
 
 class OwnForward:

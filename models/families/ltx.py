@@ -20,7 +20,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
@@ -29,6 +29,7 @@ from models.families.diffusers_family import (
     insert_first_frame,
     token_times,
 )
+from models.sample import VIDEO, PartShapes, Sample
 
 TIME_FEATURES = 256
 """Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
@@ -116,9 +117,15 @@ class LTX(DiffusersFamily):
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
     def flops(
-        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
     ) -> Flops:
-        dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
+        tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
+        dim, layers = self.width(config), config["num_layers"]
         # Self-attention has four products and cross-attention two of video tokens; the feed-forward is four times as
         # wide.
         block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
@@ -148,9 +155,9 @@ class LTX(DiffusersFamily):
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
     def outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> tuple[Tensor, ...]:
-        tensors = condition.tensors
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        tensors, x = condition.tensors, sample.video
         grid = (x.shape[2], x.shape[3], x.shape[4])
         hidden, times = x, t
         if FIRST_FRAME in tensors:
@@ -164,7 +171,8 @@ class LTX(DiffusersFamily):
             video_coords=video_coordinates(tensors["latent_spacing"], grid),
             return_dict=False,
         )
-        return self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition), *others
+        velocity = self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition)
+        return Outputs(Sample({VIDEO: velocity}), tuple(others))
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)

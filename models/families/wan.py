@@ -26,7 +26,7 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
@@ -36,6 +36,7 @@ from models.families.diffusers_family import (
     token_times,
 )
 from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
+from models.sample import VIDEO, PartShapes, Sample
 
 IMAGE_TOKENS = 257
 """Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""
@@ -222,14 +223,14 @@ class Wan(DiffusersFamily):
             return {}
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
-    def check_sample(self, config: NetworkConfig, latent_shape: LatentShape, condition: Shapes, setting: str) -> None:
+    def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         """Check that the network accepts such samples. A text-to-video Wan accepts a first frame.
 
         Raises:
             UserError: channels or sizes do not fit, an axis has more positions than ``rope_max_seq_len``, text
                 embeddings have another size, or an image is missing or not accepted.
         """
-        text_tokens = condition["text"][0]
+        latent_shape, text_tokens = shapes[VIDEO], condition["text"][0]
         needed = self.condition_shapes(config, latent_shape, text_tokens)
         if text_tokens != needed["text"][0]:
             raise UserError(
@@ -245,9 +246,15 @@ class Wan(DiffusersFamily):
         self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
 
     def flops(
-        self, config: NetworkConfig, tokens: int, condition: Shapes, pairs: int | None = None, times: int | None = None
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
     ) -> Flops:
-        dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
+        tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
+        dim, layers = self.width(config), config["num_layers"]
         image_tokens, image_dim = condition["image_embeds"] if takes_features(config) else (0, 0)
         keys = text_tokens + image_tokens  # of cross-attention
         if times is None:
@@ -279,9 +286,10 @@ class Wan(DiffusersFamily):
             block.attn2.set_processor(WanCrossAttention(backend, layer=layer))
 
     def outputs(
-        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> tuple[Tensor, ...]:
-        tensors, hidden, times, clean = condition.tensors, x, t, []
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        tensors, x, times, clean = condition.tensors, sample.video, t, []
+        hidden = x
         if "image_latents" in tensors:
             hidden = torch.cat([x, tensors["image_mask"], tensors["image_latents"]], dim=1)
         if FIRST_FRAME in tensors and causal is None:
@@ -304,7 +312,8 @@ class Wan(DiffusersFamily):
                 encoder_hidden_states_image=tensors.get("image_embeds"),
                 return_dict=False,
             )
-        return self.hold(v, x, t, condition) if causal is None else v, *others
+        v = self.hold(v, x, t, condition) if causal is None else v
+        return Outputs(Sample({VIDEO: v}), tuple(others))
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)

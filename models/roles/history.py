@@ -13,19 +13,20 @@ from fsdp_cp.attention.cached import KeyValues
 from models.causal import CausalSettings
 from models.condition import Condition
 from models.families.causal_forward import CausalForward, Record
+from models.sample import Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
 
 
 def whole_clip(
-    settings: CausalSettings, x: Tensor, t: Tensor, clean: Tensor | None, tokens: int
-) -> tuple[CausalForward, Tensor, Tensor]:
+    settings: CausalSettings, x: Sample, t: Tensor, clean: Sample | None, tokens: int
+) -> tuple[CausalForward, Sample, Tensor]:
     """Return the history, the latents and the times of a forward of a whole clip.
 
     Args:
         settings: settings of the role.
-        x: latents ``x_t``, ``(B, C, T, H, W)``.
+        x: latents ``x_t``.
         t: ``(B,)`` or ``(B, T)``.
         clean: clean clip, the history of every chunk; ``None`` for the noisy history in ``x``.
         tokens: number of tokens in a latent frame.
@@ -33,15 +34,15 @@ def whole_clip(
     Raises:
         ValueError: frames that are not whole chunks, or clips of different shapes.
     """
-    frames = x.shape[2]
+    frames = x.video.shape[2]
     mask = settings.mask(frames, tokens, clean=clean is not None)
     if clean is None:
         return CausalForward(positions=tuple(range(frames)), mask=mask), x, t
-    if clean.shape != x.shape:
-        raise ValueError(f"clean {tuple(clean.shape)} must have the shape of x, {tuple(x.shape)}")
+    if clean.shapes != x.shapes:
+        raise ValueError(f"clean {clean.shapes} must have the shapes of x, {x.shapes}")
     noisy = t if t.ndim == 2 else t[:, None].expand(-1, frames)
     times = torch.cat([torch.full_like(noisy, settings.context_time), noisy], dim=1)
-    return CausalForward(positions=tuple(range(frames)) * 2, mask=mask), torch.cat([clean, x], dim=2), times
+    return CausalForward(positions=tuple(range(frames)) * 2, mask=mask), Sample.cat([clean, x], dim=2), times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,14 +82,14 @@ class Cache:
         )
 
     @torch.no_grad()
-    def with_chunk(self, x0: Tensor) -> Cache:
+    def with_chunk(self, x0: Sample) -> Cache:
         """Return the cache with one more chunk, without the chunks that the one after it does not attend to.
 
         One forward without gradient computes keys and values at ``context_time``; for ``context_time`` above 0 the
         caller adds the noise. A collective.
 
         Args:
-            x0: latents of the finished chunk, ``(B, C, frames of the chunk, H, W)``.
+            x0: latents of the finished chunk.
 
         Raises:
             ValueError: ``x0`` has another number of frames or samples.
@@ -103,7 +104,7 @@ class Cache:
         count = self.count + 1
         return replace(
             self,
-            frames=self.frames + x0.shape[2],
+            frames=self.frames + x0.video.shape[2],
             count=count,
             chunks={n: kv for n, kv in {**self.chunks, self.count: layers}.items() if settings.sees(count, n)},
             text=self.text or record.text,

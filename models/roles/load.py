@@ -21,7 +21,7 @@ from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.additions.base import attach_additions
-from models.families.base import LatentShape, Shape
+from models.families.base import Shape
 from models.files.checkpoint_files import one_line
 from models.lora.serving import Serving
 from models.owner import owner
@@ -29,6 +29,7 @@ from models.roles.network import Network
 from models.roles.parallelize import parallelize
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
+from models.sample import VIDEO, PartShapes
 
 
 def build_role(plan: RolePlan, *, trainable: bool, **options: Any) -> Role:
@@ -46,7 +47,7 @@ def build_roles(
     mesh: Mesh,
     device: torch.device,
     precision: Precision | None = None,
-    latent_shape: LatentShape,
+    shapes: PartShapes,
     condition_shapes: Mapping[str, Shape],
     seed: int = 0,
 ) -> dict[str, Role]:
@@ -58,7 +59,7 @@ def build_roles(
         plans: plans from :func:`plan_role`.
         trained: names of the roles that train. Others are frozen: stored in their compute dtype, without gradients.
         precision: replaces the plans' precision; the only way to use ``"fp64"``.
-        latent_shape: ``(C, T, H, W)`` of a sample.
+        shapes: shape of each part of a sample.
         condition_shapes: shape of each tensor of a sample's condition, by name.
         seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
 
@@ -81,7 +82,7 @@ def build_roles(
                 mesh=mesh,
                 device=device,
                 precision=precision,
-                latent_shape=latent_shape,
+                shapes=shapes,
                 condition_shapes=condition_shapes,
             )
             set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
@@ -95,7 +96,7 @@ def build_roles(
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
                 causal=plan.causal,
-                trained_frames=latent_shape[1] if plan.name in trained else plan.trained_frames or latent_shape[1],
+                trained_frames=shapes[VIDEO][1] if plan.name in trained else plan.trained_frames or shapes[VIDEO][1],
             )
     return {plan.name: built[plan.name] for plan in plans}
 
@@ -117,7 +118,7 @@ def build_network(
     mesh: Mesh,
     device: torch.device,
     precision: Precision | None = None,
-    latent_shape: LatentShape,
+    shapes: PartShapes,
     condition_shapes: Mapping[str, Shape],
     allocate: bool = True,
 ) -> Network:
@@ -131,7 +132,7 @@ def build_network(
     """
     plan, family = plans[0], plans[0].family
     adapted = {role.name: role.lora for role in plans if role.lora is not None}
-    (tokens,) = {role.tokens(latent_shape, condition_shapes) for role in plans}  # the roles share one base
+    (tokens,) = {role.tokens(shapes, condition_shapes) for role in plans}  # the roles share one base
     network = deepcopy(plan.network)
     for name, adapters in adapted.items():
         adapters.inject(network, name)
@@ -155,7 +156,7 @@ def build_network(
         mesh=mesh,
         precision=settings.precision,
         tokens=tokens,
-        flops=family.flops(plan.config, tokens, condition_shapes),
+        flops=family.flops(plan.config, shapes, condition_shapes),
         adapters=tuple(adapted),
         serving=serving,
     )

@@ -22,10 +22,11 @@ from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import SecondTime
 from models.causal import CausalSettings
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import Family, Flops
+from models.families.base import Family, Flops, Outputs
 from models.families.causal_forward import CausalForward, Record
 from models.roles.history import Cache, whole_clip
 from models.roles.network import Network
+from models.sample import VIDEO, PartShapes, Sample
 
 EXPERTS = ("high", "low")
 """Names of two experts, by the noise level of their times."""
@@ -38,10 +39,9 @@ def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]
     return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
 
 
-def _frame_tokens(network: Network, x: Tensor) -> int:
+def _frame_tokens(network: Network, shapes: PartShapes) -> int:
     """Return the number of tokens in a latent frame of a causal network, whose tokens are of one frame."""
-    _, channels, _, height, width = x.shape
-    return network.family.tokens(network.config, (channels, 1, height, width))
+    return network.family.tokens(network.config, shapes) // shapes[VIDEO][1]
 
 
 @dataclass(kw_only=True)
@@ -170,31 +170,31 @@ class Role:
 
     def velocity(
         self,
-        x: Tensor,
+        x: Sample,
         t: Tensor,
         condition: Condition,
         second_time: Tensor | None = None,
         *,
-        clean: Tensor | None = None,
+        clean: Sample | None = None,
         at: float | None = None,
-    ) -> Tensor:
+    ) -> Sample:
         """Return the rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
 
         A causal role masks its attention: a frame sees its own chunk and earlier ones, of ``x`` or of ``clean``.
 
         Args:
-            x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
+            x: ``x_t``, full latents, fp32 or better. Parts other than the video are at their own times.
             t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. ``(B, T)``, a time per latent
                 frame, if the family supports it.
             condition: condition of the B samples.
             second_time: ``(B,)`` in [0, 1]: with the addition ``second_time``, the start of the interval over which the
                 velocity is a mean; with ``last_step``, the last step of the samples. Refused without them.
-            clean: for a causal role, the clip at ``causal.context_time``, of the shape of ``x``: the history of every
+            clean: for a causal role, the clip at ``causal.context_time``, of the shapes of ``x``: the history of every
                 chunk (teacher forcing).
             at: as for :meth:`network_at`.
 
         Returns:
-            ``(B, C, T, H, W)`` in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
+            Velocity of each part, in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
 
         Raises:
             ValueError: times have another shape or span several experts; ``clean`` for a role that is not causal; or,
@@ -204,14 +204,16 @@ class Role:
         if clean is not None and second_time is not None:
             raise ValueError(f"{self.name}: a clean history has one time a token, and takes no second time")
         if self.causal is not None:
-            causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x))
+            causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x.shapes))
         elif clean is not None:
             raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
         with self._at_second_time(network, t, second_time):
-            v = self._outputs(network, hidden, times, condition, causal=causal)[0]
+            v = self._outputs(network, hidden, times, condition, causal=causal).velocity
         if causal is None and v.dtype == x.dtype:
             return v
-        return network.family.hold(v[:, :, -x.shape[2] :].to(x.dtype), x, t, condition)
+        v = v.map(lambda part, noisy: part[:, :, -noisy.shape[2] :].to(noisy.dtype), x)
+        held = network.family.hold(v.video, x.video, t, condition)
+        return replace(v, parts={**v.parts, VIDEO: held})
 
     def _at_second_time(self, network: Network, t: Tensor, second_time: Tensor | None) -> AbstractContextManager:
         """Run calls of ``network`` within this context at ``t`` and ``second_time``."""
@@ -233,36 +235,36 @@ class Role:
             raise ValueError(f"{self.name} is not causal and has no cache; set {self.name}.causal.chunk")
         empty = Cache(role=self, condition=condition)
         frame = condition.tensors.get(FIRST_FRAME)
-        return empty if frame is None else empty.with_chunk(frame)
+        return empty if frame is None else empty.with_chunk(Sample({VIDEO: frame}))
 
-    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None = None) -> Tensor:
+    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, record: Record | None = None) -> Sample:
         """Return the velocity of the next chunk, whose history is ``cache``.
 
         Gradients reach the network and ``x``; the cache is constant.
 
         Args:
-            x: latents ``x_t`` of the chunk, ``(B, C, frames of the chunk, H, W)``.
+            x: latents ``x_t`` of the chunk.
             t: ``(B,)`` in [0, 1], fp32 or better.
             cache: cache of this role, with the earlier chunks.
             record: record of the chunk's keys and values to fill, without gradient.
 
         Returns:
-            ``(B, C, frames of the chunk, H, W)`` in the dtype of ``x``.
+            Velocity of the chunk, in the dtype of ``x``.
 
         Raises:
             ValueError: ``x`` has another number of frames or samples than the next chunk.
         """
         causal, (network,) = cache.forward(record), self.networks
         samples, frames = len(cache.condition), len(causal.positions)
-        if cache.role is not self or (x.shape[0], x.shape[2]) != (samples, frames) or t.shape != (samples,):
+        if cache.role is not self or (len(x), x.video.shape[2]) != (samples, frames) or t.shape != (samples,):
             raise ValueError(
                 f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
-                f" samples, but x is {tuple(x.shape)} and t {tuple(t.shape)}"
+                f" samples, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}"
             )
-        return self._outputs(network, x, t, cache.condition, causal=causal)[0].to(x.dtype)
+        return self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
 
     def logits(
-        self, x: Tensor, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
+        self, x: Sample, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
     ) -> Tensor:
         """Return ``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py); positive means real.
 
@@ -275,14 +277,14 @@ class Role:
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
         with head.wanted(self.tokens), self._at_second_time(network, t, second_time):
-            return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
+            return self._outputs(network, x, t, condition, depth=head.depth).others[0].to(x.dtype)
 
-    def tokens_of(self, network: Network, x: Tensor, causal: CausalForward | None) -> int:
+    def tokens_of(self, network: Network, x: Sample, causal: CausalForward | None) -> int:
         """Return the number of tokens of one sample in a forward; arguments as for a call of the network."""
-        return network.tokens if causal is None else x.shape[2] * _frame_tokens(network, x)
+        return network.tokens if causal is None else network.family.tokens(network.config, x.shapes)
 
     def flops_of(
-        self, network: Network, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None
+        self, network: Network, x: Sample, t: Tensor, condition: Condition, causal: CausalForward | None
     ) -> Flops:
         """Return the operations of one forward of one sample; arguments as for a call of the network."""
         if causal is None:
@@ -291,38 +293,40 @@ class Role:
         by_token = t.ndim == 2 or (FIRST_FRAME in condition.tensors and 0 in causal.positions)
         shapes = {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
         times = tokens if by_token else 1
-        return network.family.flops(network.config, tokens, shapes, causal.pairs(tokens), times)
+        return network.family.flops(network.config, x.shapes, shapes, causal.pairs(tokens), times)
 
     def _outputs(
         self,
         network: Network,
-        x: Tensor,
+        x: Sample,
         t: Tensor,
         condition: Condition,
         depth: float = 1.0,
         causal: CausalForward | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> Outputs:
         """Call ``network`` and return its outputs; a backward passes the share ``depth`` of it."""
         dtype = COMPUTE_DTYPE[network.precision]
-        by_frame = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
-        if t.shape != x.shape[:1] and not by_frame:
+        by_frame = network.family.frame_times and t.shape == (len(x), x.video.shape[2])
+        if t.shape != (len(x),) and not by_frame:
             # A broadcasting network would read (B, T) as times of tokens, and split them if T equals cp.
             raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
         # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
         # former.
-        backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
+        needs_gradient = any(part.requires_grad for part in x.parts.values())
+        backward = (1 if network.adapters else 2) if self.trainable else int(needs_gradient)
         sample = self.flops_of(network, x, t, condition, causal)
         flops = (1 + depth * backward * torch.is_grad_enabled()) * sample.forward
-        if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
+        inputs = (*x.parts.values(), t)
+        if may_be_dual(t) and any(forward_ad.unpack_dual(value).tangent is not None for value in inputs):
             flops += sample.tangent
-        self.flops += int(flops * x.shape[0])
+        self.flops += int(flops * len(x))
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
             # Chunks of a clip, and the clip, are split differently.
-            x, condition = with_whole_gradient(x, network.mesh).to(dtype), condition.to(dtype)
+            x = x.map(lambda part: with_whole_gradient(part, network.mesh).to(dtype))
             history = () if causal is None else (causal,)
-            return network.family.outputs(network.module, x, t, condition, *history)
+            return network.family.outputs(network.module, x, t, condition.to(dtype), *history)
 
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:

@@ -19,8 +19,8 @@ from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
 from models.causal import CausalSettings, read_causal
-from models.condition import FIRST_FRAME
-from models.families.base import Family, LatentShape, Shape, config_of
+from models.condition import FIRST_FRAME, has_image
+from models.families.base import Family, Shape, config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import (
     Checkpoint,
@@ -33,6 +33,7 @@ from models.files.checkpoint_files import (
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
 from models.roles.role import EXPERTS
+from models.sample import VIDEO, PartShapes
 
 log = logging.getLogger(__name__)
 
@@ -95,21 +96,27 @@ class RolePlan:
         folders = self.folders[index : index + 1]
         return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
 
-    def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
-        """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
+    def tokens(self, shapes: PartShapes, condition_shapes: Mapping[str, Shape]) -> int:
+        """Return the number of tokens of the video of a sample with parts and a condition of these shapes.
 
         Raises:
             UserError: the network cannot take these shapes, or they are not whole chunks of a causal role.
         """
         setting = f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
-        self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
+        for part in self.family.parts.keys() - {VIDEO}:
+            if part not in shapes:
+                raise UserError(f"{setting} makes video with {part}, but the data have no {part}; use data with {part}")
+            for refused, what in ((self.causal is not None, "causal"), (has_image(condition_shapes), "data.image")):
+                if refused:
+                    raise UserError(f"{setting} makes video with {part}, which works without {what}; leave {what} out")
+        self.family.check_sample(self.config, shapes, condition_shapes, setting)
         if self.causal is not None:
-            self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
+            self.causal.chunks(shapes[VIDEO][1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
                 raise UserError(
                     f"{self.name}.causal.first_chunk must be 1 with a given first frame (data.image), its chunk"
                 )
-        return self.family.tokens(self.config, latent_shape)
+        return self.family.tokens(self.config, shapes)
 
     @property
     def adapters(self) -> dict[str, Any] | None:

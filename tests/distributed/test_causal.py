@@ -19,6 +19,7 @@ from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
@@ -63,7 +64,7 @@ def build(folder, mesh, lora=None, **sharding):
         "student", checkpoint=str(folder / "student"), sharding=ShardSettings(**sharding), causal=settings(), lora=lora
     )
     return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=SHAPE[1:],
+        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": SHAPE[1:]},
         condition_shapes={"text": TEXT},
     )  # fmt: skip
 
@@ -75,8 +76,8 @@ def by_chunks(role, clean, noisy, t, condition, sizes=CHUNKS, start=0):
     for clean_chunk, x, time in zip(
         cut(clean, sizes)[given:], cut(noisy, sizes)[given:], t.split(list(sizes), 1)[given:], strict=True
     ):
-        parts.append(role.chunk_velocity(x, time[:, 0], cache))
-        cache = cache.with_chunk(clean_chunk)
+        parts.append(role.chunk_velocity(video(x), time[:, 0], cache).video)
+        cache = cache.with_chunk(video(clean_chunk))
     return torch.cat(parts, 2), cache
 
 
@@ -108,13 +109,13 @@ def _values(role, mine):
     condition, found = text_condition(text), {}
     for name, limits in LIMITS.items():
         limited = replace(role, causal=settings(*limits))
-        found[f"noisy history, {name}"] = limited.velocity(noisy, t, condition)
-        found[f"clean history, {name}"] = limited.velocity(noisy, t, condition, clean=clean)
+        found[f"noisy history, {name}"] = limited.velocity(video(noisy), t, condition).video
+        found[f"clean history, {name}"] = limited.velocity(video(noisy), t, condition, clean=video(clean)).video
         found[f"chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition)
         assert list(cache.chunks) == [i for i in range(4) if limited.causal.sees(4, i)] and cache.frames == FRAMES
-    found["one time"] = role.velocity(noisy, t[:, 0], condition)
+    found["one time"] = role.velocity(video(noisy), t[:, 0], condition).video
     late = replace(role, causal=settings(context_time=0.1))
-    found["context time, clean history"] = late.velocity(noisy, t, condition, clean=clean)
+    found["context time, clean history"] = late.velocity(video(noisy), t, condition, clean=video(clean)).video
     found["context time, chunks"] = by_chunks(late, clean, noisy, t, condition)[0]
     # Any frame number, also beyond rope_max_seq_len; and more frames than in training, with a sink.
     far = replace(role, causal=settings(1, 0))
@@ -124,7 +125,7 @@ def _values(role, mine):
         replace(role, causal=settings(1, 1)), clean, noisy, t, condition, sizes=(1, *[2] * 6)
     )[0]
     clean, noisy, t, text, _ = (x[mine] for x in data(SMALL))
-    found["few tokens, clean history"] = role.velocity(noisy, t, text_condition(text), clean=clean)
+    found["few tokens, clean history"] = role.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video
     found["few tokens, chunks"] = by_chunks(role, clean, noisy, t, text_condition(text))[0]
     return found
 
@@ -135,8 +136,8 @@ def _first_frame(role, mine):
     condition = Condition({"text": text, "first_frame": clean[:, :, :1]})
     other = torch.cat([torch.zeros_like(clean[:, :, :1]), clean[:, :, 1:]], 2)  # the given frame replaces it
     found = {
-        "first frame, noisy history": role.velocity(noisy, t, condition),
-        "first frame, clean history": role.velocity(noisy, t, condition, clean=other),
+        "first frame, noisy history": role.velocity(video(noisy), t, condition).video,
+        "first frame, clean history": role.velocity(video(noisy), t, condition, clean=video(other)).video,
     }
     held = noisy[:, :, :1] - t[:, None, :1, None, None] * found["first frame, clean history"][:, :, :1]
     assert torch.allclose(held, clean[:, :, :1], atol=1e-5)
@@ -147,8 +148,9 @@ def _first_frame(role, mine):
 def _tangent(role, mine):
     clean, noisy, t, text, direction = (x[mine] for x in data())
     with torch.no_grad(), forward_ad.dual_level():
-        duals = forward_ad.make_dual(noisy, direction), forward_ad.make_dual(t, torch.full_like(t, 0.7))
-        return forward_ad.unpack_dual(role.velocity(*duals, text_condition(text), clean=clean)).tangent.clone()
+        duals = video(forward_ad.make_dual(noisy, direction)), forward_ad.make_dual(t, torch.full_like(t, 0.7))
+        v = role.velocity(*duals, text_condition(text), clean=video(clean)).video
+        return forward_ad.unpack_dual(v).tangent.clone()
 
 
 def _gradients(role, mine, loss):
@@ -165,7 +167,7 @@ def _gradients(role, mine, loss):
 
 def _teacher_forcing(role, mine):
     clean, noisy, t, text, target = (x[mine] for x in data())
-    return (role.velocity(noisy, t, text_condition(text), clean=clean) - target).square().mean()
+    return (role.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video - target).square().mean()
 
 
 def _rolled_out(role, mine):
@@ -175,11 +177,11 @@ def _rolled_out(role, mine):
     cache = role.cache(text_condition(text))
 
     def chunk(x, t):
-        return role.chunk_velocity(x, torch.full((len(x),), t), cache)
+        return role.chunk_velocity(video(x), torch.full((len(x),), t), cache).video
 
     def remember(x0):
         nonlocal cache
-        cache = cache.with_chunk(x0)
+        cache = cache.with_chunk(video(x0))
 
     return (rollout(chunk, remember, noise, second) - target).square().mean()
 
@@ -203,7 +205,7 @@ def _on_mesh(folder, sizes):
     clean, noisy, t, text, _ = (x[mine] for x in data())
     with torch.no_grad():
         in_bf16 = {
-            "clean history": half.velocity(noisy, t, text_condition(text), clean=clean),
+            "clean history": half.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video,
             "chunks": by_chunks(half, clean, noisy, t, text_condition(text))[0],
         }
     return mine, values, tangent, gradients, in_bf16
@@ -343,7 +345,7 @@ def _with_adapters(folder, sizes, **sharding):
             parameter.data.copy_(distribute_tensor(0.05 * drawn, parameter.device_mesh, parameter.placements))
     clean, noisy, t, text, _ = data()
     with torch.no_grad():
-        whole = role.velocity(noisy, t, text_condition(text), clean=clean)
+        whole = role.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video
         chunks, _ = by_chunks(role, clean, noisy, t, text_condition(text))
     assert relative_error(chunks, whole) < 1e-5
     return whole, _gradients(role, torch.arange(2), _rolled_out)
@@ -371,20 +373,20 @@ def _misused(folder):
     role, (clean, noisy, t, text, _) = build(folder, mesh, activation_checkpointing="full"), data()
     condition, plain = text_condition(text), replace(role, causal=None)
     with pytest.raises(ValueError, match="student.causal.chunk"):
-        plain.velocity(noisy, t, condition, clean=clean)
+        plain.velocity(video(noisy), t, condition, clean=video(clean))
     with pytest.raises(ValueError, match="student.causal.chunk"):
         plain.cache(condition)
     with pytest.raises(ValueError, match="whole chunks"):
-        role.velocity(noisy[:, :, :6], t[:, :6], condition)
+        role.velocity(video(noisy[:, :, :6]), t[:, :6], condition)
     cache = role.cache(condition)
     for x, time in ((noisy[:, :, :2], t[:, 0]), (noisy[:1, :, :1], t[:1, 0]), (noisy[:, :, :1], t[:, :1])):
         with pytest.raises(ValueError, match="chunk 0"):
-            role.chunk_velocity(x, time, cache)
+            role.chunk_velocity(video(x), time, cache)
     # A cache that is overwritten between a forward and the recomputation in its backward.
-    cache = cache.with_chunk(clean[:, :, :1])
+    cache = cache.with_chunk(video(clean[:, :, :1]))
     assert role.flops > 0
     with microbatch(role.network, is_first=True, is_last=True):
-        loss = role.chunk_velocity(noisy[:, :, 1:3], t[:, 1], cache).square().mean()
+        loss = role.chunk_velocity(video(noisy[:, :, 1:3]), t[:, 1], cache).video.square().mean()
         cache.chunks[0][0].k.mul_(2)
         with pytest.raises((ValueError, RuntimeError)):
             loss.backward()

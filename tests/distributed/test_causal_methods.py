@@ -21,6 +21,7 @@ from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def _role(name, folder, mesh):
     plan = plan_role(name, checkpoint=str(folder / name), sharding=sharding, causal=causal)
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=name == "student",
-        latent_shape=SHAPE, condition_shapes={"text": TEXT},
+        shapes={"video": SHAPE}, condition_shapes={"text": TEXT},
     )  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def _steps(folder, sizes):
     mine, found = torch.arange(2).chunk(mesh.dp_size)[mesh.dp_rank], {}
     roles = {name: _role(name, folder, mesh) for name in WINDOWS}
     clips, states, text, null = data()
-    batch = Batch(latents=clips[mine], condition=text_condition(text[mine], null), states=states[mine])
+    condition = text_condition(text[mine], null)
+    batch = Batch(latents=video(clips[mine]), condition=condition, states=video(states[mine]))
     student = roles["student"]
     for name, settings in METHODS.items():
         (loss,) = build_method(settings, roles).losses(STEP, batch, draws(mine.tolist()))

@@ -8,6 +8,7 @@ from tests.counted import Counted
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
@@ -36,7 +37,9 @@ def _compiled_trace(setup, folder, backend):
             if len(made) == EVALUATED:
                 with torch.no_grad():
                     condition = text_condition(torch.ones(3, *TEXT_SHAPE))
-                    trainer.roles["student"].velocity(torch.ones(3, *LATENT_SHAPE), torch.full((3,), 0.5), condition)
+                    trainer.roles["student"].velocity(
+                        video(torch.ones(3, *LATENT_SHAPE)), torch.full((3,), 0.5), condition
+                    )
             return metrics
 
         trainer._train_step = counted_step

@@ -18,6 +18,7 @@ from tests.oracles import runs
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import (
     ARCHITECTURE,
@@ -128,18 +129,20 @@ def _differences():
     mesh = build_mesh(cp=1, heads=4)
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), boundary=0.5)
     role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
+        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": LATENT_SHAPE},
         condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
     x, text = torch.randn(1, *LATENT_SHAPE), torch.randn(1, *TEXT_SHAPE)
     t, condition = torch.tensor([0.5001]), text_condition(text)
     with torch.no_grad():
         with pytest.raises(ValueError, match="at="):
-            role.velocity(x, t - 0.0005, condition, at=0.5001)
+            role.velocity(video(x), t - 0.0005, condition, at=0.5001)
         with role.differences(0.0005):
-            found = [role.velocity(x, t - step, condition, at=0.5001).norm().item() for step in (0.0, 0.0005)]
+            found = [
+                role.velocity(video(x), t - step, condition, at=0.5001).video.norm().item() for step in (0.0, 0.0005)
+            ]
             with pytest.raises(ValueError, match="at="):
-                role.velocity(x, t - 0.0007, condition, at=0.5001)
+                role.velocity(video(x), t - 0.0007, condition, at=0.5001)
     return found
 
 

@@ -14,6 +14,7 @@ from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, random_clips
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import trace_on_ranks
 
 slow, long = pytest.mark.slow, pytest.mark.long
@@ -138,13 +139,13 @@ def _way_to_the_frame(folder):
     """Return how far ``x - t v`` is from the given frame, for a role that computes in bf16, at three times."""
     plan = plan_role("student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16"))
     role = build_role(
-        plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=False, latent_shape=TI2V_LATENTS,
-        condition_shapes=SETUPS["wan-ti2v"]["condition_shapes"],
+        plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=False,
+        shapes={"video": TI2V_LATENTS}, condition_shapes=SETUPS["wan-ti2v"]["condition_shapes"],
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     x, frame, text = (torch.randn(3, *shape, generator=generator) for shape in (TI2V_LATENTS, FRAME, (5, 10)))
     t = torch.tensor([1.0, 0.5, 1e-3])
-    v = role.velocity(x, t, Condition({"text": text, "first_frame": frame}))
+    v = role.velocity(video(x), t, Condition({"text": text, "first_frame": frame})).video
     return (x - t.view(-1, 1, 1, 1, 1) * v)[:, :, :1].sub(frame).abs().max(), v.dtype
 
 
@@ -170,9 +171,9 @@ def _velocities(folder):
     for precision in ("fp32", "bf16"):
         role = build_role(
             plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=True, precision=precision,
-            latent_shape=tiny_ltx.LATENT_SHAPE, condition_shapes=shapes,
+            shapes={"video": tiny_ltx.LATENT_SHAPE}, condition_shapes=shapes,
         )  # fmt: skip
-        velocity = role.velocity(x, torch.tensor([0.5]), condition, torch.tensor([0.2]))
+        velocity = role.velocity(video(x), torch.tensor([0.5]), condition, torch.tensor([0.2])).video
         velocity.square().mean().backward()
         found.append((velocity.detach(), sum(p.grad is not None for p in role.network.parameters())))
     return found

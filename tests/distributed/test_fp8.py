@@ -28,6 +28,7 @@ from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, text_condition
 from tests.oracles.transformer_engine import install
@@ -156,7 +157,7 @@ def _role(folder, trainable=True, **settings):
         mesh=mesh,
         device=torch.device("cpu"),
         trainable=trainable,
-        latent_shape=LATENT_SHAPE,
+        shapes={"video": LATENT_SHAPE},
         condition_shapes=CONDITION_SHAPES,
     )
     generator = torch.Generator().manual_seed(5)
@@ -168,11 +169,13 @@ def _role(folder, trainable=True, **settings):
 def _jvp(folder, settings):
     role, (x, t, condition) = _role(folder, **settings)
     with torch.no_grad():
-        plain = role.velocity(x, t, condition)
+        plain = role.velocity(video(x), t, condition).video
         with forward_ad.dual_level():
-            dual = role.velocity(forward_ad.make_dual(x, x.flip(0)), forward_ad.make_dual(t, torch.ones(2)), condition)
+            dual = role.velocity(
+                video(forward_ad.make_dual(x, x.flip(0))), forward_ad.make_dual(t, torch.ones(2)), condition
+            ).video
             dual = forward_ad.unpack_dual(dual)
-        return plain, dual.primal, dual.tangent, role.velocity(x, t, condition)
+        return plain, dual.primal, dual.tangent, role.velocity(video(x), t, condition).video
 
 
 def test_derivatives_in_forward_mode_are_those_of_bf16(pools, checkpoints):
@@ -200,13 +203,13 @@ def _looked_at(folder, settings, trainable):
     for _ in range(2):
         if trainable:
             with microbatch(role.network, is_first=True, is_last=True):
-                role.velocity(x, t, condition).square().mean().backward()
+                role.velocity(video(x), t, condition).video.square().mean().backward()
             grads = {parameter.grad.dtype for parameter in role.parameters() if parameter.grad is not None}
             assert grads == {torch.float32}
             role.network.zero_grad()
         else:
             with torch.no_grad():
-                role.velocity(x, t, condition)
+                role.velocity(video(x), t, condition)
     assert look() == before and gathered_units(role.network) == []
     assert list(role.network.state_dict()) == list(before)
     return before, full_tensors(role.weights())
@@ -270,7 +273,8 @@ def test_checkpoints_and_exports_do_not_know_transformer_engine(pools, checkpoin
 
 def _gathered_bytes(folder, settings):
     """Return all-gathered and all-reduced bytes of one forward, and elements of fp8 layers' weights."""
-    role, inputs = _role(folder, **settings)
+    role, (x, *others) = _role(folder, **settings)
+    inputs = (video(x), *others)
     layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
     elements = sum(layer.weight.numel() for layer in layers)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.sharding_memory import ShardingMemory
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition
@@ -168,7 +169,7 @@ def _logits(folder, setup):
     for block in (0, 1):
         role.network.blocks[block].register_forward_hook(lambda _m, _a, out: kept.append(out.detach().clone()))
     with torch.no_grad():
-        d, v = role.logits(x, t, condition), role.velocity(x, t, condition)
+        d, v = role.logits(video(x), t, condition), role.velocity(video(x), t, condition).video
     weights = {n.removeprefix("additions.gan_head."): w for n, w in role.weights().items() if "gan_head" in n}
     full = full_tensors(weights)
     written_out = []

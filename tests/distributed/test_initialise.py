@@ -30,7 +30,7 @@ def _random_role(mesh, device="cpu", trainable=True, seed=5, **settings):
     plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
     return build_role(
         plan, mesh=build_mesh(heads=4, **mesh), device=torch.device(device), trainable=trainable, seed=seed,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 

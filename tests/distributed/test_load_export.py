@@ -17,6 +17,7 @@ from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 
@@ -25,7 +26,7 @@ def _load(path):
     plan = plan_role("student", checkpoint=str(path))
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def _weights_and_output(path):
     generator = torch.Generator().manual_seed(0)
     x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
     with torch.no_grad():
-        out = role.velocity(x, torch.tensor([0.7]), text_condition(text))
+        out = role.velocity(video(x), torch.tensor([0.7]), text_condition(text)).video
     return full_tensors(role.weights()), (x, text, out)
 
 
@@ -138,7 +139,7 @@ def _outcome(path, cut=0):
     torch.distributed.barrier()
     try:
         build_role(
-            plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
+            plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": LATENT_SHAPE},
             condition_shapes=CONDITION_SHAPES,
         )  # fmt: skip
     except UserError as error:

@@ -20,6 +20,7 @@ from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
@@ -39,10 +40,10 @@ def _run(setup, folder, run_dir, first=0):
     trace = trainer.record(save_at=(STOP, setup.steps))
     x, t, condition = _inputs()
     with torch.no_grad():
-        says = {"raw": trainer.roles["student"].velocity(x, t, condition)}
+        says = {"raw": trainer.roles["student"].velocity(video(x), t, condition).video}
         with trainer.trained["student"].average.swapped_in():
-            says["ema"] = trainer.roles["student"].velocity(x, t, condition)
-        says["teacher"] = trainer.method.roles["teacher"].velocity(x, t, condition)
+            says["ema"] = trainer.roles["student"].velocity(video(x), t, condition).video
+        says["teacher"] = trainer.method.roles["teacher"].velocity(video(x), t, condition).video
     return trace, says
 
 

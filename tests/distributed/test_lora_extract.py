@@ -129,7 +129,7 @@ def _loaded(base, files):
         plan = plan_role("student", checkpoint=str(base), lora=LoraSettings(**settings), saved=file)
         role = build_role(
             plan, mesh=build_mesh(dp_shard=2, cp=1, heads=4), device=torch.device("cpu"), trainable=True,
-            latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, seed=0,
+            shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=0,
         )  # fmt: skip
         found.append((full_tensors(role.weights()), role.adapters))
     return found

@@ -119,7 +119,7 @@ def test_who_shares():
 def _first_values(path, architecture):
     mesh = build_mesh(dp_shard=2, cp=1, heads=4)
     where = {
-        "mesh": mesh, "device": torch.device("cpu"), "latent_shape": LATENT_SHAPE,
+        "mesh": mesh, "device": torch.device("cpu"), "shapes": {"video": LATENT_SHAPE},
         "condition_shapes": CONDITION_SHAPES, "seed": 5,
     }  # fmt: skip
     adapters = {

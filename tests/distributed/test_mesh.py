@@ -96,7 +96,7 @@ def _placements(sizes):
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        latent_shape=(4, 3, 8, 8), condition_shapes={"text": (5, 10)},
+        shapes={"video": (4, 3, 8, 8)}, condition_shapes={"text": (5, 10)},
     )  # fmt: skip
     return {
         name: (p.placements, p.device_mesh.ndim, p.to_local().numel()) for name, p in role.network.named_parameters()

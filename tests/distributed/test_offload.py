@@ -27,6 +27,7 @@ from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
@@ -102,7 +103,7 @@ def _student(folder, device="cpu", trainable=True, mesh=None, **settings):
                      architecture=None if folder else ARCHITECTURE)  # fmt: skip
     return build_role(
         plan, mesh=mesh or build_mesh(heads=4), device=torch.device(device), trainable=trainable,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def _backward(role, device="cpu"):
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
     x, text, t = x.to(device), text.to(device), torch.tensor([0.3], device=device)
-    role.velocity(x, t, text_condition(text)).square().mean().backward()
+    role.velocity(video(x), t, text_condition(text)).video.square().mean().backward()
 
 
 def _pieces(folder, out, offload, device="cpu", mesh=None):

@@ -12,6 +12,7 @@ from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import local_token_range
 from models.families.wan_attention import own_rotary_tables
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, relative, sample, sharded_role
 
@@ -36,7 +37,9 @@ def _sharded_gradients(folder, sizes, shapes, checkpointing):
     losses = []
     for seed, latents in enumerate(shapes):
         x, t, text, target = (each[mine] for each in sample(latents, seed))
-        losses.append((role.velocity(x, t, text_condition(text)) - target).square().mean() * samples / BATCH)
+        losses.append(
+            (role.velocity(video(x), t, text_condition(text)).video - target).square().mean() * samples / BATCH
+        )
     sum(losses).backward()
     gradients = full_tensors({name: p.grad for name, p in role.named_parameters().items()})
     return [loss.item() for loss in losses], gradients, mesh.dp_rank
@@ -105,7 +108,7 @@ def _largest_tensor(folder):
     role, _ = sharded_role(folder, {"cp": 4}, MANY)
     x, t, text, target = (each[:1] for each in sample(MANY))
     with LargestStorage() as ours:
-        (role.velocity(x, t, text_condition(text)) - target).square().mean().backward()
+        (role.velocity(video(x), t, text_condition(text)).video - target).square().mean().backward()
     with LargestStorage() as plain, torch.no_grad():
         plain_wan(folder)(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text)
     return ours.largest, plain.largest

@@ -13,6 +13,7 @@ from models.roles.load import build_role
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import plan_role
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 from tests.outside.family import OutsideFamily
 
@@ -23,7 +24,7 @@ def _alone(mesh, seed, trainable=True):
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=trainable,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, seed=seed,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=seed,
     )  # fmt: skip
 
 
@@ -43,10 +44,10 @@ def _experts(dp_shard, cp):
     for times, expert in (([1.0, 0.8], 0), ([0.79, 0.4], 1), ([0.39, 0.0], 2)):
         t = torch.tensor(times, dtype=torch.float64)
         with microbatch(networks[expert].module, is_first=True, is_last=True):
-            ours = role.velocity(x, t, condition, at=times[0])
+            ours = role.velocity(video(x), t, condition, at=times[0]).video
             ours.square().mean().backward()
         with microbatch(single[expert].network, is_first=True, is_last=True):
-            truth = single[expert].velocity(x, t, condition)
+            truth = single[expert].velocity(video(x), t, condition).video
             truth.square().mean().backward()
         assert torch.equal(ours, truth)
         theirs = {f"{expert}.{name}": full_tensor(p.grad) for name, p in single[expert].network.named_parameters()}
@@ -58,14 +59,14 @@ def _experts(dp_shard, cp):
     assert len(role.weights()) == 3 * len(single[0].weights()) == len(role.parameters())
     with role.frozen():
         x.requires_grad_()
-        role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition, at=0.9).sum().backward()
+        role.velocity(video(x), torch.full((2,), 0.9, dtype=torch.float64), condition, at=0.9).video.sum().backward()
         assert x.grad.abs().sum() > 0 and all(p.grad is None for p in role.parameters())
     assert all(p.requires_grad for p in role.parameters())
     for times in ([0.9, 0.7], [0.8, 0.2], [0.41, 0.3999]):
         with pytest.raises(ValueError, match="at="):
-            role.velocity(x, torch.tensor(times, dtype=torch.float64), condition, at=times[0])
+            role.velocity(video(x), torch.tensor(times, dtype=torch.float64), condition, at=times[0])
     with pytest.raises(ValueError, match="at="):
-        role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition)
+        role.velocity(video(x), torch.full((2,), 0.9, dtype=torch.float64), condition)
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,16 @@ def _shared():
     x, condition = _inputs()
     t = torch.tensor([0.7, 0.2], dtype=torch.float64)
     with torch.no_grad():
-        before = teacher.velocity(x, t, condition)
+        before = teacher.velocity(video(x), t, condition).video
     with microbatch(network.module, is_first=True, is_last=True):
-        loss = (student.velocity(x, t, condition) - before - 1).square().mean()
+        loss = (student.velocity(video(x), t, condition).video - before - 1).square().mean()
         loss.backward()
     with torch.no_grad():
         for parameter in student.parameters():
             parameter -= 0.1 * parameter.grad
         assert not gathered_units(network.module) and len(fsdp_modules(network.module)) > 2
-        after = teacher.velocity(x, t, condition)
-        assert torch.equal(after, student.velocity(x, t, condition))
+        after = teacher.velocity(video(x), t, condition).video
+        assert torch.equal(after, student.velocity(video(x), t, condition).video)
     assert teacher.flops == 2 * 2 * network.flops.forward, "two forwards of two samples"
     return float(loss), float((after - before - 1).square().mean())
 
@@ -131,13 +132,13 @@ def _frames(cp):
     x, text = torch.randn(batch, channels, frames, size, size).double(), torch.randn(batch, 5, 10).double()
     condition = Condition({"text": text, "first_frame": torch.randn(batch, channels, 1, size, size).double()})
     t = torch.tensor([0.9, 0.4]).double()
-    by_sample = role.velocity(x, t, condition)
-    assert torch.equal(by_sample, role.velocity(x, t[:, None].expand(-1, frames), condition))
+    by_sample = role.velocity(video(x), t, condition).video
+    assert torch.equal(by_sample, role.velocity(video(x), t[:, None].expand(-1, frames), condition).video)
     held = (x - t.view(-1, 1, 1, 1, 1) * by_sample)[:, :, :1]
     assert (held - condition.tensors["first_frame"]).abs().max() < 1e-14
     with pytest.raises(ValueError):
-        role.velocity(x, torch.rand(2, 4).double(), condition)
-    return role.velocity(x, torch.linspace(0.1, 0.95, 6).double().view(2, 3), condition).detach()
+        role.velocity(video(x), torch.rand(2, 4).double(), condition)
+    return role.velocity(video(x), torch.linspace(0.1, 0.95, 6).double().view(2, 3), condition).video.detach()
 
 
 def test_a_time_for_each_frame_and_a_frame_that_is_given(pools):
@@ -151,7 +152,7 @@ def _raw_frame_times():
     role, (x, condition) = _alone(build_mesh(dp_shard=1, cp=2, heads=4), 0), _inputs()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):
         patch.setattr(type(role.family), "frame_times", False)
-        role.velocity(x, torch.rand(2, x.shape[2], dtype=torch.float64), condition)
+        role.velocity(video(x), torch.rand(2, x.shape[2], dtype=torch.float64), condition)
 
 
 def test_a_family_without_times_of_frames_refuses_them(pools):

@@ -22,6 +22,7 @@ from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.runs import Setup, make_config
+from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
@@ -29,7 +30,7 @@ from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 class _Captions:
     """Part of a data set that sampling needs: each caption has a different embedding."""
 
-    latent_shape = LATENT_SHAPE
+    latent_shapes = {"video": LATENT_SHAPE}
 
     def captions(self):
         return [str(i) for i in range(12)]
@@ -64,8 +65,8 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
         device=torch.device("cpu"),
         seed=5,
         batch=batch,
-        latent_shape=latent_shape,
-    )
+        latent_shapes=None if latent_shape is None else {"video": latent_shape},
+    ).video
 
 
 @pytest.mark.slow
@@ -185,13 +186,13 @@ class _Codec:
     def decode(self, latents):
         assert latents.dtype == torch.float32
         self.decoded += len(latents)
-        return latents[:, :1].permute(0, 2, 3, 4, 1).round().to(torch.uint8)
+        return latents.video[:, :1].permute(0, 2, 3, 4, 1).round().to(torch.uint8)
 
 
 def _decoded(count):
     codec = _Codec()
-    latents = torch.arange(count * 24, dtype=torch.float64).reshape(count, 2, 3, 2, 2).remainder(256)
-    return decode(codec, latents), codec.decoded, _Codec().decode(latents.float()).numpy()
+    latents = video(torch.arange(count * 24, dtype=torch.float64).reshape(count, 2, 3, 2, 2).remainder(256))
+    return decode(codec, latents), codec.decoded, _Codec().decode(latents.to(torch.float32)).numpy()
 
 
 def test_every_rank_decodes_its_share(pools):
@@ -211,12 +212,12 @@ def _failing():
 
     class Overflowing:
         def decode(self, latents):
-            return to_bytes(latents / (rank() != 2))
+            return to_bytes(latents.video / (rank() != 2))
 
     with pytest.raises(UserError, match="the VAE is damaged"):
-        decode(Broken(), torch.zeros(5, 1, 1, 1, 1))
+        decode(Broken(), video(torch.zeros(5, 1, 1, 1, 1)))
     with pytest.raises(NotFinite):  # a run goes on after it
-        decode(Overflowing(), torch.zeros(5, 1, 1, 1, 1))
+        decode(Overflowing(), video(torch.zeros(5, 1, 1, 1, 1)))
 
 
 def test_a_rank_that_cannot_decode_is_heard_on_all(pools):

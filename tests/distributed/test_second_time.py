@@ -27,6 +27,7 @@ from models.export_folder import sharded, write_folder
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 from tests.oracles.written_out import WrittenOut
 
@@ -64,7 +65,7 @@ def _role(path, mesh, *, additions=("second_time",), precision="fp32"):
     plan = plan_role("student", checkpoint=str(path), additions=additions)
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=True,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -130,13 +131,13 @@ def _values(checkpoints, trained, dp_shard, cp):
     )
     x, t, r, condition = (each[_mine(mesh)] for each in _sample())
     with torch.no_grad():
-        truth = plain.velocity(x, t, condition)
-        same = torch.equal(fresh.velocity(x, t, condition, r), truth)
-        at_t = torch.equal(role.velocity(x, t, condition, t), truth)
-        apart = [_relative(a, b) for a, b in zip(role.velocity(x, t, condition, r), truth, strict=True)]
+        truth = plain.velocity(video(x), t, condition).video
+        same = torch.equal(fresh.velocity(video(x), t, condition, r).video, truth)
+        at_t = torch.equal(role.velocity(video(x), t, condition, t).video, truth)
+        apart = [_relative(a, b) for a, b in zip(role.velocity(video(x), t, condition, r).video, truth, strict=True)]
     first = fresh.weights()[W1].full_tensor()
     target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
-    ((role.velocity(x, t, condition, r) - target).square().mean() * len(x) / BATCH).backward()
+    ((role.velocity(video(x), t, condition, r).video - target).square().mean() * len(x) / BATCH).backward()
     gradients = full_tensors({name: p.grad for name, p in role.named_parameters().items()})
     return mesh.dp_rank, same, at_t, apart, first, gradients
 
@@ -181,8 +182,8 @@ def _jvp(trained, dp_shard, cp):
     x, t, r, condition = (each[_mine(mesh)] for each in _sample(torch.float64))
     dx = _normal(BATCH, *LATENT_SHAPE, seed=9)[_mine(mesh)]
     with torch.no_grad(), forward_ad.dual_level():
-        duals = forward_ad.make_dual(x, dx), forward_ad.make_dual(t, torch.ones_like(t))
-        out = forward_ad.unpack_dual(role.velocity(*duals, condition, r))
+        duals = video(forward_ad.make_dual(x, dx)), forward_ad.make_dual(t, torch.ones_like(t))
+        out = forward_ad.unpack_dual(role.velocity(*duals, condition, r).video)
     return mesh.dp_rank, out.primal, out.tangent, additions_of(role.network, "student")["second_time"].embedded
 
 
@@ -216,7 +217,7 @@ def _dtypes(trained):
         lambda module, args: seen.update(projected=args[0].dtype)
     )
     x, t, r, condition = _sample()
-    role.velocity(x, t, condition, r).square().mean().backward()
+    role.velocity(video(x), t, condition, r).video.square().mean().backward()
     return seen, addition.linear_2.weight.grad.dtype
 
 
@@ -231,13 +232,13 @@ def _mistakes(checkpoints, trained):
     x, t, r, condition = _sample()
     inputs = {"hidden_states": x, "timestep": 1000 * t, "encoder_hidden_states": condition.tensors["text"]}
     with torch.no_grad():
-        role.velocity(x, t, condition, r)
+        role.velocity(video(x), t, condition, r)
         for refused in (
-            lambda: role.velocity(x, t, condition),
+            lambda: role.velocity(video(x), t, condition),
             lambda: role.network(**inputs),
-            lambda: plain.velocity(x, t, condition, r),
-            lambda: role.velocity(x[:, :2], t, condition, r),  # raises inside
-            lambda: role.velocity(x, t, condition),
+            lambda: plain.velocity(video(x), t, condition, r),
+            lambda: role.velocity(video(x[:, :2]), t, condition, r),  # raises inside
+            lambda: role.velocity(video(x), t, condition),
         ):
             with pytest.raises(RuntimeError):
                 refused()

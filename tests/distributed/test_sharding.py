@@ -12,6 +12,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 UNITS = ARCHITECTURE["num_layers"] + 1
@@ -22,7 +23,7 @@ def _role(mesh, *, precision="fp32", trainable=True, strategy="optim_grads_param
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), sharding=sharding)
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, seed=0,
+        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=0,
     )  # fmt: skip
 
 
@@ -40,17 +41,17 @@ def _updates_are_seen(strategy):
     assert len(fsdp_modules(network)) == UNITS
     with torch.no_grad():
         with resharded([network]):
-            role.velocity(x, t, condition)
+            role.velocity(video(x), t, condition)
             assert len(gathered_units(network)) == (UNITS if strategy == "optim" else 0)
         assert not gathered_units(network)
-        before = role.velocity(x, t, condition)
+        before = role.velocity(video(x), t, condition).video
         parameters = role.parameters()  # as an optimizer that is built now
-        role.velocity(x, t, condition)
+        role.velocity(video(x), t, condition)
         assert all(isinstance(p, DTensor) for p in parameters)
         assert {name for name, w in role.weights().items() if isinstance(w, DTensor)} == names
         for parameter in parameters:
             parameter.to_local().mul_(1.5)
-        after = role.velocity(x, t, condition)
+        after = role.velocity(video(x), t, condition).video
     plain = WanTransformer3DModel(**ARCHITECTURE)
     plain.load_state_dict({name: w.full_tensor() for name, w in role.weights().items()})
     with torch.no_grad():
@@ -58,7 +59,7 @@ def _updates_are_seen(strategy):
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
     assert (after - before).abs().max() > 1e-2
     with microbatch(network, is_first=True, is_last=True):
-        role.velocity(x, t, condition).square().mean().backward()
+        role.velocity(video(x), t, condition).video.square().mean().backward()
     assert not gathered_units(network)
     return True
 
@@ -86,12 +87,12 @@ def _order_records():
     order = lambda: len(role.network._get_fsdp_state()._comm_ctx.post_forward_order)  # noqa: E731
     for _ in range(3):
         with torch.no_grad():
-            role.velocity(x, t, condition)
+            role.velocity(video(x), t, condition)
     frozen = order()
-    out = role.velocity(x, t, condition)
+    out = role.velocity(video(x), t, condition).video
     trained = order()
     with torch.no_grad():
-        role.velocity(x, t, condition)  # between a forward and its backward
+        role.velocity(video(x), t, condition)  # between a forward and its backward
     kept = order()
     out.square().mean().backward()
     return frozen, trained, kept, order()
@@ -116,12 +117,12 @@ def _bf16():
         module.register_forward_pre_hook(note, with_kwargs=True)
     x, _, condition = _inputs()
     t = torch.tensor([0.2571, 0.9993])  # 257.1 and 999.3: bf16 would make them 257 -> 256 or 258, 999.3 -> 1000
-    out = role.velocity(x, t, condition)
+    out = role.velocity(video(x), t, condition).video
     assert torch.equal(seen.pop("times"), 1000 * t)
     out.square().mean().backward()
     assert {p.dtype for p in role.parameters()} == {p.grad.dtype for p in role.parameters()} == {torch.float32}
     with torch.no_grad():
-        error = ((out - full.velocity(x, t, condition)).norm() / out.norm()).item()
+        error = ((out - full.velocity(video(x), t, condition).video).norm() / out.norm()).item()
     return seen, out.dtype, error
 
 
@@ -158,10 +159,10 @@ def _dtypes_survive_an_idle_start():
     role = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
     x, t, condition = _inputs()
     with torch.no_grad():
-        role.velocity(x, t, condition)
-    role.velocity(x, t, condition).square().mean().backward()
+        role.velocity(video(x), t, condition)
+    role.velocity(video(x), t, condition).video.square().mean().backward()
     fresh = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
-    fresh.velocity(x, t, condition).square().mean().backward()
+    fresh.velocity(video(x), t, condition).video.square().mean().backward()
     groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
     same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(role.parameters(), fresh.parameters()))  # noqa: B905
     return same, {g._reduce_dtype for g in groups}
@@ -177,10 +178,12 @@ def _frozen():
     frozen, trained = _role(mesh, precision="bf16", trainable=False), _role(mesh, precision="bf16")
     x, t, condition = _inputs()
     with torch.no_grad():
-        same = torch.equal(frozen.velocity(x, t, condition), trained.velocity(x, t, condition))
+        same = torch.equal(
+            frozen.velocity(video(x), t, condition).video, trained.velocity(video(x), t, condition).video
+        )
     dtypes = {n: p.dtype for n, p in frozen.network.named_parameters()}
     x.requires_grad_()
-    frozen.velocity(x, t, condition).square().mean().backward()
+    frozen.velocity(video(x), t, condition).video.square().mean().backward()
     assert x.grad.abs().sum() > 0, "a gradient must pass through to the input"
     assert all(p.grad is None for p in frozen.parameters())
     inside, outside = ({d for n, d in dtypes.items() if ("time_embedder" in n) == where} for where in (True, False))

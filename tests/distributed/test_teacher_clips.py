@@ -53,7 +53,7 @@ def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=No
     """Write the set; return how many clips this rank made, or the refusal."""
     teacher_clips.sampling_batch = lambda *_: 2
     mesh, plan = _mesh(dp_shard, cp), plan_role("teacher", checkpoint=str(checkpoints / "teacher"), causal=causal)
-    shapes = {"latent_shape": LATENT_SHAPE, "condition_shapes": CONDITION_SHAPES}
+    shapes = {"shapes": {"video": LATENT_SHAPE}, "condition_shapes": CONDITION_SHAPES}
     teacher = build_role(plan, mesh=mesh, device=DEVICE, trainable=False, **shapes)
     method = OdeRegressionSettings(step_list=TIMES, guidance_scale=3.0, shift=2.0)
     encoding = SimpleNamespace(

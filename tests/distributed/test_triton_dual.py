@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import fsdp_cp.attention
 from fsdp_cp import build_mesh
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
@@ -120,7 +121,7 @@ def _derivative_of_wan(folder, sizes):
         role, _ = sharded_role(folder, sizes)
         x, t, text, direction = (tensor[:1] for tensor in sample(LATENTS))
         with torch.no_grad(), forward_ad.dual_level():
-            dual = role.velocity(forward_ad.make_dual(x, direction), t, text_condition(text))
+            dual = role.velocity(video(forward_ad.make_dual(x, direction)), t, text_condition(text)).video
             return *forward_ad.unpack_dual(dual), launches
     finally:
         fsdp_cp.attention.choose_dual = chosen

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
@@ -33,9 +34,9 @@ def _wan_jvp(folder, sizes):
     dx, dt = _tangents(x, t)
     with torch.no_grad(), forward_ad.dual_level():
         dual_x, dual_t = forward_ad.make_dual(x[mine], dx[mine]), forward_ad.make_dual(t[mine], dt[mine])
-        both = forward_ad.unpack_dual(role.velocity(dual_x, dual_t, condition))
-        of_time = forward_ad.unpack_dual(role.velocity(x[mine], dual_t, condition)).tangent
-    again = role.velocity(x[mine], t[mine], condition).detach()  # the network as it was, without duals
+        both = forward_ad.unpack_dual(role.velocity(video(dual_x), dual_t, condition).video)
+        of_time = forward_ad.unpack_dual(role.velocity(video(x[mine]), dual_t, condition).video).tangent
+    again = role.velocity(video(x[mine]), t[mine], condition).video.detach()  # the network as it was, without duals
     return mesh.dp_rank, both.primal, both.tangent, of_time, again
 
 

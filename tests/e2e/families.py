@@ -20,6 +20,7 @@ from fsdp_cp.mesh import build_mesh
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.e2e.launch import train
+from tests.oracles.samples import video
 from tests.pools import run_ranks
 from tests.tiny_pipeline import render_clips
 
@@ -137,19 +138,19 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
         mesh=build_mesh(cp=1, heads=4),
         device=torch.device("cpu"),
         trainable=False,
-        latent_shape=data.latent_shape,
+        shapes=data.latent_shapes,
         condition_shapes=data.condition_shapes,
     )
-    condition, noise = data.condition(captions), run.case.noise()
+    condition, noise = data.condition(captions), video(run.case.noise())
     along = []
     with torch.no_grad():
         for each in times:
             torch.manual_seed(3)
-            along.append(rollout(role, noise, condition, each, TorchDraws(), "renoise", sampler="renoise"))
+            along.append(rollout(role, noise, condition, each, TorchDraws(), "renoise", sampler="renoise").video)
         torch.manual_seed(3)
         method = build_method(config.method, {"student": role})
         latents = method.generate("student", noise, condition, 4, TorchDraws())
-        pixels = data.decode(latents)
+        pixels, latents = data.decode(latents), latents.video
     shapes = {name: tuple(value.shape) for name, value in data[0].items() if name != "caption"}
     return latents, pixels, dict(condition.tensors), shapes, along
 

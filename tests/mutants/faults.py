@@ -163,8 +163,8 @@ FAULTS = (
         name="renoise_repeats",
         room="methods: renoise",
         harm="every step of a rollout and of a sample gets the same noise: the student learns to rely on it",
-        old='random.normal(f"{purpose}_{k}", x.shape[1:], x.dtype)',
-        new="random.normal(purpose, x.shape[1:], x.dtype)",
+        old='noise_like(x, random, f"{purpose}_{k}")',
+        new="noise_like(x, random, purpose)",
         killed_by="unit/test_dmd2.py::test_rollout_follows_backward_simulation",
     ),
     Fault(
@@ -525,8 +525,8 @@ FAULTS = (
         name="one_noise_for_all_chunks",
         room="causal methods: noise per chunk",
         harm="every chunk of a clip begins with the same noise",
-        old='random.normal(f"{purpose}/{i}", (channels, count, *sizes), dtype)',
-        new="random.normal(purpose, (channels, count, *sizes), dtype)",
+        old='draw_noise(random, f"{purpose}/{i}", {VIDEO',
+        new="draw_noise(random, purpose, {VIDEO",
         killed_by="distributed/test_self_forcing.py::test_a_mesh_computes_as_one_process[first step list, sink-{}]",
     ),
     Fault(

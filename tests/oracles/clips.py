@@ -26,13 +26,14 @@ class RandomClips:
         latent_shape: tuple[int, int, int, int] = LATENT_SHAPE,
         condition_shapes: Mapping[str, tuple[int, ...]] = CONDITION_SHAPES,
         dtype: torch.dtype = torch.float32,
+        audio_shape: tuple[int, int, int] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
 
-        self.latent_shape, self.condition_shapes = latent_shape, dict(condition_shapes)
+        self.latent_shapes, self.condition_shapes = {"video": latent_shape}, dict(condition_shapes)
         text_shape = condition_shapes["text"]
         self.latents = draw(32, *latent_shape)
         self.tensors = {"text": draw(32, *text_shape)}
@@ -56,12 +57,20 @@ class RandomClips:
             self.null |= nothing
             self.empty |= nothing
 
+        if "audio_text" in condition_shapes:
+            self.null |= {"audio_text": draw(*condition_shapes["audio_text"])}
+            self.empty |= {"audio_text": draw(*condition_shapes["audio_text"])}
+            self.tensors["fps"] = torch.full((32, 1), self.fps)
+        self.sound: dict[str, Tensor] = {}
+        if audio_shape is not None:
+            self.latent_shapes["audio"], self.sound = audio_shape, {"latents/audio": draw(32, *audio_shape)}
+
     def __len__(self) -> int:
         return len(self.latents)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        condition = {name: value[index] for name, value in self.tensors.items()}
-        return {"latents": self.latents[index], "caption": str(index), **condition}
+        tensors = {name: value[index] for name, value in (self.tensors | self.sound).items()}
+        return {"latents": self.latents[index], "caption": str(index), **tensors}
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
         items = [int(caption or 0) for caption in captions] if clips is None else list(clips)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from distill.methods.base import Batch
 from distill.methods.dmd2 import Dmd2
 from distill.methods.self_forcing import SelfForcing
 from fsdp_cp.rng import StepRandom
+from models.sample import VIDEO, Sample
 from tests.oracles.causal_wan import CausalWan
 
 
@@ -17,9 +17,9 @@ class JointSelfForcing(SelfForcing):
 
     _student_losses = Dmd2._student_losses
 
-    def _rollout(self, batch: Batch, _: object, random: StepRandom, last_steps: object = None) -> Tensor:
+    def _rollout(self, batch: Batch, _: object, random: StepRandom, last_steps: object = None) -> Sample:
         student, settings, text = self.roles["student"], self.settings, batch.condition.tensors["text"]
-        causal, (channels, frames, *size), graph = student.causal, batch.shape, torch.is_grad_enabled()
+        causal, (channels, frames, *size), graph = student.causal, batch.shapes[VIDEO], torch.is_grad_enabled()
         oracle = CausalWan(student.network, causal.chunks(frames), causal.window, causal.sink)
         shared = random.shared_integer("dmd2/rollout_length", 1, len(settings.step_list))
         done = []
@@ -51,4 +51,4 @@ class JointSelfForcing(SelfForcing):
                 e = random.normal(f"self_forcing/context/{i}", x.shape[1:], x.dtype)
                 seen = torch.lerp(seen, e, causal.context_time)
             oracle.remember(seen, text, causal.context_time)
-        return torch.cat(done, dim=2)
+        return Sample({VIDEO: torch.cat(done, dim=2)})

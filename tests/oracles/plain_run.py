@@ -23,16 +23,18 @@ from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
 from models.condition import Condition
-from models.families.base import Flops
+from models.families.base import Flops, Outputs
 from models.families.registry import FAMILIES
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import build_additions
+from models.sample import Sample
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.joint_self_forcing import JointSelfForcing
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.written_out import WrittenOut
 
 _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
@@ -65,10 +67,13 @@ class _PlainRole(Role):
     kept_gathered = nullcontext
 
     def _outputs(
-        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0, causal: object = None
-    ) -> tuple[Tensor, ...]:
+        self, network: Network, x: Sample, t: Tensor, condition: Condition, depth: float = 1.0, causal: object = None
+    ) -> Outputs:
         assert causal is None, "_PlainCausalRole calls causal networks"
-        given = condition.tensors
+        v, *others = self._called(network, x.video, t, condition.tensors)
+        return Outputs(video(v), tuple(others))
+
+    def _called(self, network: Network, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if network.family.name in _CALLED_AS:
             return _CALLED_AS[network.family.name](network.module, x, t, given)
         if "first_frame" in given:
@@ -79,6 +84,7 @@ class _PlainRole(Role):
 class _PlainCausalRole(_PlainRole):
     """Causal role that calls its diffusers network with dense masks."""
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -144,7 +150,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             torch.nn.Module.to(network, data.latents.dtype)
             plain = Network(
                 family=family, config={}, module=network, mesh=_ONE_RANK, precision="fp32",
-                tokens=family.tokens(network.config, setup.latent_shape), flops=Flops(0, 0),
+                tokens=family.tokens(network.config, data.latent_shapes), flops=Flops(0, 0),
             )  # fmt: skip
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
@@ -178,7 +184,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             positions = [i for i in range(size) if i * setup.expert_draws // size == part]
             indices = [clip_at(config.seed, len(data), step * size + i) for i in positions]
             given = {key: value[indices] for key, value in data.tensors.items()}
-            batch = Batch(latents=data.latents[indices], condition=Condition(given, data.null, data.empty))
+            batch = Batch(latents=video(data.latents[indices]), condition=Condition(given, data.null, data.empty))
             draws = StepRandom(seed=config.seed, step=step, positions=positions, part=part)
             for loss in method.losses(step, batch, draws):
                 value = loss.weight * loss.closure() / setup.expert_draws

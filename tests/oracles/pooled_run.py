@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.methods import Batch
+from distill.methods.common.chunks import draw_noise
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
@@ -98,11 +99,7 @@ def _two_lengths(trainer: RecordingTrainer) -> Iterator[list[Batch]]:
         if step % 4 < 2:
             yield batches
         else:
-            short = [batch.latents[:, :, :2].contiguous() for batch in batches]
-            yield [
-                replace(batch, latents=latents, latent_shape=tuple(latents.shape[1:]))
-                for batch, latents in zip(batches, short, strict=True)
-            ]
+            yield [replace(batch, latents=batch.latents.frames(slice(2)).map(Tensor.contiguous)) for batch in batches]
 
 
 def _sample(trainer: RecordingTrainer) -> None:
@@ -112,7 +109,7 @@ def _sample(trainer: RecordingTrainer) -> None:
     condition = trainer.data.condition(["0", "1"])
     for role, steps in (("student", 2), ("teacher", 2)):
         with phase(f"sample/{role}"), resharded(networks), torch.no_grad():
-            noise = random.normal("sample/noise", trainer.data.latent_shape)
+            noise = draw_noise(random, "sample/noise", trainer.data.latent_shapes)
             trainer.method.generate(role, noise, condition, steps, random)
 
 

@@ -76,7 +76,7 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         trained=method.trained_roles,
         mesh=mesh,
         device=device,
-        latent_shape=setup.latent_shape,
+        shapes=random_clips(setup).latent_shapes,
         condition_shapes=setup.condition_shapes,
     )
     for name in setup.lora:

@@ -35,7 +35,7 @@ def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
     plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
-        latent_shape=latents, condition_shapes={"text": TEXT},
+        shapes={"video": latents}, condition_shapes={"text": TEXT},
     )  # fmt: skip
     return role, mesh
 

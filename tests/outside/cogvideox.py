@@ -17,8 +17,9 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_regi
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from models.families.base import Flops, config_of
+from models.families.base import Flops, Outputs, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse
+from models.sample import VIDEO, Sample
 from tests.outside.prediction import DiscretePrediction
 
 
@@ -139,7 +140,8 @@ class CogVideoX(DiffusersFamily):
         fixed = not config["use_rotary_positional_embeddings"]
         return {"text": (config["max_text_seq_length"] if fixed else text_tokens, config["text_embed_dim"])}
 
-    def check_sample(self, config, latent_shape, condition, setting):
+    def check_sample(self, config, shapes, condition, setting):
+        latent_shape = shapes["video"]
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
         self.check_data(config, latent_shape, needed, condition, setting)
         most = config["sample_height"], config["sample_width"]
@@ -148,7 +150,8 @@ class CogVideoX(DiffusersFamily):
                 f"{setting} is a CogVideoX 1.5 of at most {most} latents; use a smaller data.height and width"
             )
 
-    def flops(self, config, tokens, condition, pairs=None, times=None):
+    def flops(self, config, shapes, condition, pairs=None, times=None):
+        tokens = self.tokens(config, shapes)
         dim, layers, time = self.width(config), config["num_layers"], config["time_embed_dim"]
         text, text_dim = condition["text"]
         both = tokens + text
@@ -172,8 +175,8 @@ class CogVideoX(DiffusersFamily):
         # Under bf16 an addition to the time's embedding is fp32, and the blocks are not.
         network.time_embedding.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
 
-    def outputs(self, network, x, t, condition):
-        config = config_of(network)
+    def outputs(self, network, sample, t, condition):
+        config, x = config_of(network), sample.video
         prediction = SCHEDULES[config["use_rotary_positional_embeddings"]]
         v, *others = network(
             hidden_states=prediction.state(x, t).transpose(1, 2),  # (B, T, C, H, W)
@@ -182,7 +185,7 @@ class CogVideoX(DiffusersFamily):
             image_rotary_emb=rotary_tables(config, x.shape[2:], x.device),
             return_dict=False,
         )
-        return prediction.velocity(v.transpose(1, 2), x, t), *others
+        return Outputs(Sample({VIDEO: prediction.velocity(v.transpose(1, 2), x, t)}), tuple(others))
 
 
 def rotary_tables(config, sizes, device):

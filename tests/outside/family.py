@@ -10,7 +10,8 @@ from torch import nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from models.families.base import Family, Flops
+from models.families.base import Family, Flops, Outputs
+from models.sample import VIDEO, Sample
 
 DEFAULTS = {
     "channels": 4, "patch": 2, "heads": 6, "head_dim": 8, "depth": 2, "text_dim": 10, "time_features": 16,
@@ -125,15 +126,16 @@ class OutsideFamily(Family):
         given = {"first_frame": (latent_shape[0], 1, *latent_shape[2:])} if config["first_frame"] else {}
         return {"text": (text_tokens, config["text_dim"]), **given}
 
-    def check_sample(self, config, latent_shape, condition, setting):
+    def check_sample(self, config, shapes, condition, setting):
+        latent_shape = shapes["video"]
         wanted = self.condition_shapes(config, latent_shape, condition["text"][0])
         if latent_shape[0] != config["channels"] or condition != wanted:
             raise UserError(
                 f"{setting} takes {config['channels']} channels and {wanted}, not {latent_shape[0]} and {condition}"
             )
 
-    def flops(self, config, tokens, condition, pairs=None, times=None):
-        dim = self.width(config)
+    def flops(self, config, shapes, condition, pairs=None, times=None):
+        tokens, dim = self.tokens(config, shapes), self.width(config)
         forward = 2 * config["depth"] * (10 * tokens * dim * dim + 2 * tokens * tokens * dim)
         return Flops(forward, forward)
 
@@ -150,7 +152,8 @@ class OutsideFamily(Family):
         for block in network.blocks:
             block.self_attention.mesh = block.cross_attention.mesh = mesh
 
-    def outputs(self, network, x, t, condition):
+    def outputs(self, network, sample, t, condition):
+        x = sample.video
         patch, (frames, height, width) = network.config["patch"], x.shape[2:]
         times = t if t.ndim == 2 else t[:, None].expand(-1, frames)
         given = condition.tensors.get("first_frame")
@@ -164,7 +167,7 @@ class OutsideFamily(Family):
         out = out.unflatten(2, (-1, patch, patch)).unflatten(1, (-1, height // patch, width // patch))
         out = out.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
         if given is None:
-            return (out,)
+            return Outputs(Sample({VIDEO: out}))
         first = t[:, :1] if t.ndim == 2 else t[:, None]
         held = (noisy - given) / first[:, :, None, None, None].to(x.dtype)  # its x - t v is the given frame
-        return (torch.cat([held, out[:, :, 1:]], dim=2),)
+        return Outputs(Sample({VIDEO: torch.cat([held, out[:, :, 1:]], dim=2)}))

@@ -9,6 +9,7 @@ import torch
 
 from distill.methods.base import Loss, guided_velocity
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import squared_error
 from distill.methods.common.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
 
@@ -46,13 +47,13 @@ class Halving(FewStepMethod):
     def _loss(self, batch, random):
         teacher, student, half = self.roles["teacher"], self.roles["student"], self.settings.interval / 2
         t = self.settings.interval + (1 - self.settings.interval) * random.uniform("halving/time", batch.dtype)
-        x = add_noise(batch.latents, random.normal("halving/noise", batch.shape, batch.dtype), t)
-        scale = self.settings.guidance
+        x = add_noise(batch.latents, batch.noise(random, "halving/noise"), t)
         with torch.no_grad():
-            first = guided_velocity(teacher, x, t, batch.condition, scale)
+            first = guided_velocity(teacher, x, t, batch.condition, self.settings.guidance)
             middle = x - per_sample(torch.full_like(t, half), x) * first
-            second = guided_velocity(teacher, middle, t - half, batch.condition, scale)
-        return (student.velocity(x, t, batch.condition) - (first + second) / 2).square().mean()
+            second = guided_velocity(teacher, middle, t - half, batch.condition, self.settings.guidance)
+        errors = squared_error(student.velocity(x, t, batch.condition), (first + second) / 2)
+        return self.total("loss", errors).mean()
 
 
 METHOD = (Halving, HalvingSettings)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from distill.methods import Batch
-from distill.methods.common.schedules import per_sample
+from distill.methods.common.schedules import widen
 from fsdp_cp.rng import StepRandom, stream
 from models.condition import Condition
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 
 TEXT = (1, 2)
@@ -42,6 +43,7 @@ class Gaussian:
         z = normal(count, len(self.mean), seed=seed) * self.variance.sqrt()
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -80,7 +82,7 @@ class Mixture:
 
     def _standardized(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``x_t`` standardized by each component (components last), the deviations, and ``t``."""
-        t = per_sample(t, x)[..., None]
+        t = widen(t, x)[..., None]
         deviation = marginal_variance(self.stds**2, t).sqrt()
         return (x[..., None] - (1 - t) * self.means) / deviation, deviation, t
 
@@ -95,6 +97,7 @@ class Mixture:
         z, _, _ = self._standardized(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -145,6 +148,7 @@ class ExactStudent(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -155,7 +159,7 @@ class ExactStudent(nn.Module):
         clean: Tensor | None = None,
     ) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
-        return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
+        return (1 + self.scale) * (x - x0) / widen(t, x) + self.offset
 
 
 class SmallNet(nn.Module):
@@ -182,6 +186,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -208,7 +213,7 @@ def nothing(count: int) -> Condition:
 def make_batch(problem, count: int, seed: int = 1) -> Batch:
     """Return ``count`` samples of ``problem`` with captions of zeros."""
     return Batch(
-        latents=problem.sample(count, seed),
+        latents=video(problem.sample(count, seed)),
         condition=nothing(count),
     )
 

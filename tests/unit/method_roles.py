@@ -15,6 +15,8 @@ from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
+from models.sample import Sample
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 
 SHAPE = (2, 3, 4, 4)  # C, T, H, W
@@ -46,6 +48,7 @@ class Recorder(nn.Module):
         self.calls: list[Call] = []
         self.logit_calls: list[Call] = []
 
+    @takes_samples
     def velocity(
         self,
         x: Tensor,
@@ -63,9 +66,9 @@ class Recorder(nn.Module):
         return v
 
     def logits(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self, x: Sample, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
     ) -> Tensor:
-        text = condition.tensors["text"]
+        x, text = x.video, condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         d = self.judge(x, t, text)
         self.logit_calls.append(Call(x, t, text, d.detach(), torch.is_grad_enabled(), r))
@@ -141,7 +144,7 @@ def make_batch(positions=range(4)):
     """Return the samples at ``positions`` of a fixed global batch."""
     positions = list(positions)
     return Batch(
-        latents=normal(4, *SHAPE, seed=1)[positions],
+        latents=video(normal(4, *SHAPE, seed=1)[positions]),
         condition=text_condition(normal(4, *TEXT, seed=2)[positions], normal(*TEXT, seed=3), normal(*TEXT, seed=13)),
     )
 
@@ -199,7 +202,7 @@ def times_and_texts(method, count=1500, null=0.0):
     role.formula = lambda x, t, text: x
     method.roles = {name: role for name in method.roles}
     batch = Batch(
-        latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
+        latents=video(torch.zeros(count, *SHAPE, dtype=torch.float64)),
         condition=text_condition(
             torch.ones(count, *TEXT, dtype=torch.float64),
             torch.full(TEXT, null, dtype=torch.float64),

@@ -40,7 +40,8 @@ def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
     monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     monkeypatch.setattr("models.lora.plan.LoraPlan.fill", lambda *args, **kwargs: None)
     config, (latents, shapes), plan = planned(kind, *words)
-    assert latents == LATENTS and ("image_latents" in shapes) == (kind == "i2v") and "image_embeds" not in shapes
+    assert latents == {"video": LATENTS}
+    assert ("image_latents" in shapes) == (kind == "i2v") and "image_embeds" not in shapes
     text, vae, image = encoder_settings(config, (latents, shapes))
     assert text["d_model"] == 4096 and not vae and not image
     assert all(role.boundaries == (BOUNDARY[kind],) and role.experts == 2 for role in plan.roles)
@@ -49,7 +50,7 @@ def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
         assert (mesh.shape.dp_shard, mesh.shape.cp, mesh.shape.ulysses) == (ranks // 8, 8, 8)
         roles = build_roles(
             plan.roles, trained=plan.method.trained_roles, mesh=mesh, device=torch.device("meta"),
-            latent_shape=latents, condition_shapes=shapes,
+            shapes=latents, condition_shapes=shapes,
         )  # fmt: skip
         found = 0
         for name, role in roles.items():

@@ -16,6 +16,7 @@ from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.test_checkpoint_files import SMALL
 
@@ -143,10 +144,10 @@ def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
     plan = planned(base, file.parent, rank=rank, alpha=2.0 * rank)
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        latent_shape=LATENTS, condition_shapes={"text": TEXT},
+        shapes={"video": LATENTS}, condition_shapes={"text": TEXT},
     )  # fmt: skip
     torch.testing.assert_close(
-        says(lambda x, t, s: role.velocity(x, t, text_condition(s))), truth, rtol=1e-4, atol=1e-5
+        says(lambda x, t, s: role.velocity(video(x), t, text_condition(s)).video), truth, rtol=1e-4, atol=1e-5
     )
     own = {name: weight.full_tensor() for name, weight in role.weights().items()}
     scale = role.adapters["scale"]

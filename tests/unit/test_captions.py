@@ -13,6 +13,7 @@ from distill.data.sets.dataset import encode_source
 from distill.data.settings import CaptionsSettings
 from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
+from tests.oracles.samples import video
 from tests.tiny_pipeline import render_clips
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
@@ -40,7 +41,9 @@ def test_items_are_the_captions_through_the_text_encoder(make, tiny):
     data = make(negative_prompt="blurred")
     encoder = TextEncoder(choose_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
     assert len(data) == 4 and list(data.captions()) == [TEXTS[0], TEXTS[1], TEXTS[3]]
-    assert data.latent_shape == (16, 3, 4, 6) and data.condition_shapes == {"text": (24, 32)} and data.fps == 8
+    assert (
+        data.latent_shapes == {"video": (16, 3, 4, 6)} and data.condition_shapes == {"text": (24, 32)} and data.fps == 8
+    )
     for i, text in enumerate(TEXTS):
         item = data[i]
         assert set(item) == {"text", "caption"} and item["caption"] == text
@@ -53,10 +56,10 @@ def test_items_are_the_captions_through_the_text_encoder(make, tiny):
     assert torch.equal(known.tensors["text"][2], data.empty["text"])
     assert not torch.allclose(data.empty["text"], data.null["text"]) and "" not in data.captions()
     settings = CaptionsSettings(path="captions.txt", encoders=str(tiny), num_frames=9, height=32, width=48)
-    assert settings.sample_shapes() == ((16, 3, 4, 6), {"text": (512, 32)}), "without encoding"
+    assert settings.sample_shapes() == ({"video": (16, 3, 4, 6)}, {"text": (512, 32)}), "without encoding"
     with pytest.raises(UserError, match="a cat"):
         data.condition(["a cat"])
-    assert data.decode(torch.zeros(2, *data.latent_shape)).shape == (2, 9, 32, 48, 3)
+    assert data.decode(video(torch.zeros(2, *data.latent_shapes["video"]))).shape == (2, 9, 32, 48, 3)
     data.release()
 
 
@@ -69,7 +72,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     monkeypatch.undo()
     videos = render_clips(tmp_path / "videos", 2)
     folder = encode_source(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
-    assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shape == first.latent_shape
+    assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shapes == first.latent_shapes
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from models.families.wan import Wan
 from models.lora.merge import Weights
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_hunyuan, tiny_ltx
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, IMAGE, text_condition
 from tests.unit.refused import refused
 
@@ -71,9 +72,9 @@ def test_frames_that_are_not_whole_chunks_are_refused(settings, frames, words):
     role = plan(causal=CausalSettings(**settings))
     for word in words:
         with refused(word):
-            role.tokens((4, frames, 8, 8), CONDITION_SHAPES)
+            role.tokens({"video": (4, frames, 8, 8)}, CONDITION_SHAPES)
     with refused("student.causal."):
-        role.tokens((4, frames, 8, 8), CONDITION_SHAPES)
+        role.tokens({"video": (4, frames, 8, 8)}, CONDITION_SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,9 @@ def test_what_cannot_be_causal_is_refused_by_name():
 
 def test_a_given_frame_is_a_chunk():
     shapes = CONDITION_SHAPES | {"first_frame": (4, 1, 8, 8)}
-    assert plan().tokens((4, 7, 8, 8), shapes) == 7 * 16
+    assert plan().tokens({"video": (4, 7, 8, 8)}, shapes) == 7 * 16
     with refused("student.causal.first_chunk"):
-        plan(causal=CausalSettings(chunk=2)).tokens((4, 8, 8, 8), shapes)
+        plan(causal=CausalSettings(chunk=2)).tokens({"video": (4, 8, 8, 8)}, shapes)
 
 
 def test_an_export_says_that_it_is_causal(exported):
@@ -135,17 +136,22 @@ def test_a_damaged_file_is_refused(exported, tmp_path, text):
         read_causal(tmp_path, "student.checkpoint=x")
 
 
+def frames(count):
+    """Return the shape of a clip with 16 tokens a latent frame."""
+    return {"video": (4, count, 8, 8)}
+
+
 def test_operations_follow_the_mask():
     """All pairs and one time: those of a network that attends to all frames. A clean history: rectangles alone."""
     family, config = Wan(), Wan().defaults() | ARCHITECTURE
-    flops = family.flops(config, 48, CONDITION_SHAPES, 48 * 48, 1)
-    assert flops == family.flops(config, 48, CONDITION_SHAPES)
+    flops = family.flops(config, frames(3), CONDITION_SHAPES, 48 * 48, 1)
+    assert flops == family.flops(config, frames(3), CONDITION_SHAPES)
     mask = CausalSettings(chunk=1).mask(3, 16, clean=True)
     assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
-    fewer = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 1)
+    fewer = family.flops(config, frames(6), CONDITION_SHAPES, mask.pairs, 1)
     left_out = ARCHITECTURE["num_layers"] * (96 * 96 - mask.pairs)
-    assert family.flops(config, 96, CONDITION_SHAPES).forward - fewer.forward == 4 * left_out * 48
-    by_token = family.flops(config, 96, CONDITION_SHAPES, mask.pairs, 96)
+    assert family.flops(config, frames(6), CONDITION_SHAPES).forward - fewer.forward == 4 * left_out * 48
+    by_token = family.flops(config, frames(6), CONDITION_SHAPES, mask.pairs, 96)
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
 
 
@@ -153,7 +159,7 @@ def test_operations_follow_the_mask():
 @pytest.mark.parametrize("cp", [1, 4])
 def test_a_plan_counts_the_cache(cp):
     """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
-    shapes = ((4, 7, 8, 8), CONDITION_SHAPES)
+    shapes = (frames(7), CONDITION_SHAPES)
     role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
     run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan], shapes=shapes)
     with fake_world(cp) as fakes:
@@ -161,21 +167,24 @@ def test_a_plan_counts_the_cache(cp):
         storages = LiveStorages(fakes=True)
         role = build_watched(run, mesh, storages, fakes, {})["student"]
         with fakes, storages:
-            x, condition = torch.zeros(2, *shapes[0]), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
+            x, condition = torch.zeros(2, 4, 7, 8, 8), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
             cache = role.cache(condition)
             for chunk in x.split([1, 2, 2, 2], 2):
-                role.chunk_velocity(chunk, torch.zeros(2), cache).sum().backward()
-                cache = cache.with_chunk(chunk)
+                role.chunk_velocity(video(chunk), torch.zeros(2), cache).video.sum().backward()
+                cache = cache.with_chunk(video(chunk))
             held = storages.by["student", "cache"]
             of_chunks = role.flops
             role.flops = 0
-            role.velocity(x, torch.zeros(2), condition, clean=x)
+            role.velocity(video(x), torch.zeros(2), condition, clean=video(x))
     of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
     assert held == ARCHITECTURE["num_layers"] * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config
-    each = [family.flops(config, n, CONDITION_SHAPES, p, 1).forward for n, p in zip(tokens, pairs, strict=True)]
+    each = [
+        family.flops(config, frames(n // 16), CONDITION_SHAPES, p, 1).forward
+        for n, p in zip(tokens, pairs, strict=True)
+    ]
     assert of_chunks == 2 * (3 + 1) * sum(each)
     seen = 2 * sum(pairs)  # clean to clean, and noisy to clean and itself
-    assert role.flops == 2 * 3 * family.flops(config, 224, CONDITION_SHAPES, seen, 224).forward
+    assert role.flops == 2 * 3 * family.flops(config, frames(14), CONDITION_SHAPES, seen, 224).forward

@@ -266,7 +266,7 @@ def test_the_plans_configuration_is_what_defines_the_network(wan):
 )
 def test_more_positions_than_the_rotary_tables_have(wan, latents, setting):
     plan = plan_role("student", checkpoint=str(wan))
-    assert plan.tokens((2, 32, 64, 64), {"text": (1, 6)}) == 32 * 32 * 32
+    assert plan.tokens({"video": (2, 32, 64, 64)}, {"text": (1, 6)}) == 32 * 32 * 32
     with pytest.raises(UserError) as error:
-        plan.tokens(latents, {"text": (1, 6)})
+        plan.tokens({"video": latents}, {"text": (1, 6)})
     assert setting in str(error.value) and "\n" not in str(error.value)

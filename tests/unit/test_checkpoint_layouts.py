@@ -73,7 +73,7 @@ def test_weights_arrive_whatever_their_files_are_called(network, folder, mesh, l
     plan = plan_role("student", checkpoint=str(folder))
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=False,
-        latent_shape=(2, 1, 4, 4), condition_shapes={"text": (3, 6)},
+        shapes={"video": (2, 1, 4, 4)}, condition_shapes={"text": (3, 6)},
     )  # fmt: skip
     read, loaded = tensor_reader(plan.folders[0]), role.weights()
     assert loaded.keys() == plan.folders[0].shapes.keys() == weights.keys()

@@ -9,9 +9,10 @@ from scipy import stats
 from torch import nn
 
 from distill.methods import build_method
-from distill.methods.common.schedules import euler_times, per_sample
+from distill.methods.common.schedules import euler_times, widen
 from distill.methods.dcm import Dcm, DcmSettings
 from fsdp_cp.rng import StepRandom
+from tests.oracles.samples import takes_samples
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, make_batch, normal
 from tests.unit.method_roles import text_of
@@ -30,13 +31,14 @@ class EulerMap(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         y = x
         for time, following in zip(self.grid, self.grid[1:], strict=False):
-            started = per_sample(t >= time - 1e-9, x)
+            started = widen(t >= time - 1e-9, x)
             v = self.teacher.velocity(y, torch.full_like(t, time), condition)
             y = torch.where(started, y + (following - time) * v, y)
-        return (1 + self.scale) * (x - y) / per_sample(t.clamp_min(1e-3), x) + self.offset
+        return (1 + self.scale) * (x - y) / widen(t.clamp_min(1e-3), x) + self.offset
 
 
 class Net(nn.Module):
@@ -49,11 +51,12 @@ class Net(nn.Module):
         self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
         self.calls = []
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         text = condition.tensors["text"]
         self.calls.append((x, t, text, torch.is_grad_enabled()))
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))
-        return moved * (1 + self.time * per_sample(t, x)) + per_sample(text.mean((1, 2)), x)
+        return moved * (1 + self.time * widen(t, x)) + widen(text.mean((1, 2)), x)
 
 
 def dcm(student, teacher, **settings) -> Dcm:
@@ -101,17 +104,17 @@ def test_loss_and_gradient_by_the_formula(scale):
     assert torch.equal(t, grid[node]) and torch.equal(next_t, grid[node + 1])
     null = text_condition(torch.full_like(text_of(batch), 0.3))
     c, u = teacher.velocity(x, t, batch.condition), teacher.velocity(x, t, null)
-    followed = x + per_sample(next_t - t, x) * (u + scale * (c - u))
+    followed = x + widen(next_t - t, x) * (u + scale * (c - u))
     assert (next_x - followed).norm() < 1e-12 * followed.norm()
     student.zero_grad()
-    target = (followed - per_sample(next_t, x) * student.velocity(followed, next_t, batch.condition)).detach()
-    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.condition)
+    target = (followed - widen(next_t, x) * student.velocity(followed, next_t, batch.condition)).detach()
+    prediction = x - widen(t, x) * student.velocity(x, t, batch.condition)
     truth = ((prediction - target) ** 2).sum() / prediction.numel()
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
     for found, parameter in zip(ours, student.parameters(), strict=True):
         assert (found - parameter.grad).norm() < 1e-12 * parameter.grad.norm()
-    noise = (x - (1 - per_sample(t, x)) * batch.latents) / per_sample(t, x)
+    noise = (x - (1 - widen(t, x)) * batch.latents.video) / widen(t, x)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
 
 
@@ -142,9 +145,9 @@ def test_the_target_may_be_the_average():
     loss, batch = run_loss(method)
     assert inside == [0, 1], "the target alone"
     (next_x, next_t, _, _), (x, t, _, _) = student.calls
-    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.condition)
+    prediction = x - widen(t, x) * student.velocity(x, t, batch.condition)
     student.time.data += 0.5
-    target = next_x - per_sample(next_t, x) * student.velocity(next_x, next_t, batch.condition)
+    target = next_x - widen(next_t, x) * student.velocity(next_x, next_t, batch.condition)
     assert loss.item() == pytest.approx((prediction - target).square().mean().item(), rel=1e-12)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from distill.config import compose_config
 from distill.methods.self_forcing import SelfForcingSettings
 from distill.run.setup import plan_run
+from tests.oracles.samples import video
 from tests.unit.method_roles import (
     SHAPE,
     Gaussian,
@@ -164,8 +165,8 @@ def test_the_ode_follows_the_students_own_velocity(step):
         assert close(after.x, before.x + wide(after.t - before.t) * before.v)
     noise, batch = calls[0].x, make_batch()
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
-    sample = method.generate("student", noise, batch.condition, 3, random_at(9))
-    assert torch.equal(sample, method.generate("student", noise, batch.condition, 3, random_at(8)))
+    sample = method.generate("student", video(noise), batch.condition, 3, random_at(9)).video
+    assert torch.equal(sample, method.generate("student", video(noise), batch.condition, 3, random_at(8)).video)
     assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
 
 
@@ -224,7 +225,7 @@ def test_the_student_starts_from_a_clip_noised_to_one_of_its_times(step):
     (call,), batch = method.roles["student"].calls, make_batch()
     length = random_at(step).shared_integer("dmd2/rollout_length", 1, 3)
     assert (call.t == [1.0, 0.8, 0.5][length - 1]).all() and call.with_grad == (step % 6 == 0)
-    noise = (call.x - (1 - wide(call.t)) * batch.latents) / wide(call.t)
+    noise = (call.x - (1 - wide(call.t)) * batch.latents.video) / wide(call.t)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
 
 
@@ -234,7 +235,7 @@ def test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_sc
     run_loss(method, 0).backward()
     (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
     noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
-    x_t = (1 - wide(fake.t)) * batch.latents + wide(fake.t) * noise
+    x_t = (1 - wide(fake.t)) * batch.latents.video + wide(fake.t) * noise
     assert close(real.x, torch.cat([x_t, x_t])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
     w, teacher = method.settings.guidance_scale, method.roles["teacher"]
     c, u = teacher.formula(x_t, fake.t, text_of(batch)), teacher.formula(x_t, fake.t, null_text_of(batch))

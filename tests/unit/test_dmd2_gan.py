@@ -12,6 +12,7 @@ from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from models.additions.gan_head import default_blocks
+from tests.oracles.samples import video
 from tests.unit.method_roles import (
     SHAPE,
     TEXT,
@@ -89,7 +90,7 @@ def test_judged_times_are_uniform_shifted_and_then_held_in_their_range(step):
     positions = range(1500)
     batch = replace(
         make_batch(),
-        latents=torch.zeros(1500, *SHAPE, dtype=torch.float64),
+        latents=video(torch.zeros(1500, *SHAPE, dtype=torch.float64)),
         condition=replace(make_batch().condition, tensors={"text": torch.ones(1500, *TEXT, dtype=torch.float64)}),
     )
     next(iter(method.losses(step, batch, random_at(step, positions)))).closure()
@@ -143,7 +144,7 @@ def test_what_the_head_is_shown():
     assert torch.equal(call.t, t.repeat(3)) and torch.equal(call.text, text_of(make_batch()).repeat(3, 1, 1))
     noises = [
         (student - (1 - wide(t)) * theta) / wide(t),
-        (real - (1 - wide(t)) * make_batch().latents) / wide(t),
+        (real - (1 - wide(t)) * make_batch().latents.video) / wide(t),
         (disturbed - real) / 0.1,
         (score.x - (1 - wide(score.t)) * theta) / wide(score.t),
     ]
@@ -200,7 +201,7 @@ def test_captions_are_enough(step):
     batch = make_batch()
     with_clips = run_loss(method, step, batch=batch)
     seen = method.observations.drain().keys()
-    without = run_loss(method, step, batch=replace(batch, latents=None, latent_shape=SHAPE))
+    without = run_loss(method, step, batch=replace(batch, latents=None, latent_shapes={"video": SHAPE}))
     assert torch.equal(with_clips, without) and without.isfinite()
     assert method.observations.drain().keys() == {name for name in seen if not name.startswith("data_")}
 

@@ -9,6 +9,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.roles.ema import Ema
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 
 SMALL = {
@@ -40,7 +41,7 @@ def role(mesh):
         device=torch.device("cpu"),
         precision="fp32",
         trainable=True,
-        latent_shape=(2, 1, 4, 4),
+        shapes={"video": (2, 1, 4, 4)},
         condition_shapes={"text": (3, 6)},
     )
 
@@ -108,7 +109,7 @@ def velocity(role):
     generator = torch.Generator().manual_seed(3)
     x, text = torch.randn(2, 2, 1, 4, 4, generator=generator), torch.randn(2, 3, 6, generator=generator)
     with torch.no_grad():
-        return role.velocity(x, torch.tensor([0.3, 0.9]), text_condition(text))
+        return role.velocity(video(x), torch.tensor([0.3, 0.9]), text_condition(text)).video
 
 
 def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
@@ -136,7 +137,7 @@ def test_bf16_masters_have_no_average(mesh):
         "student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(precision="bf16", master_dtype="bf16")
     )
     device = torch.device("cpu")
-    shapes = {"latent_shape": (2, 1, 4, 4), "condition_shapes": {"text": (3, 6)}}
+    shapes = {"shapes": {"video": (2, 1, 4, 4)}, "condition_shapes": {"text": (3, 6)}}
     role = build_role(plan, mesh=mesh, device=device, trainable=True, **shapes)
     with pytest.raises(AssertionError):
         Ema(role, decay=0.9, gamma=1.0, start=0)

@@ -44,7 +44,7 @@ def test_the_plan_and_the_dry_run_of_a_set(path, tmp_path, caplog, method):
     config = composed(path, f"experiment=quickstart_{method}", "dry_run=true", f"run_dir={tmp_path}/run")
     assert config.data.has_clips
     plan = plan_run(config)
-    assert planned_shapes(config) == (SHAPE, {"text": (4, 32)}) == config.data.sample_shapes()
+    assert planned_shapes(config) == ({"video": SHAPE}, {"text": (4, 32)}) == config.data.sample_shapes()
     assert encoder_peaks(config, planned_shapes(config)) == {}
     caplog.set_level(logging.INFO)
     dry_run(config, plan)

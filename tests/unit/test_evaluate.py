@@ -18,6 +18,7 @@ from distill.evaluate.evaluator import Evaluator
 from distill.train.metrics import MetricsLog
 from models.condition import Condition
 from tests.oracles.clips import moving_shapes
+from tests.oracles.samples import video
 
 
 class Painter:
@@ -28,6 +29,9 @@ class Painter:
         self.calls, self.updates, self.noise = [], 0, []
         self.settings = SimpleNamespace(name="painter")
 
+    def clock(self, role):
+        return {"video": 1.0}
+
     def evaluations(self, role, steps):
         return 2 * steps if role == "teacher" else steps
 
@@ -37,8 +41,8 @@ class Painter:
     def stream(self, role, noise, condition, steps, random):
         for x in noise:
             self.calls.append((role, steps))
-            self.noise.append(x)
-            yield torch.full_like(x, steps / 10 if role == "teacher" else -self.updates / 10)
+            self.noise.append(x.video)
+            yield video(torch.full_like(x.video, steps / 10 if role == "teacher" else -self.updates / 10))
 
 
 def evaluator(tmp_path, method, **settings):
@@ -201,14 +205,14 @@ def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch
 class Pictured:
     """Data set of four clips of one brightness each, two per caption, conditioned on images."""
 
-    latent_shape, fps = (3, 6, 16, 16), 8.0
-    condition_shapes = {"text": (1, 1), "image_latents": latent_shape}
+    latent_shapes, fps = {"video": (3, 6, 16, 16)}, 8.0
+    condition_shapes = {"text": (1, 1), "image_latents": (3, 6, 16, 16)}
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return {"latents": torch.full(self.latent_shape, index / 10), "caption": ("one", "two")[index % 2]}
+        return {"latents": torch.full(self.latent_shapes["video"], index / 10), "caption": ("one", "two")[index % 2]}
 
     def captions(self):
         return ["one", "two"]
@@ -219,7 +223,7 @@ class Pictured:
         return Condition({"text": torch.zeros(len(items), 1, 1), "image_latents": images})
 
     def decode(self, latents):
-        return (latents * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1)
+        return (latents.video * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1)
 
     def release(self):
         pass
@@ -229,7 +233,7 @@ class Copier(Painter):
     """Method that returns the image that conditions it."""
 
     def stream(self, role, noise, condition, steps, random):
-        return (condition.tensors["image_latents"] for _ in noise)
+        return (video(condition.tensors["image_latents"]) for _ in noise)
 
 
 def test_a_clip_of_an_image_stands_in_the_report_below_the_clip_that_the_image_is_of(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distill.methods import METHODS, Batch, build_method
+from tests.oracles.samples import video
 from tests.unit.method_roles import SHAPE, make_batch, normal, random_at
 
 SETTINGS = {
@@ -48,7 +49,7 @@ def test_the_first_role_of_every_step(case):
     batch = Batch(
         latents=whole.latents,
         condition=whole.condition,
-        states=normal(4, 4, *SHAPE, seed=4) if case == "ode_regression" else None,
+        states=video(normal(4, 4, *SHAPE, seed=4)) if case == "ode_regression" else None,
     )
     by_settings = method_class(settings, {})  # as a run's settings are checked, before there are roles
     for step in range(12):

@@ -15,6 +15,7 @@ from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
 from models.families.wan import Wan
 from tests.oracles import tiny_hunyuan, tiny_ltx, tiny_wan
+from tests.oracles.samples import video
 
 
 def wan_inputs(changes, batch, sizes, text_tokens, image=False):
@@ -82,17 +83,17 @@ def test_forward_flops_are_those_that_torch_counts(inputs, changes, batch, sizes
     family, network, x, t, condition = inputs(changes, batch, sizes, text_tokens, image)
     # The counter knows no operations of the CPU's flash kernel and would leave attention out.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        family.outputs(network, x, t, condition)
+        family.outputs(network, video(x), t, condition)
     config, shapes = described(network, condition)
-    tokens = family.tokens(config, tuple(x.shape[1:]))
-    assert batch * family.flops(config, tokens, shapes).forward == pytest.approx(counter.get_total_flops(), rel=0.01)
+    ours = family.flops(config, video(x).shapes, shapes)
+    assert batch * ours.forward == pytest.approx(counter.get_total_flops(), rel=0.01)
     blocks = "Global" if inputs is not hunyuan_inputs else "HunyuanVideo15Transformer3DModel.transformer_blocks."
     of_attention = [
         counts[torch.ops.aten.bmm]
         for name, counts in counter.get_flop_counts().items()
         if name.startswith(blocks) and name.count(".") == blocks.count(".")
     ]
-    assert batch * family.flops(config, tokens, shapes).attention == sum(of_attention) > 0
+    assert batch * ours.attention == sum(of_attention) > 0
 
 
 class _Counted(TorchDispatchMode):
@@ -123,12 +124,11 @@ def test_those_of_a_tangent_too(inputs, changes, sizes):
     """The test counts tangents of the state and the time, which the methods with derivatives need."""
     family, network, x, t, condition = inputs(changes, 1, sizes, 30)
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
+        dual_x, dual_t = (forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t))
         with _Counted() as counter:
-            family.outputs(network, *duals, condition)
+            family.outputs(network, video(dual_x), dual_t, condition)
     config, shapes = described(network, condition)
-    tokens = family.tokens(config, tuple(x.shape[1:]))
-    ours = family.flops(config, tokens, shapes)
+    ours = family.flops(config, video(x).shapes, shapes)
     assert ours.forward + ours.tangent == pytest.approx(counter.flops, rel=0.01)
 
 

@@ -53,7 +53,7 @@ def test_networks_are_built_or_refused(tmp_path, network, around):
         plan = plan_role("student", checkpoint=str(folder))
         role = build_role(
             plan, mesh=build_mesh(cp=1, heads=2), device=CPU, trainable=False, 
-            latent_shape=LATENTS, condition_shapes=TEXT,
+            shapes={"video": LATENTS}, condition_shapes=TEXT,
         )  # fmt: skip
         assert all(weight.to_local().isfinite().all() for weight in role.weights().values())
 
@@ -81,7 +81,9 @@ def test_architectures_are_planned_or_refused():
     @given(changes=CHANGES)
     def run(changes):
         architecture = json.loads(changed_json(json.dumps(SMALL), changes))
-        refusal(lambda: plan_role("student", checkpoint=None, architecture=architecture).tokens(LATENTS, TEXT))
+        refusal(
+            lambda: plan_role("student", checkpoint=None, architecture=architecture).tokens({"video": LATENTS}, TEXT)
+        )
 
     run()
 
@@ -131,7 +133,7 @@ def checkpoints(tmp_path_factory):
         plan = plan_role("student", checkpoint=None, architecture=SMALL)
         role = build_role(
             plan, mesh=build_mesh(cp=1, heads=2), device=CPU, trainable=True, 
-            latent_shape=LATENTS, condition_shapes=TEXT,
+            shapes={"video": LATENTS}, condition_shapes=TEXT,
         )  # fmt: skip
         tensors = {"student": {"weights": role.weights()}}
         numbers = {"step": 7, "configs": {"student": role.config}}

@@ -26,6 +26,7 @@ from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
 from models.files.scheduler import few_step_scheduler
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
+from tests.oracles.samples import video
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
 from tests.unit.test_flops import hunyuan_inputs
 
@@ -71,7 +72,7 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in(without_
         embedder.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
     torch.nn.Module.to(network, torch.bfloat16)
     with torch.no_grad():
-        velocity = HUNYUAN.outputs(network, x.bfloat16(), t + 0.001, condition.to(torch.bfloat16))[0]
+        velocity = HUNYUAN.outputs(network, video(x.bfloat16()), t + 0.001, condition.to(torch.bfloat16)).velocity.video
     assert [time.item() for time in seen] == pytest.approx([501.0, 501.0], abs=1e-3)
     assert {time.dtype for time in seen} == {torch.float32}
     assert velocity.dtype == torch.bfloat16 and velocity.shape == x.shape
@@ -83,8 +84,8 @@ def test_it_runs_on_fake_tensors(without_attention):
     with fake_tensors() as mode, torch.no_grad():
         mode.allow_non_fake_inputs = True
         given = Condition({name: mode.from_tensor(value) for name, value in condition.tensors.items()})
-        inputs = (network, mode.from_tensor(x), mode.from_tensor(t), given)
-        assert HUNYUAN.outputs(*inputs)[0].shape == x.shape
+        inputs = (network, video(mode.from_tensor(x)), mode.from_tensor(t), given)
+        assert HUNYUAN.outputs(*inputs).velocity.video.shape == x.shape
         del network.forward
         with pytest.raises(DataDependentOutputException):
             HUNYUAN.outputs(*inputs)
@@ -136,9 +137,9 @@ def test_networks_that_cannot_run_are_refused_by_name(key, value):
 )
 def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
     config = dict(HunyuanVideo15Transformer3DModel(**ARCHITECTURE).config)
-    HUNYUAN.check_sample(config, (4, 3, 5, 3), CONDITION_SHAPES | IMAGE_SHAPES, "student.checkpoint")
+    HUNYUAN.check_sample(config, {"video": (4, 3, 5, 3)}, CONDITION_SHAPES | IMAGE_SHAPES, "student.checkpoint")
     with pytest.raises(UserError, match=name):
-        HUNYUAN.check_sample(config, latents, shapes, "student.checkpoint")
+        HUNYUAN.check_sample(config, {"video": latents}, shapes, "student.checkpoint")
 
 
 @pytest.mark.slow
@@ -146,13 +147,13 @@ def test_published_sizes_are_planned_without_weights():
     """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
     words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]
     config = as_planned(compose_config([*words, "world=8", "data.max_text_tokens=1000"]))
-    latent_shape, shapes = planned_shapes(config)
-    assert latent_shape == (32, 21, 30, 52)
+    parts, shapes = planned_shapes(config)
+    assert parts == {"video": (32, 21, 30, 52)}
     assert shapes == {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}
-    plan = plan_run(config, shapes=(latent_shape, shapes))
+    plan = plan_run(config, shapes=(parts, shapes))
     assert (plan.mesh.cp, plan.mesh.ulysses, plan.mesh.dp) == (8, 8, 1)
     student = next(role for role in plan.roles if role.name == "student")
-    assert student.tokens(latent_shape, shapes) == 32_760
+    assert student.tokens(parts, shapes) == 32_760
     assert sum(p.numel() for p in student.network.parameters()) == 8_326_608_160
     assert len(extrapolation.shallow(student, 2).network.transformer_blocks) == 2
 

@@ -15,6 +15,7 @@ from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
 from models.files.scheduler import few_step_scheduler
+from tests.oracles.samples import video
 from tests.oracles.tiny_ltx import ARCHITECTURE
 from tests.unit.test_flops import ltx_inputs
 
@@ -29,7 +30,9 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
     network.time_embed.emb.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
     torch.nn.Module.to(network, torch.bfloat16)
     with torch.no_grad():
-        velocity = LTX_FAMILY.outputs(network, x.bfloat16(), t + 0.001, condition.to(torch.bfloat16))[0]
+        velocity = LTX_FAMILY.outputs(
+            network, video(x.bfloat16()), t + 0.001, condition.to(torch.bfloat16)
+        ).velocity.video
     assert seen[0].dtype == torch.float32 and seen[0].item() == pytest.approx(501.0, abs=1e-3)
     assert velocity.dtype == torch.bfloat16 and velocity.shape == x.shape
 
@@ -90,9 +93,9 @@ SHAPES = {"text": (7, 10), "text_mask": (7,), "latent_spacing": (4,)}
 )
 def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
     config = dict(LTXVideoTransformer3DModel(**ARCHITECTURE).config)
-    LTX_FAMILY.check_sample(config, (4, 3, 2, 2), SHAPES, "student.checkpoint")
+    LTX_FAMILY.check_sample(config, {"video": (4, 3, 2, 2)}, SHAPES, "student.checkpoint")
     with pytest.raises(UserError, match=name):
-        LTX_FAMILY.check_sample(config, latents, shapes, "student.checkpoint")
+        LTX_FAMILY.check_sample(config, {"video": latents}, shapes, "student.checkpoint")
 
 
 @pytest.mark.slow
@@ -103,7 +106,7 @@ def test_published_sizes_are_planned_without_weights(name, billions, cp):
     words += ["plan=true", "world=8", "data.max_text_tokens=128"]
     config = as_planned(compose_config(words))
     assert planned_shapes(config) == (
-        (128, 11, 15, 26), {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
+        {"video": (128, 11, 15, 26)}, {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
     )  # fmt: skip
     plan = plan_run(config, shapes=planned_shapes(config))
     assert (plan.mesh.cp, plan.mesh.dp) == (cp, 8 // cp)

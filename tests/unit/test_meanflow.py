@@ -9,9 +9,10 @@ from scipy import stats
 from torch import nn
 
 from distill.methods import build_method
-from distill.methods.common.schedules import per_sample
+from distill.methods.common.schedules import widen
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.rng import StepRandom
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
@@ -31,11 +32,12 @@ class ExactMean(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         instant = r == t
-        interval = per_sample(torch.where(instant, 1.0, t - r), x)
+        interval = widen(torch.where(instant, 1.0, t - r), x)
         u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
-        u = torch.where(per_sample(instant, x), self.problem.velocity(x, t, condition), u)
+        u = torch.where(widen(instant, x), self.problem.velocity(x, t, condition), u)
         return (1 + self.scale) * u + self.offset
 
 
@@ -56,10 +58,11 @@ class SmallNet(nn.Module):
             nn.init.zeros_(self.body[-1].weight)
             nn.init.zeros_(self.body[-1].bias)
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         assert r.shape == t.shape == (len(x),) and (r <= t).all()
         self.calls.append((x, t, r, torch.is_grad_enabled()))
-        rows = torch.stack([x, *(per_sample(time, x).expand_as(x) for time in (t, r, t * r))], -1)
+        rows = torch.stack([x, *(widen(time, x).expand_as(x) for time in (t, r, t * r))], -1)
         return self.problem.velocity(x, t, condition) + self.body(rows)[..., 0]
 
 
@@ -99,6 +102,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     """The test above can fail: the teacher's velocity is not the mean velocity."""
 
     class Velocity(ExactMean):
+        @takes_samples
         def velocity(self, x, t, condition, r=None, at=None, clean=None):
             return (1 + self.scale) * self.problem.velocity(x, t, condition) + self.offset
 
@@ -121,7 +125,7 @@ def test_a_student_converges_to_the_flow_map():
 
     def error(steps):
         random = StepRandom(seed=0, step=0, positions=range(512))
-        sample = method.generate("student", noise, nothing(512), steps, random)
+        sample = method.generate("student", video(noise), nothing(512), steps, random).video
         return (sample - truth).norm() / truth.norm()
 
     before = error(1)
@@ -145,7 +149,9 @@ def test_exact_mean_velocities_sample_the_flow_map_in_any_number_of_steps(proble
     noise = normal(5, *problem.shape, seed=8)
     truth = problem.flow_map(noise, torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64))
     for steps in (1, 3):
-        sample = method.generate("student", noise, nothing(5), steps, StepRandom(seed=0, step=0, positions=range(5)))
+        sample = method.generate(
+            "student", video(noise), nothing(5), steps, StepRandom(seed=0, step=0, positions=range(5))
+        ).video
         assert (sample - truth).norm() < 1e-9 * truth.norm()
         assert method.evaluations("student", steps) == steps
 
@@ -161,7 +167,7 @@ def reference(method, batch, v, power, floor, growth=1.0):
     _, derivative = torch.func.jvp(
         lambda x, t: student.velocity(x, t, batch.condition, r), (x, t), (v, torch.ones_like(t))
     )
-    target = (v - growth * per_sample(t - r, x) * derivative).detach()
+    target = (v - growth * widen(t - r, x) * derivative).detach()
     total = 0.0
     for u, wanted in zip(student.velocity(x, t, batch.condition, r), target, strict=True):
         error = ((u - wanted) ** 2).sum() / u.numel()
@@ -178,8 +184,8 @@ def test_gradient_equals_a_dense_reference(velocity, power):
     loss.backward()
     ours = [p.grad.clone() for p in student.parameters()]
     x, t, _, _ = student.calls[-1]
-    noise = (x - (1 - per_sample(t, x)) * batch.latents) / per_sample(t, x)
-    v = noise - batch.latents if velocity == "data" else Mixture().velocity(x, t, batch.condition)
+    noise = (x - (1 - widen(t, x)) * batch.latents.video) / widen(t, x)
+    v = noise - batch.latents.video if velocity == "data" else Mixture().velocity(x, t, batch.condition)
     truth = reference(method, batch, v, power, 0.02)
     student.zero_grad()
     truth.backward()
@@ -191,8 +197,9 @@ def test_gradient_equals_a_dense_reference(velocity, power):
 
 def test_the_velocity_is_the_teachers_with_guidance():
     class Captioned(nn.Module):
+        @takes_samples
         def velocity(self, x, t, condition, r=None, at=None, clean=None):
-            return per_sample(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
+            return widen(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
 
     student = SmallNet(PROBLEMS[0], zero=False)
     method = meanflow(student, Captioned(), guidance_scale=3.0)

@@ -13,6 +13,7 @@ from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import (
     SHAPE,
@@ -44,13 +45,13 @@ from tests.unit.refused import refuses_all
 def test_guidance_is_u_plus_w_times_c_minus_u_in_one_call():
     role, batch = Net(0), make_batch()
     t = torch.linspace(0.2, 0.9, 4, dtype=torch.float64)
-    c, u = (role.formula(batch.latents, t, text) for text in (text_of(batch), null_text_of(batch)))
+    c, u = (role.formula(batch.latents.video, t, text) for text in (text_of(batch), null_text_of(batch)))
     for scale in (0.0, 3.0):
         role.calls.clear()
-        v = guided_velocity(role, batch.latents, t, batch.condition, scale)
+        v = guided_velocity(role, batch.latents, t, batch.condition, scale).video
         assert len(role.calls) == 1, "both branches share one gather of the parameters"
         assert close(v, u + scale * (c - u))
-    v = guided_velocity(role, batch.latents, t, batch.condition, 1.0)
+    v = guided_velocity(role, batch.latents, t, batch.condition, 1.0).video
     assert torch.equal(v, c) and len(role.calls[-1].x) == 4, "without guidance there is no second pass"
 
 
@@ -62,7 +63,7 @@ def test_flow_matching_loss_is_the_mean_squared_velocity_error(time):
     method = flow_matching(time=time, shift=3.0, caption_dropout=0.0)
     loss = run_loss(method, 4)
     (call,) = method.roles["student"].calls
-    x0 = make_batch().latents
+    x0 = make_batch().latents.video
     noise = (call.x - (1 - wide(call.t)) * x0) / wide(call.t)
     assert torch.equal(call.text, text_of(make_batch()))
     assert close(loss, (call.v - (noise - x0)).square().sum() / (4 * N))
@@ -84,6 +85,7 @@ class CausalNet(Recorder):
 
     causal = CausalSettings(chunk=2, first_chunk=1, context_time=0.25)
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         self.calls.append((x, t, clean))
         return torch.zeros_like(x)
@@ -94,7 +96,7 @@ def causal_call(frames, history="clean", positions=(0, 1), method=None, **change
     student = CausalNet()
     student.causal = replace(student.causal, **changes)
     x0 = normal(2, 3, 9, 2, 2, seed=6)[: len(positions), :, :frames]
-    batch = Batch(latents=x0, condition=texts([0.1] * len(positions), 0.2))
+    batch = Batch(latents=video(x0), condition=texts([0.1] * len(positions), 0.2))
     (loss,) = flow_matching(student, history=history, **method or {}).losses(3, batch, random_at(3, positions))
     value = loss.closure()
     ((x, t, clean),) = student.calls
@@ -226,7 +228,7 @@ def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
     condition = texts([0.5, -1.0], 0.25)
     noise = normal(2, *SHAPE, seed=4)
     name = "teacher" if make is dmd2 else "student"
-    clips = method.generate(name, noise, condition, steps, random_at(0, [0, 1]))
+    clips = method.generate(name, video(noise), condition, steps, random_at(0, [0, 1])).video
     expected = 0.25 + 3.0 * (torch.tensor([0.5, -1.0]) - 0.25)
     assert (clips - wide(expected)).abs().max() < 1e-12
     assert len(role.calls) == steps and not clips.requires_grad
@@ -238,7 +240,7 @@ def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
 def test_student_samples_at_its_own_times_without_gradient_or_guidance(steps, times):
     method = dmd2(step_list=[1.0, 0.9375, 0.8333, 0.625])
     batch, noise = make_batch(), normal(4, *SHAPE, seed=4)
-    clips = method.generate("student", noise, batch.condition, steps, random_at(0))
+    clips = method.generate("student", video(noise), batch.condition, steps, random_at(0)).video
     calls = method.roles["student"].calls
     assert [call.t[0].item() for call in calls] == times
     assert torch.equal(calls[0].x, noise) and not any(call.with_grad for call in calls) and not clips.requires_grad
@@ -246,7 +248,9 @@ def test_student_samples_at_its_own_times_without_gradient_or_guidance(steps, ti
     assert torch.equal(clips, student_sample(method))
     assert method.evaluations("student", steps) == steps
     for i in range(4):  # a clip does not depend on the rank or the batch that makes it
-        alone = method.generate("student", noise[i : i + 1], batch.condition[i : i + 1], steps, random_at(0, [i]))
+        alone = method.generate(
+            "student", video(noise[i : i + 1]), batch.condition[i : i + 1], steps, random_at(0, [i])
+        ).video
         assert close(alone[0], clips[i])
 
 

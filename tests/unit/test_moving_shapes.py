@@ -14,6 +14,7 @@ from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
 from distill.data.shape_measures import detect
 from distill.data.shape_scenes import BACKGROUND, CAPTIONS, RGB, UNCOLOURED_CAPTIONS, caption_parts, draw_scene, render
 from tests.oracles.clips import moving_shapes
+from tests.oracles.samples import video
 from tests.unit.refused import refused
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
@@ -31,9 +32,9 @@ def texts(data, captions):
 def test_interface(encoders):
     data = moving_shapes(encoders, num_clips=200)
     assert len(data) == 200 and data.fps == 8.0
-    assert data.latent_shape == (3, 6, 16, 16) and data.condition_shapes == {"text": (4, 32)}
+    assert data.latent_shapes == {"video": (3, 6, 16, 16)} and data.condition_shapes == {"text": (4, 32)}
     item = data[7]
-    assert item["latents"].shape == data.latent_shape and item["latents"].dtype == torch.float32
+    assert item["latents"].shape == (3, 6, 16, 16) and item["latents"].dtype == torch.float32
     assert item["text"].shape == data.condition_shapes["text"] and item["text"].dtype == torch.float32
     assert item["caption"] == data.captions()[7] == CAPTIONS[7]
     assert data.null["text"].shape == data.empty["text"].shape == data.condition_shapes["text"]
@@ -121,12 +122,12 @@ def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
 
 def test_decode_inverts_the_scaling(encoders):
     data = moving_shapes(encoders)
-    latents = torch.stack([data[i]["latents"] for i in range(4)])
+    latents = video(torch.stack([data[i]["latents"] for i in range(4)]))
     clips = data.decode(latents)
     assert clips.shape == (4, 6, 16, 16, 3) and clips.dtype == torch.uint8
     assert torch.equal(clips, data.clips(4))
-    assert (clips.permute(0, 4, 1, 2, 3) / 127.5 - 1 - latents).abs().max() < 1 / 255 + 1e-6
-    assert torch.equal(data.decode(latents * 3), data.decode((latents * 3).clamp(-1, 1)))
+    assert (clips.permute(0, 4, 1, 2, 3) / 127.5 - 1 - latents.video).abs().max() < 1 / 255 + 1e-6
+    assert torch.equal(data.decode(latents * 3), data.decode((latents * 3).map(lambda part: part.clamp(-1, 1))))
 
 
 def test_wrong_settings_are_named(encoders):

@@ -16,6 +16,7 @@ from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
+from tests.oracles.samples import video
 from tests.oracles.state_set import stored, write_state_set
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
@@ -32,11 +33,11 @@ def ode_regression(student=None, **settings) -> OdeRegression:
 def make_batch(count=6, positions=None):
     positions = list(range(count)) if positions is None else positions
     return Batch(
-        latents=normal(count, *SHAPE, seed=1)[positions],
+        latents=video(normal(count, *SHAPE, seed=1)[positions]),
         condition=text_condition(
             normal(count, *TEXT, seed=2)[positions], normal(*TEXT, seed=3), normal(*TEXT, seed=13)
         ),
-        states=normal(count, len(TIMES), *SHAPE, seed=4)[positions],
+        states=video(normal(count, len(TIMES), *SHAPE, seed=4)[positions]),
     )
 
 
@@ -60,11 +61,11 @@ def test_loss_and_gradient_by_the_formula():
     (call,) = student.calls
     total = 0.0
     for i, t in enumerate(call.t.tolist()):
-        state = batch.states[i, TIMES.index(t)]
+        state = batch.states.video[i, TIMES.index(t)]
         assert torch.equal(call.x[i], state)
         v = student.formula(state[None], call.t[i : i + 1], text_of(batch)[i : i + 1])[0]
-        total = total + ((state - t * v - batch.latents[i]) ** 2).sum()
-    truth = total / batch.latents.numel()
+        total = total + ((state - t * v - batch.latents.video[i]) ** 2).sum()
+    truth = total / batch.latents.video.numel()
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
     for name, gradient in gradients(student).items():
@@ -97,7 +98,7 @@ def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
     noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(*TEXT, seed=3)
     how = {"sampler": "euler", "steps": 7, "shift": 3.0, "guidance": 2.5, "states": times}
     random = StepRandom(seed=5, step=0, positions=[0, 1])
-    ((*states, latents),) = guided_states(teacher, [noise], text_condition(text, null), random, **how)
+    ((*states, latents),) = guided_states(teacher, [video(noise)], text_condition(text, null), random, **how)
     grid = sorted({*euler_times(7, 3.0), *times}, reverse=True)
     x, wanted = noise, {}
     for t, following in zip(grid, grid[1:], strict=False):
@@ -105,9 +106,9 @@ def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
         at = torch.full((2,), t, dtype=torch.float64)
         c, u = teacher.formula(x, at, text), teacher.formula(x, at, null.expand_as(text))
         x = x + (following - t) * (u + 2.5 * (c - u))
-    assert len(states) == len(times) and close(latents, x)
+    assert len(states) == len(times) and close(latents.video, x)
     for state, time in zip(states, times, strict=True):
-        assert close(state, wanted[time])
+        assert close(state.video, wanted[time])
 
 
 # ---------------------------------------------------------------- the data
@@ -116,7 +117,7 @@ def test_states_are_eulers_on_a_grid_with_their_times_in_it(times):
 def test_states_of_a_set_in_the_order_of_the_step_list(tmp_path):
     write_state_set(tmp_path / "set", 5, TIMES)
     data = open_set(tmp_path / "set", cache=tmp_path / "cache")
-    assert "states" not in data[0] and data[0]["latents"].shape == data.latent_shape
+    assert "states" not in data[0] and data[0]["latents"].shape == data.latent_shapes["video"]
     chosen = data.with_states(OdeRegression.state_times(OdeRegressionSettings(step_list=[1.0, 0.5])))
     item = chosen[3]
     assert torch.equal(item["states"], stored(3, TIMES)["states"][[0, 2]])

@@ -198,13 +198,14 @@ def test_image_to_video_without_encoders():
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
     image, model = "data.image=first_frame", "planning.model=wan2_1_i2v_14b"
     config = as_planned(compose_config([*words, image, model, "sample.at_end=false", "sample.every=0"]))
-    latents, shapes = planned_shapes(config)
+    parts, shapes = planned_shapes(config)
+    latents = parts["video"]
     assert shapes == {
         "text": (512, 4096), "image_latents": latents, "image_mask": (4, *latents[1:]), "image_embeds": (257, 1280),
     }  # fmt: skip
-    assert plan_run(config, shapes=(latents, shapes)).roles[0].config["in_channels"] == 36
+    assert plan_run(config, shapes=(parts, shapes)).roles[0].config["in_channels"] == 36
     config.data.height, config.data.width, config.data.num_frames = 16, 16, 1
-    peak = encoders.encoder_peaks(config, ((16, 1, 2, 2), shapes))["encode/images"]
+    peak = encoders.encoder_peaks(config, ({"video": (16, 1, 2, 2)}, shapes))["encode/images"]
     parameters, width = 4 * 630_766_080, 1280
     assert peak.by["encoders", "parameters"] == pytest.approx(parameters, rel=0.01)
     assert 32 * 257 * width * 4 < peak.by["encoders", "activations"] < 0.2 * parameters, "a state of each block"
@@ -283,11 +284,13 @@ def test_what_is_encoded_and_decoded(monkeypatch):
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
 
     def phases(*more):
-        return list(encoders.encoder_peaks(as_planned(compose_config([*words, *more])), ((16, 21, 60, 104), {})))
+        return list(
+            encoders.encoder_peaks(as_planned(compose_config([*words, *more])), ({"video": (16, 21, 60, 104)}, {}))
+        )
 
     assert "encode/clips" not in phases("data=captions") and "encode/clips" in phases("data=video_folder_480p")
     assert "decode" not in phases("sample.at_end=false", "sample.every=0")
-    assert not encoders.encoder_peaks(compose_config(["experiment=quickstart"]), ((3, 8, 16, 16), {}))
+    assert not encoders.encoder_peaks(compose_config(["experiment=quickstart"]), ({"video": (3, 8, 16, 16)}, {}))
 
 
 @pytest.mark.slow
@@ -296,7 +299,7 @@ def test_a_vae_in_bf16_and_tiles_takes_less(tmp_path):
     words = ["experiment=quickstart", "data=video_folder", f"data.path={tmp_path}", f"data.encoders={tmp_path}"]
     words += ["data.height=320", "data.width=320", "data.num_frames=1", "sample.at_end=false", "sample.every=0"]
     exact, half, tiled = (
-        encoders.encoder_peaks(compose_config([*words, *more]), ((16, 1, 40, 40), {}))["encode/clips"]
+        encoders.encoder_peaks(compose_config([*words, *more]), ({"video": (16, 1, 40, 40)}, {}))["encode/clips"]
         for more in ([], ["data.vae_precision=bf16"], ["data.vae_tiling=true"])
     )
     for kind in ("parameters", "activations"):

@@ -126,7 +126,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
         for role_plan in plan.roles:
             trained = role_plan.name in plan.method.trained_roles
             role = build_role(
-                role_plan, mesh=mesh, device=torch.device("meta"), trainable=trained, latent_shape=shapes[0],
+                role_plan, mesh=mesh, device=torch.device("meta"), trainable=trained, shapes=shapes[0],
                 condition_shapes=shapes[1],
             )  # fmt: skip
             assert role.networks[0].precision == "bf16" and role.trainable == trained

@@ -7,6 +7,7 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
 from distill.methods.common.sampling import guided, integrate, unipc_sample
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
@@ -23,6 +24,7 @@ class Wan:
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         t = (1000 * t).floor() if self.truncated else 1000 * t
         return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
@@ -59,7 +61,9 @@ def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
 
     def ours(truncated):
         role = Wan(pipeline.transformer, truncated=truncated)
-        return integrate(guided(role, condition, scale), noise, sampler="unipc", steps=steps, shift=shift)[0]
+        return integrate(guided(role, condition, scale), video(noise), sampler="unipc", steps=steps, shift=shift)[
+            0
+        ].video
 
     def off(a, b):
         return (a - b).norm() / b.norm()
@@ -80,7 +84,8 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     noise = normal(2, *SHAPE, seed=4)
     exact = text[:, 0, 0].view(-1, 1, 1, 1, 1) + std * noise
     role = Gaussian(std=std)
-    (out,) = integrate(guided(role, text_condition(text), 1.0), noise, sampler=sampler, steps=steps, shift=shift)
+    (out,) = integrate(guided(role, text_condition(text), 1.0), video(noise), sampler=sampler, steps=steps, shift=shift)
+    out = out.video
     assert len(role.calls) == steps and out.dtype == torch.float64 and not out.requires_grad
     return ((out - exact).norm() / exact.norm()).item()
 
@@ -106,12 +111,12 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         (dmd2(teacher_sampler=sampler), "teacher"),
         (flow_matching(sampler=sampler, shift=3.0, guidance_scale=2.5), "student"),
     ):
-        out = method.generate(role, noise, batch.condition, 6, random_at(0))
+        out = method.generate(role, video(noise), batch.condition, 6, random_at(0)).video
         velocity = guided(method.roles[role], batch.condition, 2.5)
         if sampler == "euler":
-            (expected,) = integrate(velocity, noise, sampler="euler", steps=6, shift=3.0)
+            expected = integrate(velocity, video(noise), sampler="euler", steps=6, shift=3.0)[0].video
         else:
-            expected = unipc_sample(velocity, noise, steps=6, shift=3.0)
+            expected = unipc_sample(velocity, video(noise), steps=6, shift=3.0).video
         assert torch.equal(out, expected)
 
 

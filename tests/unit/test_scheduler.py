@@ -11,6 +11,7 @@ from distill.methods.rcm import Rcm, RcmSettings
 from models.export_folder import export_scheduler
 from models.files.scheduler import TOLERANCE, few_step_scheduler
 from models.roles.role import Role
+from tests.oracles.samples import video
 from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch, text_of
 from tests.unit.refused import refused
 
@@ -90,7 +91,7 @@ def test_its_update_is_the_students(times, sampler):
     def ours(times):
         torch.manual_seed(5)
         noise = torch.randn(4, *SHAPE).double()
-        return rollout(student, noise, batch.condition, times, TorchDraws(), "renoise", sampler=sampler)
+        return rollout(student, video(noise), batch.condition, times, TorchDraws(), "renoise", sampler=sampler).video
 
     def off(times):
         return ((ours(times) - theirs).norm() / theirs.norm()).item()

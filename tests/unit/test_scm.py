@@ -10,6 +10,7 @@ from scipy import stats
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
@@ -161,7 +162,7 @@ def test_times_and_noise():
     count = 1500
     data = normal(count, *SHAPE, seed=4)
     batch = Batch(
-        latents=data,
+        latents=video(data),
         condition=text_condition(normal(count, *TEXT, seed=5), normal(*TEXT, seed=6), normal(*TEXT, seed=16)),
     )
     (loss,) = method.losses(1, batch, random_at(1, range(count)))
@@ -224,9 +225,9 @@ def test_samples_of_the_exact_student_are_the_flow_maps():
         t = torch.full((8,), time, dtype=torch.float64)
         return problem.flow_map(x, t, torch.zeros_like(t))
 
-    one = method.generate("student", noise, condition, 1, random)
+    one = method.generate("student", video(noise), condition, 1, random).video
     torch.testing.assert_close(one, mapped(first * noise, first))
-    two = method.generate("student", noise, condition, 2, random)
+    two = method.generate("student", video(noise), condition, 2, random).video
     fresh = random.normal("sample/renoise_1", problem.shape, torch.float64)
     torch.testing.assert_close(two, mapped((1 - second) * one + second * fresh, second))
 

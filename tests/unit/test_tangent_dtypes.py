@@ -18,6 +18,7 @@ from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sequence import gather_tokens
 from models.condition import Condition
 from models.families.registry import FAMILIES
+from models.sample import Sample
 
 EXAMPLES = [(name, example) for name, family in FAMILIES.items() for example in family.examples()]
 
@@ -39,7 +40,11 @@ def _linear_dtypes(family_name, example):
         family.restore_buffers(network, torch.device("meta"))
         for unit in family.full_precision_units(network):
             unit.float()
-        x, t_x = (torch.randn(2, *latents, dtype=torch.bfloat16) for _ in range(2))
+        parts = family.sample_shapes(config, latents)
+        x, t_x = (
+            Sample({name: torch.randn(2, *shape, dtype=torch.bfloat16) for name, shape in parts.items()})
+            for _ in range(2)
+        )
         t = torch.rand(2)
         condition = Condition({name: torch.randn(2, *shape) for name, shape in shapes.items()}).to(torch.bfloat16)
     family.parallelize(network, build_mesh(dp_shard=2, cp=1))
@@ -54,13 +59,13 @@ def _linear_dtypes(family_name, example):
             module.register_forward_pre_hook(note)
 
     def velocity(x, t):
-        return family.outputs(network, x, t, condition)[0]
+        return family.outputs(network, x, t, condition).velocity
 
     # Autocast, which attention asks for, does not know the meta device.
     unknown = mock.patch.multiple(torch, is_autocast_enabled=lambda *_: False, autocast=lambda *_, **__: nullcontext())
     with unknown:
-        derivative = directional_derivative(velocity, (x, t), (t_x, torch.ones_like(t)), mode="exact", step=0.0)
-    return seen, derivative.dtype, derivative.shape == x.shape
+        derivative = directional_derivative(velocity, x, t, t_x, mode="exact", step=0.0)
+    return seen, derivative.dtype, derivative.shapes == x.shapes
 
 
 @pytest.mark.parametrize(("family", "example"), EXAMPLES)

@@ -57,7 +57,7 @@ def test_it_fits_its_node(pipeline, monkeypatch):
     data = config.data
     assert (data.num_frames, data.height, data.width, data.fps) == (121, 704, 1280, 24.0)
     latents, shapes = data.sample_shapes()
-    assert latents == LATENTS
+    assert latents == {"video": LATENTS}
     assert shapes == {"text": (512, 4096), "first_frame": (48, 1, 44, 80)}
     plan = plan_run(config)
     assert [role.name for role in plan.roles] == list(ROLES) and plan.micro_batch_size == 1
@@ -69,7 +69,7 @@ def test_it_fits_its_node(pipeline, monkeypatch):
         for role_plan in plan.roles:
             trained = role_plan.name in plan.method.trained_roles
             role = build_role(
-                role_plan, mesh=mesh, device=torch.device("meta"), trainable=trained, latent_shape=latents,
+                role_plan, mesh=mesh, device=torch.device("meta"), trainable=trained, shapes=latents,
                 condition_shapes=shapes,
             )  # fmt: skip
             assert role.tokens == TOKENS and role.networks[0].precision == "bf16"
@@ -85,8 +85,8 @@ def test_it_fits_its_node(pipeline, monkeypatch):
 def test_a_first_frame_costs_times_of_tokens():
     wan, text = Wan(), {"text": (512, 4096)}
     config = wan.defaults() | TI2V_5B
-    alone = wan.flops(config, TOKENS, text).forward
-    framed = wan.flops(config, TOKENS, text | {"first_frame": (48, 1, 44, 80)}).forward
+    alone = wan.flops(config, {"video": LATENTS}, text).forward
+    framed = wan.flops(config, {"video": LATENTS}, text | {"first_frame": (48, 1, 44, 80)}).forward
     width = 24 * 128
     assert framed - alone == 2 * (TOKENS - 1) * width * (256 + 7 * width) and 1 < framed / alone < 1.02
 
@@ -107,7 +107,7 @@ def test_refusals(pipeline, words, named):
 def test_it_is_planned_without_encoders():
     config = as_planned(compose_config([EXPERIMENT, "plan=true", "world=8", "data.image=first_frame"]))
     latents, shapes = planned_shapes(config)
-    assert latents == LATENTS and shapes.keys() == {"text", "first_frame"}
+    assert latents == {"video": LATENTS} and shapes.keys() == {"text", "first_frame"}
     assert plan_run(config, shapes=(latents, shapes)).mesh.cp == CP
     text, vae, of_image = encoder_settings(config, (latents, shapes))
     assert text["d_model"] == 4096 and vae["z_dim"] == 48 and not of_image

@@ -15,6 +15,7 @@ from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
 from models.causal import CausalSettings
+from tests.oracles.samples import takes_samples, video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import BatchRandom
 
@@ -43,13 +44,14 @@ class Recorder(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
+    @takes_samples
     def velocity(self, x, t, condition, r=None, at=None, clean=None):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
 
     def logits(self, x, t, condition, r=None, at=None):
-        return (x * self.scale).flatten(1)
+        return (x.video * self.scale).flatten(1)
 
     def cache(self, condition):
         cache = SimpleNamespace(role=self, condition=condition)
@@ -73,9 +75,9 @@ def training_times(settings):
     text = torch.zeros(COUNT, 1, 1, dtype=torch.float64)
     times = len(settings.student_times()) if hasattr(settings, "student_times") else 1
     batch = Batch(
-        latents=ones,
+        latents=video(ones),
         condition=text_condition(text, text[0], text[0]),
-        states=ones[:, None].expand(-1, times, *SHAPE),
+        states=video(ones[:, None].expand(-1, times, *SHAPE)),
     )
     student, done, step = method.roles["student"], 0, 10_000
     while done < STEPS:

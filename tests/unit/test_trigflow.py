@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from distill.methods.base import guided_velocity
 from distill.methods.common.schedules import add_noise, denoise
 from distill.methods.common.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
+from tests.oracles.samples import video
 from tests.unit.analytic import PROBLEMS, normal, nothing
 from tests.unit.method_roles import Net, make_batch, wide
 
@@ -24,17 +25,17 @@ def test_states_are_those_of_rectified_flow():
     dtype = torch.float64
     t = TIMES.to(dtype)
     x0, noise = normal(len(t), 2, 3, 4, 4, seed=0).to(dtype), normal(len(t), 2, 3, 4, 4, seed=1).to(dtype)
-    x = add_trig_noise(x0, noise, t)
+    x = add_trig_noise(video(x0), video(noise), t).video
     assert x.dtype == flow_time(t).dtype == dtype
     torch.testing.assert_close(x, torch.cos(wide(t)) * x0 + torch.sin(wide(t)) * noise)
-    torch.testing.assert_close(x / scale_of(t), add_noise(x0, noise, flow_time(t)))
+    torch.testing.assert_close(x / scale_of(t), add_noise(video(x0), video(noise), flow_time(t)).video)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
 def test_the_field_is_the_derivative_along_the_trajectory(problem):
     """The test includes other times than the state's, so the velocities check the flow maps too."""
     t = TIMES
-    x = add_trig_noise(problem.sample(len(t), 3), normal(len(t), *problem.shape, seed=4), t)
+    x = add_trig_noise(video(problem.sample(len(t), 3)), video(normal(len(t), *problem.shape, seed=4)), t).video
 
     def trajectory(at):
         return scale_of(at) * problem.flow_map(x / scale_of(t), flow_time(t), flow_time(at))
@@ -43,17 +44,22 @@ def test_the_field_is_the_derivative_along_the_trajectory(problem):
     for at in (t, t.flip(0)):
         with forward_ad.dual_level():
             there, speed = forward_ad.unpack_dual(trajectory(forward_ad.make_dual(at, torch.ones_like(at))))
-        torch.testing.assert_close(trig_field(problem, there, at, nothing(len(t))), speed, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(
+            trig_field(problem, video(there), at, nothing(len(t))).video, speed, rtol=1e-7, atol=1e-7
+        )
 
 
 def test_guidance_is_that_of_the_fields_in_one_call():
     net, t, batch = Net(3), TIMES[:4], make_batch()
     x = normal(4, 2, 3, 4, 4, seed=5)
-    guided = trig_field(net, x, t, batch.condition, 2.5)
+    guided = trig_field(net, video(x), t, batch.condition, 2.5).video
     assert len(net.calls) == 1
-    c, u = trig_field(net, x, t, batch.condition), trig_field(net, x, t, batch.condition.null)
+    c, u = trig_field(net, video(x), t, batch.condition).video, trig_field(net, video(x), t, batch.condition.null).video
     torch.testing.assert_close(guided, u + 2.5 * (c - u), rtol=1e-12, atol=1e-12)
-    v = guided_velocity(net, x / scale_of(t), flow_time(t), batch.condition, 2.5)
+    v = guided_velocity(net, video(x / scale_of(t)), flow_time(t), batch.condition, 2.5).video
     torch.testing.assert_close(
-        trig_denoise(x, guided, t), denoise(x / scale_of(t), v, flow_time(t)), rtol=1e-12, atol=1e-12
+        trig_denoise(video(x), video(guided), t).video,
+        denoise(video(x / scale_of(t)), video(v), flow_time(t)).video,
+        rtol=1e-12,
+        atol=1e-12,
     )

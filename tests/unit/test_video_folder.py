@@ -15,6 +15,7 @@ from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.write_set import verify
 from distill.data.videos.decode import ClipFormat, read_clip
+from tests.oracles.samples import video
 from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 from tests.unit.refused import refused
 
@@ -65,7 +66,7 @@ def test_another_way_through_the_vae_is_another_latent(make, counts):
     for n, changes in enumerate([{"vae_precision": "bf16"}, {"vae_tiling": True}], start=2):
         data = make(**changes)
         fingerprints.add(data.fingerprint)
-        assert len(counts["clips"]) == 3 * n and data.decode(data[0]["latents"][None]).shape == (1, 9, 32, 48, 3)
+        assert len(counts["clips"]) == 3 * n and data.decode(video(data[0]["latents"][None])).shape == (1, 9, 32, 48, 3)
     assert len(fingerprints) == 3
 
 
@@ -74,7 +75,7 @@ def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
     assert (
         len(data) == 3
         and data.fps == 8
-        and data.latent_shape == (16, 3, 4, 6)
+        and data.latent_shapes == {"video": (16, 3, 4, 6)}
         and data.condition_shapes == {"text": (24, 32)}
     )
     assert list(data.captions()) == ["a red square, drifting", "a green square, drifting", "a blue square, drifting"]
@@ -108,13 +109,13 @@ def test_a_second_run_encodes_nothing_and_loads_the_vae_to_decode(make, counts, 
     assert len(counts["clips"]) == 3 and len(counts["captions"]) == 4 and cached(tmp_path) == files
     assert second.fingerprint == first.fingerprint
     assert all(torch.equal(first[i]["latents"], second[i]["latents"]) for i in range(3))
-    latents = torch.stack([second[0]["latents"], second[2]["latents"]])
+    latents = video(torch.stack([second[0]["latents"], second[2]["latents"]]))
     assert not loads
-    video = second.decode(latents)
-    assert video.shape == (2, 9, 32, 48, 3) and video.dtype == torch.uint8 and video.device.type == "cpu"
-    assert torch.equal(second.decode(latents[1:])[0], video[1]) and len(loads) == 1
+    clips = second.decode(latents)
+    assert clips.shape == (2, 9, 32, 48, 3) and clips.dtype == torch.uint8 and clips.device.type == "cpu"
+    assert torch.equal(second.decode(latents[1:])[0], clips[1]) and len(loads) == 1
     second.release()
-    assert torch.equal(second.decode(latents[:1])[0], video[0]) and len(loads) == 2
+    assert torch.equal(second.decode(latents[:1])[0], clips[0]) and len(loads) == 2
 
 
 # Clips that are left out
@@ -222,7 +223,7 @@ def test_a_changed_setting_never_reads_stale_content(make, counts, change, clips
     assert len(counts["clips"]) == clips and len(counts["captions"]) == captions
     assert after.fingerprint != before.fingerprint
     assert (
-        tuple(after[0]["latents"].shape) == after.latent_shape
+        tuple(after[0]["latents"].shape) == after.latent_shapes["video"]
         and tuple(after[0]["text"].shape) == after.condition_shapes["text"]
     )
     counts["clips"].clear(), counts["captions"].clear()

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.condition import Condition
 from models.families.diffusers_family import hold_first_frame, insert_first_frame, token_times
 from models.families.wan import Wan
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, TEXT_SHAPE
 from tests.unit.refused import refused
 
@@ -64,7 +65,7 @@ def test_without_a_frame_the_network_is_called_as_ever():
             return (given["hidden_states"],)
 
     x, t = draw(*X), torch.tensor([0.3, 0.9], dtype=torch.float64)
-    (v,) = Wan().outputs(Recorder(), x, t, Condition({"text": draw(2, *TEXT_SHAPE)}))
+    v = Wan().outputs(Recorder(), video(x), t, Condition({"text": draw(2, *TEXT_SHAPE)})).velocity.video
     assert v is x and seen["hidden_states"] is x and torch.equal(seen["timestep"], 1000 * t)
 
 
@@ -73,9 +74,9 @@ def test_flops_are_those_that_torch_counts():
     x, text = torch.randn(1, *X[1:]), torch.randn(1, *TEXT_SHAPE)
     condition = Condition({"text": text, "first_frame": x[:, :, :1]})
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        Wan().outputs(network, x, torch.tensor([0.5]), condition)
+        Wan().outputs(network, video(x), torch.tensor([0.5]), condition)
     config = dict(network.config)
-    ours = Wan().flops(config, Wan().tokens(config, X[1:]), CONDITION).forward
+    ours = Wan().flops(config, video(x).shapes, CONDITION).forward
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
@@ -92,4 +93,4 @@ def test_refusals(changes, latents, frame, named):
     with torch.device("meta"):
         config = dict(WanTransformer3DModel(**ARCHITECTURE | changes).config)
     with refused(named):
-        Wan().check_sample(config, latents, CONDITION | {"first_frame": frame}, "teacher.checkpoint")
+        Wan().check_sample(config, {"video": latents}, CONDITION | {"first_frame": frame}, "teacher.checkpoint")

@@ -25,6 +25,7 @@ from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
+from models.sample import Sample, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class EncodedData:
         self._states: list[int] = []
         self.encoders, self._image = settings.inspect()
         self.fps = float(settings.fps)
-        self.latent_shape, self.condition_shapes = settings.shapes()
+        self.latent_shapes, self.condition_shapes = settings.shapes()
         self.clip_tensors = self.encoders.clip_tensors(settings.clip)
         self._codec: VideoCodec | None = None
         rows = self._whole_rows(damaged)
@@ -87,15 +88,19 @@ class EncodedData:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``caption``, the condition's tensors by name, fp32, and ``latents`` fp32 (C, t, h, w) of a clip."""
+        """Return ``caption``, the condition's tensors by name, fp32, and the ``latents`` of a clip's parts, fp32."""
         row = self._rows[index]
         clip, text = self.set.clip_of(row), self.set.text_of(row)
         item = {"caption": self.set.caption(text), **self._text_tensors(self.set, text), **self.clip_tensors}
         if clip >= 0:
-            item |= self._clip_tensors(self.set, clip, leave=() if self._states else (STATES,))
-        if self._states:
-            item[STATES] = item[STATES][self._states]
+            item |= self._clip_tensors(self.set, clip, leave=() if self._states else self._states_names)
+        for name in self._states_names if self._states else ():
+            item[name] = item[name][self._states]
         return item
+
+    @property
+    def _states_names(self) -> list[str]:
+        return [part_name(STATES, part) for part in self.latent_shapes]
 
     def with_states(self, times: Sequence[float]) -> EncodedData:
         """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times."""
@@ -131,7 +136,8 @@ class EncodedData:
             tensors = self._text_tensors(where, text) | self.clip_tensors
             if self._image is not None:
                 image = self.image_of(caption) if clips is None else (self.set, self.set.clip_of(self._rows[clips[i]]))
-                tensors |= self._clip_tensors(*image, leave=("latents", STATES))
+                latents = [part_name("latents", part) for part in self.latent_shapes]
+                tensors |= self._clip_tensors(*image, leave=(*latents, *self._states_names))
             rows.append(tensors)
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
 
@@ -168,11 +174,12 @@ class EncodedData:
             tensors["image_mask"] = mask
         return tensors
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode (n, C, t, h, w) on any device to uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""
+    def decode(self, latents: Sample) -> torch.Tensor:
+        """Decode the video of n samples on any device to uint8 (n, T, H, W, 3) on the CPU. The first call loads the
+        VAE."""
         if self._codec is None:
             self._codec = load_codec(self.encoders, self.settings, self.device)
-        return self._codec.decode(latents)
+        return self._codec.decode(latents.video)
 
     def release(self) -> None:
         """Free the VAE that :meth:`decode` loaded; the next :meth:`decode` loads it again."""

@@ -33,6 +33,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import FIRST_FRAME
 from models.files.checkpoint_files import fingerprint_of
+from models.sample import VIDEO, PartShapes
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +70,15 @@ class EncodeSettings(EncodingFields):
         folder.check(self.clip)
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
 
-    def shapes(self) -> tuple[tuple[int, int, int, int], dict[str, tuple[int, ...]]]:
-        """Return the shapes of latents and of the tensors of a condition, as :meth:`inspect`."""
+    def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
+        """Return the shapes of the parts' latents and of the tensors of a condition, as :meth:`inspect`."""
         folder, image = self.inspect()
-        return folder.latent_shape(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
+        return {VIDEO: folder.latent_shape(self.clip)}, folder.condition_shapes(self.clip, self.max_text_tokens, image)
 
     def clip_bytes(self, latents: int = 1) -> int:
         """Return the stored bytes of a clip with so many ``latents`` (0 for captions with images, more for states)."""
-        shape, made = self.shapes()
-        shapes = [shape] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
+        parts, made = self.shapes()
+        shapes = [*parts.values()] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
         return sum(torch.Size(shape).numel() for shape in shapes) * VAE_PRECISIONS[self.latents].itemsize
 
     def fingerprint(self, *, has_clips: bool = True) -> str:

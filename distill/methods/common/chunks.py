@@ -6,8 +6,8 @@ role has one chunk, the whole clip, whose draws have no position in their name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,25 +16,46 @@ from distill.methods.common.schedules import add_noise
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
+from models.sample import VIDEO, PartShapes, Sample, part_name
 
 if TYPE_CHECKING:
     from models.roles.role import Role
 
 
-def chunk_noise(
-    role: Role, random: StepRandom, purpose: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
-) -> Iterator[Tensor]:
-    """Yield the noise of each chunk of ``role``, ``(B, C, frames of the chunk, H, W)``, drawn when it is asked for.
+def draw_noise(
+    random: StepRandom,
+    purpose: str,
+    shapes: PartShapes,
+    shifts: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Sample:
+    """Draw the noise of samples with parts of these ``shapes``, whose times have these ``shifts``.
 
-    ``shape`` is ``(C, T, H, W)`` of a sample. The draw of chunk i of a causal role is named ``PURPOSE/i``; a
+    The draw of the video is named ``PURPOSE``, that of another part ``PURPOSE/PART``.
+    """
+    parts = {name: random.normal(part_name(purpose, name), shape, dtype) for name, shape in shapes.items()}
+    return Sample(parts, shifts or {})
+
+
+def noise_like(x: Sample, random: StepRandom, purpose: str) -> Sample:
+    """Draw noise of the shapes, shifts and dtype of ``x``, as :func:`draw_noise`."""
+    return draw_noise(random, purpose, x.shapes, x.shifts, x.dtype)
+
+
+def chunk_noise(
+    role: Role, random: StepRandom, purpose: str, shapes: PartShapes, *clock_and_dtype: Any
+) -> Iterator[Sample]:
+    """Yield the noise of each chunk of ``role``, drawn when it is asked for.
+
+    The other arguments are those of :func:`draw_noise`. The draw of chunk i of a causal role is named ``PURPOSE/i``; a
     bidirectional role gets the noise of the whole clip.
     """
     if role.causal is None:
-        yield random.normal(purpose, shape, dtype)
+        yield draw_noise(random, purpose, shapes, *clock_and_dtype)
         return
-    channels, frames, *sizes = shape
+    channels, frames, *sizes = shapes[VIDEO]
     for i, count in enumerate(role.causal.chunks(frames)):
-        yield random.normal(f"{purpose}/{i}", (channels, count, *sizes), dtype)
+        yield draw_noise(random, f"{purpose}/{i}", {VIDEO: (channels, count, *sizes)}, *clock_and_dtype)
 
 
 def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose: str) -> Tensor:
@@ -50,20 +71,21 @@ def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose:
     return torch.cat([draw(f"{purpose}/{i}")[:, None].expand(-1, count) for i, count in enumerate(chunks)], dim=1)
 
 
-def split_chunks(role: Role, x: Tensor) -> tuple[Tensor, ...]:
-    """Return the chunks of ``x`` ``(B, C, T, H, W)``; for a bidirectional role ``x`` alone."""
-    return (x,) if role.causal is None else x.split(role.causal.chunks(x.shape[2]), dim=2)
+def split_chunks(role: Role, x: Sample) -> list[Sample]:
+    """Return the chunks of ``x``; for a bidirectional role ``x`` alone."""
+    if role.causal is None:
+        return [x]
+    return [Sample({VIDEO: chunk}) for chunk in x.video.split(role.causal.chunks(x.video.shape[2]), dim=2)]
 
 
-def context_chunk(causal: CausalSettings, x0: Tensor, random: StepRandom, purpose: str) -> Tensor:
-    """Return ``x0`` ``(B, C, T, H, W)`` at the role's ``context_time``, with the noise ``purpose``."""
+def context_chunk(causal: CausalSettings, x0: Sample, random: StepRandom, purpose: str) -> Sample:
+    """Return ``x0`` at the role's ``context_time``, with the noise ``purpose``."""
     if causal.context_time == 0:
         return x0
-    noise = random.normal(purpose, x0.shape[1:], x0.dtype)
-    return add_noise(x0, noise, x0.new_full((len(x0),), causal.context_time))
+    return add_noise(x0, noise_like(x0, random, purpose), x0.video.new_full((len(x0),), causal.context_time))
 
 
-def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> Tensor | None:
+def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> Sample | None:
     """Return the clip ``x0`` as the clean half of teacher forcing sees it: chunk by chunk at ``context_time``.
 
     Chunk i has the noise ``PURPOSE/i``. The role replaces a first frame that the condition gives. A bidirectional role
@@ -72,7 +94,7 @@ def clean_history(role: Role, x0: Tensor, random: StepRandom, purpose: str) -> T
     if role.causal is None:
         return None
     parts = [context_chunk(role.causal, x, random, f"{purpose}/{i}") for i, x in enumerate(split_chunks(role, x0))]
-    return torch.cat(parts, dim=2)
+    return Sample.cat(parts, dim=2)
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:

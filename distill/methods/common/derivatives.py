@@ -11,38 +11,44 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.duals import norms_keep_tangent_dtypes
 from fsdp_cp.errors import UserError
+from models.sample import Sample
 
 Mode = Literal["exact", "finite_difference"]
 
 
 @torch.no_grad()
 def directional_derivative(
-    function: Callable[..., Tensor],
-    primals: tuple[Tensor, ...],
-    tangents: tuple[Tensor, ...],
+    function: Callable[[Sample, Tensor], Sample],
+    x: Sample,
+    t: Tensor,
+    direction: Sample,
     *,
     mode: str,
     step: float,
-) -> Tensor:
-    """Return ``d/dh function(primals + h tangents)`` at ``h = 0``, without a graph.
+) -> Sample:
+    """Return ``d/dh function(x + h direction, t + h)`` at ``h = 0``, without a graph.
 
     Args:
-        function: takes ``primals``, the point, as its arguments.
-        tangents: the direction, in the shapes of ``primals``.
+        function: takes ``x`` and ``t``, the point, as its arguments.
+        direction: the direction of ``x``.
         mode: ``exact`` (one dual forward) or ``finite_difference`` (two plain forwards, central difference: its error
             is of order ``step^2``, plus the rounding error of the output divided by ``step``).
         step: ``h`` of the finite difference.
     """
     if mode == "exact":
         with norms_keep_tangent_dtypes(), forward_ad.dual_level():
-            duals = [forward_ad.make_dual(p, d) for p, d in zip(primals, tangents, strict=True)]
-            tangent = forward_ad.unpack_dual(function(*duals)).tangent
-        assert tangent is not None, "the function does not depend on its arguments, or an operation dropped the tangent"
-        return tangent
+            out = function(x.map(forward_ad.make_dual, direction), forward_ad.make_dual(t, torch.ones_like(t)))
+            return out.map(_tangent)
     assert mode == "finite_difference", mode
-    after = function(*(p + step * d for p, d in zip(primals, tangents, strict=True)))
-    before = function(*(p - step * d for p, d in zip(primals, tangents, strict=True)))
+    after = function(x + step * direction, t + step)
+    before = function(x - step * direction, t - step)
     return (after - before) / (2 * step)
+
+
+def _tangent(value: Tensor) -> Tensor:
+    tangent = forward_ad.unpack_dual(value).tangent
+    assert tangent is not None, "the function does not depend on its arguments, or an operation dropped the tangent"
+    return tangent
 
 
 def check_exact(config: Any) -> None:

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, guided_velocity
 from distill.methods.common.expert_times import Times
-from distill.methods.common.observations import Observations, per_sample_mean, per_sample_norm
+from distill.methods.common.observations import Observations, per_sample_mean, per_sample_norm, squared_error
 from distill.methods.common.schedules import add_noise, denoise, per_sample
 from models.condition import Condition
+from models.sample import Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
 
 
 def distribution_matching(
-    sample: Tensor,
+    sample: Sample,
     times: Times,
-    noise: Tensor,
+    noise: Sample,
     *,
     batch: Batch,
     teacher: Role,
@@ -33,11 +34,12 @@ def distribution_matching(
     last_step: Tensor | None = None,
     real_sample: Tensor | None = None,
     observations: Observations,
-) -> Tensor:
-    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
+) -> Sample:
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8), of
+    each part.
 
     Args:
-        sample: ``x_G`` ``(B, C, T, H, W)``.
+        sample: ``x_G``.
         times: times at which the scores are compared.
         noise: fresh noise in the shape of ``sample``.
         batch: micro-batch with the captions of ``sample``.
@@ -46,7 +48,7 @@ def distribution_matching(
         guidance: guidance scale ``w``.
         last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
         real_sample: what the teacher scores, if not ``sample``: real clips of the same captions (data forcing).
-        observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
+        observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``) of each part.
     """
     t, at = times
     with torch.no_grad():
@@ -57,25 +59,25 @@ def distribution_matching(
         # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank. Use
         # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at
         # low noise, while the numerator does not.
-        q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
+        q = (sample - real).map(lambda part: per_sample_mean(part.abs()).clamp_min(1e-5))
         g = (estimate - real) / per_sample(q, sample)
-        observations.add("dmd_gradient", per_sample_norm(g))
+        observations.add("dmd_gradient", g.map(per_sample_norm))
         observations.add("dmd_normaliser", q)
         target = sample - g
-    return 0.5 * (sample - target).square().mean()
+    return (sample - target).map(lambda part: 0.5 * part.square().mean())
 
 
 def fake_score_error(
-    fake: Role, sample: Tensor, times: Times, noise: Tensor, condition: Condition, last_step: Tensor | None = None
-) -> Tensor:
-    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample ``(B,)``, without guidance.
+    fake: Role, sample: Sample, times: Times, noise: Sample, condition: Condition, last_step: Tensor | None = None
+) -> Sample:
+    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample and part ``(B,)``, without
+    guidance.
 
-    ``sample`` is ``x_G`` ``(B, C, T, H, W)``, without a gradient; ``noise`` is ``e``, in its shape. For ``last_step``
-    see :func:`distribution_matching`.
+    ``sample`` is ``x_G``, without a gradient; ``noise`` is ``e``. For ``last_step`` see :func:`distribution_matching`.
     """
     t, at = times
     v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
-    return per_sample_mean((v - (noise - sample)).square())
+    return squared_error(v, noise - sample)
 
 
 class Shared:
@@ -84,11 +86,11 @@ class Shared:
     The first of ``uses`` calls of :meth:`take` makes them, without gradient; the last frees them.
     """
 
-    def __init__(self, make: Callable[[], Tensor], uses: int):
+    def __init__(self, make: Callable[[], Sample], uses: int):
         self._make, self._left = make, uses
-        self._value: Tensor | None = None
+        self._value: Sample | None = None
 
-    def take(self) -> Tensor:
+    def take(self) -> Sample:
         """Return the samples; call this at most ``uses`` times."""
         assert self._left, "taken more often than announced"
         if self._value is None:

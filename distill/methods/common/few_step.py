@@ -8,28 +8,28 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from distill.methods.base import Batch, Guidance, Method
+from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guided
 from distill.methods.common.expert_times import Times
 from distill.methods.common.sampling import Sampler, StudentSampler, guided_chunks, rollout, rollout_chunks
-from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
+from models.sample import Sample
 
 
 @dataclass(kw_only=True)
-class FewStepSettings:
+class FewStepSettings(PartSettings):
     """Settings of every method that distills a teacher."""
 
-    guidance_scale: float = 5.0
-    """Guidance scale ``w`` of the teacher, ``u + w (c - u)``; 1 for no guidance."""
     guidance_scale_2: float | None = None
     """Guidance scale of the second, low-noise expert of a two-expert teacher (Wan 2.2 A14B); null for
     ``guidance_scale``."""
     shift: float = 5.0
     """Time shift of the teacher's sampler, and of the times that some methods draw; > 0."""
+    teacher_shift: float | None = None
+    """Time shift of the teacher's sampler alone, > 0; null for ``shift``."""
     teacher_sampler: Sampler = "euler"
     """Sampler of the teacher's clips for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
     student_sampler: StudentSampler = "renoise"
@@ -37,15 +37,20 @@ class FewStepSettings:
     (along its own velocity)."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "method.")
-        check_range(self, "shift", above=0, where="method.")
+        super().__post_init__()
+        check_range(self, "shift", "teacher_shift", above=0, where="method.")
 
     @property
     def guidance(self) -> Guidance:
-        """Guidance scale of the teacher; one per expert if they differ."""
+        """Guidance scale of the teacher; one per expert if they differ, and one per part."""
         if self.guidance_scale_2 is None or self.guidance_scale_2 == self.guidance_scale:
-            return self.guidance_scale
-        return self.guidance_scale, self.guidance_scale_2
+            return super().guidance
+        return self._by_part((self.guidance_scale, self.guidance_scale_2))
+
+    @property
+    def sampling_shift(self) -> float:
+        """Time shift of the teacher's sampler."""
+        return self.shift if self.teacher_shift is None else self.teacher_shift
 
     def student_times(self) -> list[float]:
         """Return the rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
@@ -94,6 +99,8 @@ class FewStepMethod(Method):
         if self.additions(self.settings).get("student"):  # diffusers has no such network
             return None
         student, times = self.roles["student"], self.settings.student_times()
+        if self.settings.audio_shift_ratio is not None and self.clock("student") != student.family.parts:
+            return None  # its pipeline gives the parts their released times
         return {
             "times": times,
             "stochastic": self.settings.student_sampler == "renoise",
@@ -101,16 +108,16 @@ class FewStepMethod(Method):
             "experts": [student.expert_at(time) for time in times],
         }
 
-    def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
+    def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Sample:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
         name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
-        noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
+        noise = batch.noise(random, f"{name}/noise")
         with student.kept_gathered():
             return rollout(student, noise, batch.condition, times, random, f"{name}/renoise", sampler=sampler)
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
-        return steps if role == "student" or self.settings.guidance == 1 else 2 * steps
+        return 2 * steps if role != "student" and is_guided(self.settings.guidance) else steps
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""
@@ -118,8 +125,8 @@ class FewStepMethod(Method):
         return lambda chunk: times
 
     def stream(
-        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Tensor]:
+        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Sample]:
         settings = self.settings
         if role != "student":
             return guided_chunks(
@@ -129,7 +136,7 @@ class FewStepMethod(Method):
                 random,
                 sampler=settings.teacher_sampler,
                 steps=steps,
-                shift=settings.shift,
+                shift=settings.sampling_shift,
                 guidance=settings.guidance,
             )
         student, sampler = self.roles[role], settings.student_sampler
@@ -139,7 +146,7 @@ class FewStepMethod(Method):
         times = self.sampling_times(steps)
 
         @torch.no_grad()
-        def sample(x: Tensor) -> Tensor:
+        def sample(x: Sample) -> Sample:
             with student.kept_gathered():
                 return rollout(student, x, condition, times, random, "sample/renoise", sampler=sampler)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.sample import VIDEO, Sample, part_name
+
 
 class Observations:
     """Sums of the values since the last :meth:`drain`, as tensors, so that the host does not wait for the device."""
@@ -12,11 +14,16 @@ class Observations:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+    def add(self, name: str, values: Tensor | Sample, where: Tensor | None = None) -> None:
         """Add the ``values`` ``(B, ...)`` of a metric (``name``, without the role) that ``where`` selects, or all.
 
-        The names in a step must not depend on the values: ranks sum them by position.
+        Of a sample, add each part (:func:`models.sample.part_name`). The names in a step must not depend on the values:
+        ranks sum them by position.
         """
+        if isinstance(values, Sample):
+            for part, of_part in values.parts.items():
+                self.add(part_name(name, part), of_part, where)
+            return
         values = values.detach().double()
         counted = torch.ones_like(values) if where is None else where.double()
         # An unselected value may be NaN, and NaN times 0 is NaN.
@@ -36,9 +43,13 @@ def per_sample_mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
 
-def per_time_mean(x: Tensor, t: Tensor) -> Tensor:
-    """Return the mean of ``x`` ``(B, C, T, H, W)`` for each of the times ``t``, ``(B,)`` or ``(B, T)``."""
-    return per_sample_mean(x) if t.ndim == 1 else x.mean((1, 3, 4))
+def squared_error(x: Sample, y: Sample, t: Tensor | None = None) -> Sample:
+    """Return the mean squared difference of each sample and part, ``(B,)``; for times ``t`` ``(B, T)`` that of each
+    latent frame, ``(B, T)``."""
+    squares = (x - y).map(Tensor.square)
+    if t is None or t.ndim == 1:
+        return squares.map(per_sample_mean)
+    return squares.map(lambda part: part.mean((1, *range(3, part.ndim))))
 
 
 def per_sample_norm(x: Tensor) -> Tensor:
@@ -46,13 +57,17 @@ def per_sample_norm(x: Tensor) -> Tensor:
     return x.flatten(1).square().mean(1).sqrt()
 
 
-def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
+def observe_latents(observations: Observations, prefix: str, sample: Sample) -> None:
     """Add each sample's mean and standard deviation per channel, and its mean absolute change between frames.
 
-    ``x`` are latents ``(B, C, T, H, W)``. Names are ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and
-    ``PREFIX_motion``.
+    Names are ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and ``PREFIX_motion``; parts other than the video have the
+    prefix ``PREFIX_PART``.
     """
-    x = x.detach()
+    for name, part in sample.parts.items():
+        _observe_part(observations, prefix if name == VIDEO else f"{prefix}_{name}", part.detach())
+
+
+def _observe_part(observations: Observations, prefix: str, x: Tensor) -> None:
     flat = x.flatten(2)
     for channel, (mean, std) in enumerate(
         zip(flat.mean(2).unbind(1), flat.std(2, correction=0).unbind(1), strict=True)

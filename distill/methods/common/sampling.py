@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from distill.methods.base import Guidance, guidance_at, guide, guided_velocity
-from distill.methods.common.chunks import context_chunk
+from distill.methods.base import Guidance, guidance_at, guide, guided_velocity, is_guided
+from distill.methods.common.chunks import context_chunk, noise_like
 from distill.methods.common.expert_times import Times
-from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
+from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
 from fsdp_cp.rng import StepRandom
 from models.condition import FIRST_FRAME, Condition
 from models.roles.history import Cache
+from models.sample import VIDEO, Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
@@ -26,31 +27,29 @@ if TYPE_CHECKING:
 Sampler = Literal["euler", "unipc"]
 """Samplers of a teacher."""
 StudentSampler = Literal["renoise", "ode"]
-Velocity = Callable[[Tensor, float], Tensor]
-"""Velocity of a state ``(B, C, T, H, W)`` at a time that all samples share."""
+Velocity = Callable[[Sample, float], Sample]
+"""Velocity of a state at a time that all samples share."""
 
 
 def guided(role: Role, condition: Condition, guidance: Guidance) -> Velocity:
     """Return the velocity of ``role`` for the B samples of ``condition``, with the scale ``guidance``."""
 
-    def velocity(x: Tensor, t: float) -> Tensor:
-        return guided_velocity(
-            role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, guidance, t
-        )
+    def velocity(x: Sample, t: float) -> Sample:
+        return guided_velocity(role, x, _for_all(t, x).t, condition, guidance, t)
 
     return velocity
 
 
 def guided_chunks(
-    role: Role, noise: Iterable[Tensor], condition: Condition, random: StepRandom, **sampling: Any
-) -> Iterator[Tensor]:
+    role: Role, noise: Iterable[Sample], condition: Condition, random: StepRandom, **sampling: Any
+) -> Iterator[Sample]:
     """Yield the clean latents of each chunk of :func:`guided_states`, which has the same arguments."""
     return (chunk[-1] for chunk in guided_states(role, noise, condition, random, **sampling))
 
 
 def guided_states(
     role: Role,
-    noise: Iterable[Tensor],
+    noise: Iterable[Sample],
     condition: Condition,
     random: StepRandom,
     *,
@@ -59,7 +58,7 @@ def guided_states(
     shift: float,
     guidance: Guidance,
     states: Sequence[float] = (),
-) -> Iterator[list[Tensor]]:
+) -> Iterator[list[Sample]]:
     """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`).
 
     With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
@@ -67,26 +66,26 @@ def guided_states(
 
     Args:
         role: the role; a bidirectional one has one chunk, the whole clip.
-        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
+        noise: noise of each chunk; read when the chunk begins.
         random: random streams of the noise on finished chunks, ``sample/context/CHUNK``.
         sampler, shift, states: as for :func:`integrate`.
         steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
         guidance: guidance scale ``w``.
 
     Yields:
-        States of the next chunk and last its clean latents, each in the shape of its noise.
+        States of the next chunk and last its clean latents.
     """
     how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
     if role.causal is None:
         return (integrate(guided(role, condition, guidance), x, **how) for x in noise)
     w = guidance_at(role, guidance, None)
-    branches = [condition] if w == 1.0 else [condition, condition.null]
+    branches = [condition, condition.null] if is_guided(w) else [condition]
 
-    def sample(_: int, noise: Tensor, cache: Cache) -> list[Tensor]:
-        def velocity(x: Tensor, t: float) -> Tensor:
-            times = torch.full((len(cache.condition),), t, dtype=x.dtype, device=x.device)
-            v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
-            return v if w == 1.0 else guide(v, w)
+    def sample(_: int, noise: Sample, cache: Cache) -> list[Sample]:
+        def velocity(x: Sample, t: float) -> Sample:
+            both = Sample.cat([x] * len(branches))
+            v = role.chunk_velocity(both, _for_all(t, both).t, cache)
+            return guide(v, w) if is_guided(w) else v
 
         return integrate(velocity, noise, **how)
 
@@ -96,12 +95,12 @@ def guided_states(
 @torch.no_grad()
 def by_chunks(
     cache: Cache,
-    noise: Iterable[Tensor],
+    noise: Iterable[Sample],
     random: StepRandom,
     purpose: str,
-    sample: Callable[[int, Tensor, Cache], list[Tensor]],
+    sample: Callable[[int, Sample, Cache], list[Sample]],
     states: Sequence[float] = (),
-) -> Iterator[list[Tensor]]:
+) -> Iterator[list[Sample]]:
     """Sample a causal role chunk by chunk, without gradient. A chunk is yielded once it is finished.
 
     A finished chunk enters the cache when the next one begins. A first frame in the condition is the first chunk, which
@@ -109,7 +108,7 @@ def by_chunks(
 
     Args:
         cache: new cache of the role, for the B samples or for several branches of them (guidance).
-        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
+        noise: noise of each chunk; read when the chunk begins.
         random, purpose: random streams of the noise on finished chunks, if the role caches them at a ``context_time``
             above 0; chunk i has the name ``PURPOSE/i``.
         sample: function of a chunk's number, noise and cache that returns its states, and last its clean latents.
@@ -120,11 +119,11 @@ def by_chunks(
     frame = cache.condition.tensors.get(FIRST_FRAME)
     for i, x in enumerate(noise):
         if i == 0 and frame is not None:
-            x0 = frame[: len(x)].to(x.dtype)
-            yield [add_noise(x0, x, x.new_full((len(x),), t)) for t in (*states, 0.0)]
+            x0 = Sample({VIDEO: frame[: len(x)].to(x.dtype)})
+            yield [add_noise(x0, x, _for_all(t, x).t) for t in (*states, 0.0)]
             continue
         if finished is not None:
-            cache = cache.with_chunk(finished.repeat(len(cache.condition) // len(x), 1, 1, 1, 1))
+            cache = cache.with_chunk(Sample.cat([finished] * (len(cache.condition) // len(x))))
         chunk = sample(i, x, cache)
         finished = context_chunk(causal, chunk[-1], random, f"{purpose}/{i}")
         yield chunk
@@ -132,15 +131,15 @@ def by_chunks(
 
 @torch.no_grad()
 def integrate(
-    velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
-) -> list[Tensor]:
+    velocity: Velocity, noise: Sample, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
+) -> list[Sample]:
     """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
 
     Args:
-        noise: ``(B, C, T, H, W)``.
+        noise: the state at time 1.
         sampler: ``euler`` or ``unipc``; with ``states``, ``euler``.
         steps: number of steps without ``states``.
-        shift: time shift.
+        shift: time shift of the video.
         states: times in (0, 1], descending; they are added to the times of the steps.
     """
     if sampler == "unipc":
@@ -150,55 +149,60 @@ def integrate(
     for t, t_next in pairwise(times):
         if t in states:
             kept.append(x)
-        x = x + (t_next - t) * velocity(x, t)
+        x = x + velocity(x, t) * {part: x.time(part, t_next) - x.time(part, t) for part in x.parts}
     return [*kept, x]
 
 
 @torch.no_grad()
-def unipc_sample(velocity: Velocity, noise: Tensor, *, steps: int, shift: float) -> Tensor:
+def unipc_sample(velocity: Velocity, noise: Sample, *, steps: int, shift: float) -> Sample:
     """Sample by UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8).
 
     This uses diffusers' scheduler with Wan's settings, but calls the network at the exact time of its state, as in
     training. diffusers' pipelines truncate ``1000 t`` to an integer for the network. On Gaussians, truncation keeps the
     error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
 
-    ``noise`` is ``(B, C, T, H, W)``; ``steps`` counts network calls. Wan's ``shift`` is 3 at 480p, 5 at 720p.
+    ``steps`` counts network calls. Wan's ``shift`` is 3 at 480p, 5 at 720p.
     """
     from diffusers import UniPCMultistepScheduler
 
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
-    scheduler.set_timesteps(steps)
-    scheduler.set_begin_index(0)  # otherwise steps are looked up by their integer times, which may repeat
+    def scheduler(part: str) -> UniPCMultistepScheduler:
+        kind = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+        made = UniPCMultistepScheduler(**kind, flow_shift=shift * noise.shift(part))  # shifts compose
+        made.set_timesteps(steps)
+        made.set_begin_index(0)  # otherwise steps are looked up by their integer times, which may repeat
+        return made
+
+    schedulers = {part: scheduler(part) for part in noise.parts}
     x = noise
-    for t, timestep in zip(scheduler.sigmas[:-1].tolist(), scheduler.timesteps, strict=True):
-        x = scheduler.step(velocity(x, t), timestep, x).prev_sample
+    for i, t in enumerate(schedulers[VIDEO].sigmas[:-1].tolist()):
+        x = velocity(x, t).map(lambda v, x, s, i=i: s.step(v, s.timesteps[i], x).prev_sample, x, schedulers)
     return x
 
 
 def rollout(
     student: Role,
-    noise: Tensor,
+    noise: Sample,
     condition: Condition,
     times: Sequence[float | Times],
     random: StepRandom,
     purpose: str,
     *,
     sampler: StudentSampler,
-) -> Tensor:
+) -> Sample:
     """Sample the few-step student: denoise, move to the next time, and repeat.
 
     Only the last step has a gradient, if gradients are enabled (backward simulation, Yin et al. 2024b, section 4.5).
 
     Args:
         student: the network; its last ``x0`` is the sample.
-        noise: ``(B, C, T, H, W)``; the first input is the noise times the first time.
+        noise: the first input is the noise times the first time.
         times: rectified-flow times, descending, above 0. Each is a number for all samples, or one per sample in the
             dtype of ``noise``.
         random, purpose, sampler: as for :func:`last_input`.
     """
     steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
-    def velocity(x: Tensor, step: Times) -> Tensor:
+    def velocity(x: Sample, step: Times) -> Sample:
         return student.velocity(x, step.t, condition, at=step.at)
 
     x, (t, at) = last_input(velocity, noise, steps, random, purpose, sampler=sampler), steps[-1]
@@ -207,18 +211,18 @@ def rollout(
 
 @torch.no_grad()
 def last_input(
-    velocity: Callable[[Tensor, Times], Tensor],
-    noise: Tensor,
+    velocity: Callable[[Sample, Times], Sample],
+    noise: Sample,
     steps: Sequence[Times],
     random: StepRandom,
     purpose: str,
     *,
     sampler: StudentSampler,
-) -> Tensor:
+) -> Sample:
     """Return the input ``x_t`` of the last of a few-step student's ``steps``, without gradient.
 
     Args:
-        velocity: the student's velocity of a state ``(B, C, T, H, W)`` at a time.
+        velocity: the student's velocity of a state at a time.
         noise: the first input is the noise times the first time.
         steps: descending times.
         random, purpose: random streams of the fresh noise; the k-th has the name ``PURPOSE_k``.
@@ -226,35 +230,35 @@ def last_input(
             ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
     """
     assert sampler in get_args(StudentSampler), sampler
-    x = per_sample(steps[0].t, noise) * noise
+    x = part_times(steps[0].t, noise) * noise
     for k, (step, (next_t, _)) in enumerate(pairwise(steps), start=1):
         v = velocity(x, step)
         x0 = denoise(x, v, step.t)
         if sampler == "ode":
-            x = x0 + per_sample(next_t, v) * v
+            x = x0 + part_times(next_t, v) * v
         else:
-            x = add_noise(x0, random.normal(f"{purpose}_{k}", x.shape[1:], x.dtype), next_t)
+            x = add_noise(x0, noise_like(x, random, f"{purpose}_{k}"), next_t)
     return x
 
 
 class LastStep(NamedTuple):
     """Last step of a chunk in a rollout. It can be computed again with a gradient: nothing that it holds changes."""
 
-    x: Tensor
-    """Input ``x_t``, ``(B, C, frames of the chunk, H, W)``."""
+    x: Sample
+    """Input ``x_t``."""
     t: Tensor
     """Times ``(B,)``."""
     cache: Cache
     """Earlier chunks."""
 
-    def x0(self) -> Tensor:
+    def x0(self) -> Sample:
         """Return the student's prediction, which is the chunk. Its graph reaches the network, not the cache."""
         return denoise(self.x, self.cache.role.chunk_velocity(self.x, self.t, self.cache), self.t)
 
 
 def rollout_chunks(
     student: Role,
-    noise: Iterable[Tensor],
+    noise: Iterable[Sample],
     condition: Condition,
     times: Callable[[int], Sequence[float]],
     random: StepRandom,
@@ -262,11 +266,11 @@ def rollout_chunks(
     *,
     sampler: StudentSampler,
     last_steps: list[LastStep] | None = None,
-) -> Iterator[Tensor]:
+) -> Iterator[Sample]:
     """Sample a causal few-step student chunk by chunk (:func:`by_chunks`), each as :func:`rollout` samples a clip.
 
     Args:
-        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
+        noise: noise of each chunk; read when the chunk begins.
         times: function of a chunk's number that returns its times, descending, above 0.
         random, purpose: random streams of the draws. The k-th fresh noise of chunk i has the name
             ``PURPOSE/renoise/i_k``, and the noise on its finished latents ``PURPOSE/context/i``.
@@ -274,8 +278,8 @@ def rollout_chunks(
         last_steps: receives the last step of each chunk that is sampled, if given.
     """
 
-    def sample(i: int, noise: Tensor, cache: Cache) -> list[Tensor]:
-        def velocity(x: Tensor, step: Times) -> Tensor:
+    def sample(i: int, noise: Sample, cache: Cache) -> list[Sample]:
+        def velocity(x: Sample, step: Times) -> Sample:
             return student.chunk_velocity(x, step.t, cache)
 
         steps = [_for_all(time, noise) for time in times(i)]
@@ -288,6 +292,6 @@ def rollout_chunks(
     return (x0 for (x0,) in by_chunks(student.cache(condition), noise, random, f"{purpose}/context", sample))
 
 
-def _for_all(time: float, noise: Tensor) -> Times:
+def _for_all(time: float, noise: Sample) -> Times:
     """Return ``time`` for each of the samples of ``noise``."""
     return Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)

@@ -1,38 +1,44 @@
 """Rectified flow: ``x_t = (1 - t) x0 + t e``, ``v = e - x0``, ``t`` in [0, 1] (Liu et al. 2022; Lipman et al. 2022).
 
-Shapes: x, x0, e, v are ``(B, C, T, H, W)``; t is ``(B,)``, or ``(B, T)`` for a time per latent frame.
+x, x0, e, v are samples. t is the time of their video, ``(B,)``, or ``(B, T)`` for a time per latent frame; the formulas
+apply to each part at its own time (:meth:`models.sample.Sample.time`).
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import replace
 
 from torch import Tensor
 
-Time = TypeVar("Time", Tensor, float)
+from models.sample import Sample, shift_time
 
 
-def per_sample(t: Tensor, x: Tensor) -> Tensor:
-    """Reshape ``t`` ``(B,)`` to multiply ``x`` ``(B, ...)``, or ``t`` ``(B, T)`` to multiply ``(B, C, T, H, W)``."""
-    if t.ndim == 2:
-        return t[:, None, :, None, None]
-    return t.view(-1, *([1] * (x.ndim - 1)))
+def widen(values: Tensor, x: Tensor) -> Tensor:
+    """Reshape ``(B,)`` to multiply ``x`` ``(B, ...)``, or ``(B, T)`` to multiply ``(B, C, T, ...)``."""
+    if values.ndim == 2:
+        return values.view(len(values), 1, -1, *([1] * (x.ndim - 3)))
+    return values.view(-1, *([1] * (x.ndim - 1)))
 
 
-def add_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+def per_sample(values: Tensor | Sample, x: Sample) -> Sample:
+    """Reshape values of each sample, or of each sample and part, to multiply ``x``."""
+    return x.map(lambda part, value: widen(value, part), values if isinstance(values, Sample) else x.spread(values))
+
+
+def part_times(t: Tensor, x: Sample) -> Sample:
+    """Return each part's own time, shaped to multiply ``x``."""
+    return replace(x, parts={name: widen(x.time(name, t), part) for name, part in x.parts.items()})
+
+
+def add_noise(x0: Sample, noise: Sample, t: Tensor) -> Sample:
     """Return ``x_t = (1 - t) x0 + t e``, where ``e`` is ``noise``."""
-    t = per_sample(t, x0)
-    return (1 - t) * x0 + t * noise
+    times = part_times(t, x0)
+    return (1 - times) * x0 + times * noise
 
 
-def denoise(x_t: Tensor, v: Tensor, t: Tensor) -> Tensor:
+def denoise(x_t: Sample, v: Sample, t: Tensor) -> Sample:
     """Return ``x0 = x_t - t v``."""
-    return x_t - per_sample(t, x_t) * v
-
-
-def shift_time(t: Time, shift: float) -> Time:
-    """Return ``s t / (1 + (s - 1) t)`` (Esser et al. 2024, eq. 23): more time at high noise for ``s > 1``."""
-    return shift * t / (1 + (shift - 1) * t)
+    return x_t - part_times(t, x_t) * v
 
 
 def euler_times(steps: int, shift: float) -> list[float]:

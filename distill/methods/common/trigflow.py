@@ -1,8 +1,8 @@
 """TrigFlow (Lu & Song 2024, arXiv:2410.11081, section 3) on a rectified-flow network, without retraining it.
 
 ``x_t = cos(t) x0 + sin(t) e`` with ``t`` in [0, pi/2]; dividing by ``k = cos t + sin t`` gives the rectified-flow
-state at time ``sin(t) / k``. Shapes: x, e, v, F are ``(B, C, T, H, W)``; t is ``(B,)``, or ``(B, T)`` for a time per
-latent frame, fp32 or better.
+state at time ``sin(t) / k``. x, e, v, F are samples, whose parts all have the time t: ``(B,)``, or ``(B, T)`` for a
+time per latent frame, fp32 or better.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from distill.methods.base import Guidance, guided_velocity
 from distill.methods.common.schedules import per_sample
 from models.condition import Condition
+from models.sample import Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
 
 
-def add_trig_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+def add_trig_noise(x0: Sample, noise: Sample, t: Tensor) -> Sample:
     """Return ``x_t = cos(t) x0 + sin(t) e``."""
-    t = per_sample(t, x0)
-    return torch.cos(t) * x0 + torch.sin(t) * noise
+    return per_sample(torch.cos(t), x0) * x0 + per_sample(torch.sin(t), x0) * noise
 
 
 def flow_time(t: Tensor) -> Tensor:
@@ -39,14 +39,14 @@ def flow_time_of(t: float) -> float:
 
 def trig_field(
     role: Role,
-    x: Tensor,
+    x: Sample,
     t: Tensor,
     condition: Condition,
     guidance: Guidance = 1.0,
     at: float | None = None,
     *,
-    clean: Tensor | None = None,
-) -> Tensor:
+    clean: Sample | None = None,
+) -> Sample:
     """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
     This form avoids 0/0 at ``t -> 0``.
@@ -57,13 +57,11 @@ def trig_field(
         at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
         clean: history of a causal role, a rectified-flow state (:meth:`models.roles.role.Role.velocity`).
     """
-    wide = per_sample(t, x)
-    k = torch.cos(wide) + torch.sin(wide)
+    k = per_sample(torch.cos(t) + torch.sin(t), x)
     v = guided_velocity(role, x / k, flow_time(t), condition, guidance, at, clean=clean)
-    return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
+    return (per_sample(torch.cos(t) - torch.sin(t), x) * x + v) / k
 
 
-def trig_denoise(x: Tensor, field: Tensor, t: Tensor) -> Tensor:
+def trig_denoise(x: Sample, field: Sample, t: Tensor) -> Sample:
     """Return ``x0 = cos(t) x_t - sin(t) F``."""
-    t = per_sample(t, x)
-    return torch.cos(t) * x - torch.sin(t) * field
+    return per_sample(torch.cos(t), x) * x - per_sample(torch.sin(t), x) * field
