@@ -213,9 +213,9 @@ class Dmd2(FewStepMethod):
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
         if self.settings.student_input == "rollout":
             return self.own_sample(batch, times, random)
-        noise, last = batch.noise(random, "dmd2/noise"), times[-1]
-        t = torch.full((len(noise),), last, dtype=noise.dtype, device=noise.device)
-        x = add_noise(batch.latents, noise, t)
+        last = times[-1]
+        t = batch.latents.video.new_full((len(batch.latents),), last)
+        x = add_noise(batch.latents, batch.noise(random, "dmd2/noise"), t)
         return denoise(x, self.roles["student"].velocity(x, t, batch.condition, at=last), t)
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:

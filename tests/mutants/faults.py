@@ -187,8 +187,8 @@ FAULTS = (
         name="scm_warmup",
         room="methods: scm terms",
         harm="the unstable part of the tangent is there from the first step: no warm-up",
-        old="    return -cos.square() * (prediction - teacher) - r * (cos * sin * x + derivative)\n",
-        new="    return -cos.square() * (prediction - teacher) - (r * cos * sin * x + derivative)\n",
+        old="(prediction - teacher) - r * (per_sample(cos * sin, x) * x + derivative)\n",
+        new="(prediction - teacher) - (per_sample(r * cos * sin, x) * x + derivative)\n",
         killed_by="unit/test_scm.py::test_loss_and_gradient_equal_the_dense_reference",
     ),
     Fault(
@@ -363,7 +363,7 @@ FAULTS = (
         room="method: data forcing",
         harm="teacher and fake score see other noise, whose difference drowns that of the scores",
         old="add_noise(real_sample, noise, t)",
-        new="add_noise(real_sample, noise.flip(0), t)",
+        new="add_noise(real_sample, noise.map(lambda part: part.flip(0)), t)",
         killed_by="unit/test_dmd2.py::test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_score",
     ),
     Fault(

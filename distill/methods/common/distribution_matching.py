@@ -32,7 +32,7 @@ def distribution_matching(
     fake: Role,
     guidance: Guidance,
     last_step: Tensor | None = None,
-    real_sample: Tensor | None = None,
+    real_sample: Sample | None = None,
     observations: Observations,
 ) -> Sample:
     """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8), of
