@@ -17,10 +17,11 @@ from fsdp_cp.errors import UserError
 from models.families.base import Family
 from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
+from models.families.ltx2 import LTX2
 from models.families.wan import Wan
 
 ENTRY_POINTS = "fsdp_cp.families"
-FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), Hunyuan.name: Hunyuan()}
+FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), LTX2.name: LTX2(), Hunyuan.name: Hunyuan()}
 
 
 def family_names() -> list[str]:

@@ -1,0 +1,322 @@
+"""The LTX-2 family: diffusers' unmodified ``LTX2VideoTransformer3DModel``, which makes sound with the picture.
+
+LTX-2.0 and 2.3, text to video and audio. A video token is one latent, an audio token one row of the sound's latents.
+Both streams are split over ``mesh.cp``, and attend to each other in every block. The text has an embedding for each
+stream, and ``fps``, the frames per second, places the frames in seconds next to the sound. Each stream has its own
+time, and the attention between the streams is modulated by the other stream's (``use_cross_timestep``), as in
+diffusers' pipeline.
+
+Shape legend: B samples, C T H W latents of the video, A L F channels, rows and bands of the audio's, S tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AdaLayerNormSingle,
+    LTX2Attention,
+    LTX2AudioVideoAttnProcessor,
+    apply_interleaved_rotary_emb,
+    apply_split_rotary_emb,
+)
+from einops import rearrange
+from torch import Tensor, nn
+
+from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from models.condition import Condition
+from models.families.base import Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.causal_forward import CausalForward
+from models.families.diffusers_family import DiffusersFamily
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
+
+TIME_FEATURES = 256
+"""Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
+VIDEO_TOKENS, AUDIO_TOKENS = "hidden_states", "audio_hidden_states"
+"""Names of the two split sequences in the plan, arguments of the network."""
+_RELEASED = {"rope_type": "split"}
+_RELEASED_2_3 = {
+    **_RELEASED, "gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True,
+    "use_prompt_embeddings": False, "perturbed_attn": True,
+}  # fmt: skip
+_LATER = {"ff_bias": True, "use_prompt_adaln_single": True, "use_keyframes_abs_pos_embedding": False}
+"""Values of LTX-2.0 and 2.3 that LTX-2.5 changes."""
+_ORIGINAL_PARTS = (
+    ("audio_time_embed", "audio_adaln_single"),
+    ("time_embed", "adaln_single"),
+    ("av_cross_attn_video_scale_shift", "av_ca_video_scale_shift_adaln_single"),
+    ("av_cross_attn_video_a2v_gate", "av_ca_a2v_gate_adaln_single"),
+    ("av_cross_attn_audio_scale_shift", "av_ca_audio_scale_shift_adaln_single"),
+    ("av_cross_attn_audio_v2a_gate", "av_ca_v2a_gate_adaln_single"),
+    ("audio_prompt_adaln", "audio_prompt_adaln_single"),
+    ("prompt_adaln", "prompt_adaln_single"),
+    ("audio_proj_in", "audio_patchify_proj"),
+    ("proj_in", "patchify_proj"),
+)
+"""First parts of names in diffusers and in Lightricks' checkpoints, which name layers of blocks alike."""
+
+
+class LTX2(DiffusersFamily):
+    """LTX-2.0 and 2.3 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text to video and audio."""
+
+    name = "ltx2"
+    class_name = "LTX2VideoTransformer3DModel"
+    transformer = LTX2VideoTransformer3DModel
+    label = "LTX-2"
+    parts = {VIDEO: 1.0, AUDIO: 1.0}
+
+    def pipeline_times(self, steps: int) -> list[float]:
+        """Return LTX2Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
+        return [1 - i / steps for i in range(steps)]
+
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        for key, wanted in _LATER.items():
+            yield key, values[key] == wanted, f"{wanted}, as in LTX-2.0 and 2.3; LTX-2.5 is not known"
+        for key in ("patch_size_t", "audio_patch_size", "audio_patch_size_t"):
+            yield key, values[key] == 1, "1: a token is one latent frame, or one row of sound"
+        for prefix in ("", "audio_"):
+            inputs = values[f"{prefix}in_channels"]
+            outputs = values[f"{prefix}out_channels"]
+            yield f"{prefix}out_channels", outputs in (None, inputs), f"{inputs}, as many as go in"
+        yield "in_channels", values["in_channels"] % values["patch_size"] ** 2 == 0, "a multiple of patch_size squared"
+        video, audio = self.width(values), audio_width(values)
+        wanted = f"the audio's width {audio}"
+        yield "audio_cross_attention_dim", values["audio_cross_attention_dim"] == audio, wanted
+        if values["use_prompt_embeddings"]:
+            wanted = f"the network's width {video}, to which it projects the text"
+            yield "cross_attention_dim", values["cross_attention_dim"] == video, wanted
+        modulated = values["cross_attn_mod"]
+        yield "audio_cross_attn_mod", values["audio_cross_attn_mod"] == modulated, f"{modulated}, as cross_attn_mod"
+        is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
+        yield "activation_fn", is_plain, "gelu-approximate or gelu"
+
+    def examples(self) -> dict[str, dict[str, Any]]:
+        """Return small networks of both versions, and one of patches and the other rotary embedding."""
+        sizes = {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 12,
+            "cross_attention_dim": 72, "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 6,
+            "audio_attention_head_dim": 8, "audio_cross_attention_dim": 48, "num_layers": 2, "caption_channels": 24,
+        }  # fmt: skip
+        odd = {"patch_size": 2, "in_channels": 8, "out_channels": 8, "rope_type": "interleaved"}
+        return {"2.0": sizes | _RELEASED, "2.3": sizes | _RELEASED_2_3, "2.0 of patches": sizes | odd}
+
+    def blocks(self, network: LTX2VideoTransformer3DModel) -> list[nn.Module]:
+        return list(network.transformer_blocks)
+
+    def time_embedder(self, network: LTX2VideoTransformer3DModel) -> nn.Module:
+        """Return the embedder of the video's time, one of six in LTX-2.0 and of eight in 2.3. Under bf16 it computes in
+        bf16: diffusers casts its sines."""
+        return network.time_embed.emb.timestep_embedder
+
+    def time_features(self, config: NetworkConfig) -> int:
+        return TIME_FEATURES
+
+    def heads(self, config: NetworkConfig) -> int:
+        return math.gcd(config["num_attention_heads"], config["audio_num_attention_heads"])
+
+    def latent_channels(self, config: NetworkConfig) -> int:
+        return config["in_channels"] // config["patch_size"] ** 2
+
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
+        return 1, config["patch_size"], config["patch_size"]
+
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
+        """Return the shapes of the two texts and of the frames per second."""
+        projected = config["caption_channels"] if config["use_prompt_embeddings"] else None
+        widths = (projected or config["cross_attention_dim"], projected or config["audio_cross_attention_dim"])
+        return {"text": (text_tokens, widths[0]), "audio_text": (text_tokens, widths[1]), "fps": (1,)}
+
+    def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
+        """Return the shapes for ``models.verify``: 13 rows of sound for 3 latent frames, which no mesh divides."""
+        return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"] // 2, 4 * latent_shape[1] + 1, 2)}
+
+    def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
+        super().check_sample(config, shapes, condition, setting)
+        if AUDIO not in shapes:
+            raise UserError(f"{setting} ({self.label}) makes sound, but the data have none; use data with sound")
+        channels, _, bands = shapes[AUDIO]
+        if channels * bands != config["audio_in_channels"]:
+            raise UserError(
+                f"{setting} takes {config['audio_in_channels']} numbers of sound a row, but the data have"
+                f" {channels} channels of {bands} bands; use the encoders that the checkpoint is from"
+            )
+
+    def flops(
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
+    ) -> Flops:
+        video, audio, text = self.tokens(config, shapes), shapes[AUDIO][1], condition["text"][0]
+        wide, narrow, layers = self.width(config), audio_width(config), config["num_layers"]
+        modulated = config["cross_attn_mod"]  # of the text, by the time: then keys and values of the text move too
+        own = 2 * (video**2 * wide + audio**2 * narrow) + 4 * video * audio * narrow
+        to_text = 2 * text * (video * wide + audio * narrow)
+        of_text = 2 * text * (config["cross_attention_dim"] * wide + config["audio_cross_attention_dim"] * narrow)
+        # Self-attention has four products of tokens, attention to the text two, and the feed-forward eight. Attention
+        # between the streams takes place in the audio's width, in both directions.
+        linear = 14 * (video * wide**2 + audio * narrow**2) + 4 * narrow * (video * wide + audio * narrow)
+        if config["gated_attn"]:
+            linear += video * wide * (2 * config["num_attention_heads"] + config["audio_num_attention_heads"])
+        if config["audio_gated_attn"]:
+            linear += audio * narrow * 3 * config["audio_num_attention_heads"]
+        ends = 2 * (video * wide * config["in_channels"] + audio * narrow * config["audio_in_channels"])
+        for width in (wide, narrow):
+            for modulations in (9, 4, 1, 2) if modulated else (6, 4, 1):
+                ends += width * (TIME_FEATURES + width + modulations * width)
+        still = 0
+        if config["use_prompt_embeddings"]:
+            still = text * (config["caption_channels"] * (wide + narrow) + wide**2 + narrow**2)
+        moving, others = layers * own, layers * linear + ends
+        if modulated:
+            moving, others = moving + layers * to_text, others + layers * of_text
+        else:
+            others, still = others + layers * to_text, still + layers * of_text
+        return Flops.from_products(moving, others, still, 2 * layers * (own + to_text))
+
+    def original_name(self, layer: str) -> str:
+        for ours, theirs in _ORIGINAL_PARTS:
+            if layer.split(".")[0] == ours:
+                return layer.replace(ours, theirs, 1)
+        return layer.replace("norm_q", "q_norm").replace("norm_k", "k_norm")
+
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the names of Lightricks' own code, with the prefix ``diffusion_model.``."""
+        from diffusers import LTX2Pipeline
+
+        if not any(name.startswith("diffusion_model.") for name in tensors):
+            return tensors
+        return LTX2Pipeline.lora_state_dict(dict(tensors), use_safetensors=True)
+
+    def parallelize(
+        self, network: LTX2VideoTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
+    ) -> None:
+        """Let each rank process its own tokens of both streams, with rotary tables from their coordinates.
+
+        The texts stay whole. diffusers' plan cannot be used: it expects rotary tables of three dimensions, and does not
+        split the audio.
+        """
+        plan = {
+            "": {
+                VIDEO_TOKENS: SplitTokens(split_dim=1),
+                AUDIO_TOKENS: SplitTokens(split_dim=1),
+                "video_coords": SplitTokens(split_dim=2),
+                "audio_coords": SplitTokens(split_dim=2),
+            },
+            "proj_out": GatherTokens(gather_dim=1),
+            "audio_proj_out": GatherTokens(gather_dim=1, source=AUDIO_TOKENS),
+        }
+        parallelize_context(network, mesh=mesh, plan=plan)
+        options = {"mesh": mesh, "backend": backend, "head_groups": head_groups}
+        for block in network.transformer_blocks:
+            for attention, queries, keys in (
+                (block.attn1, VIDEO_TOKENS, VIDEO_TOKENS),
+                (block.audio_attn1, AUDIO_TOKENS, AUDIO_TOKENS),
+                (block.attn2, VIDEO_TOKENS, None),
+                (block.audio_attn2, AUDIO_TOKENS, None),
+                (block.audio_to_video_attn, VIDEO_TOKENS, AUDIO_TOKENS),
+                (block.video_to_audio_attn, AUDIO_TOKENS, VIDEO_TOKENS),
+            ):
+                attention.set_processor(LTX2SplitAttention(queries, keys, **options))
+        # Cast the time embeddings: under bf16 an addition makes them fp32, but the following layers are bf16.
+        for module in network.modules():
+            if isinstance(module, LTX2AdaLayerNormSingle):
+                module.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
+
+    def outputs(
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        video, audio, tensors = sample.video, sample.parts[AUDIO], condition.tensors
+        patch = config_of(network)["patch_size"]
+        count, (frames, height, width) = len(video), video.shape[2:]
+        # Times in the network's unit, of each stream; diffusers takes them as ``sigma`` too, unscaled.
+        times, audio_times = (self.time_scale * sample.time(part, t) for part in (VIDEO, AUDIO))
+        coordinates = network.rope.prepare_video_coords(count, frames, height, width, video.device, fps=1.0)
+        coordinates[:, 0] /= tensors["fps"].float()[:, :, None]
+        v, audio_v = network(
+            hidden_states=rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch, q=patch),
+            audio_hidden_states=rearrange(audio, "b a l f -> b l (a f)"),
+            encoder_hidden_states=tensors["text"],
+            audio_encoder_hidden_states=tensors["audio_text"],
+            timestep=times,
+            audio_timestep=audio_times,
+            sigma=times,
+            audio_sigma=audio_times,
+            video_coords=coordinates,
+            audio_coords=network.audio_rope.prepare_audio_coords(count, audio.shape[2], audio.device),
+            use_cross_timestep=True,
+            return_dict=False,
+        )[:2]
+        grid = {"t": frames, "h": height // patch, "w": width // patch, "p": patch, "q": patch}
+        v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
+        audio_v = rearrange(audio_v, "b l (a f) -> b a l f", a=audio.shape[1])
+        return Outputs(Sample({VIDEO: v, AUDIO: audio_v}, sample.shifts))
+
+
+def audio_width(config: NetworkConfig) -> int:
+    """Return the number of features of an audio token between blocks."""
+    return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
+
+
+def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
+    return output.to(kwargs["hidden_dtype"])
+
+
+class LTX2SplitAttention(LTX2AudioVideoAttnProcessor):
+    """LTX-2's attention with queries of one split stream, and keys of the same, of the other, or of whole text.
+
+    Projections, norms, rotary embeddings and gates are those of diffusers' processors (0.42); only the attention over
+    all tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
+    """
+
+    def __init__(self, queries: str, keys: str | None, *, mesh: Mesh, backend: str, head_groups: int):
+        super().__init__()
+        self.queries, self.keys, self.mesh = queries, keys, mesh
+        self.backend, self.head_groups = backend, head_groups
+
+    def __call__(
+        self,
+        attn: LTX2Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        perturbation_mask: Tensor | None = None,
+        all_perturbed: bool | None = None,
+    ) -> Tensor:
+        """Attend from ``(B, S_local, dim)``; rotary tables are those of the rank's own tokens."""
+        assert attention_mask is None and perturbation_mask is None and not all_perturbed
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        if query_rotary_emb is not None:
+            rotated = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
+            q = rotated(q, query_rotary_emb)
+            k = rotated(k, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
+        split = self.mesh.cp_size > 1
+        if self.keys is None:
+            # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
+            out = cross_attention(q, k, v, backend=self.backend, total_keys=k.shape[1])
+        elif self.keys == self.queries:
+            total = self.queries if split else None
+            whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=total, **options)
+            assert isinstance(whole, Tensor)  # without joint text
+            out = whole
+        else:
+            totals = {"total_tokens": self.queries, "total_keys": self.keys}
+            out = cross_attention(q, k, v, mesh=self.mesh, **totals, **options)
+        out = out.type_as(q)
+        if attn.to_gate_logits is not None:
+            out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).unsqueeze(-1)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))

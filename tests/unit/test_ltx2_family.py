@@ -1,0 +1,135 @@
+"""The family of LTX-2.0 and 2.3: inputs as diffusers makes them, operations, names of adapters, refused networks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.condition import Condition
+from models.families.ltx2 import LTX2
+from models.sample import AUDIO, VIDEO, Sample
+from tests.unit.refused import refused
+
+FAMILY = LTX2()
+EXAMPLES = FAMILY.examples()
+
+
+def built(example):
+    torch.manual_seed(0)
+    network = FAMILY.build(EXAMPLES[example], "teacher.architecture")
+    return network, FAMILY.defaults() | EXAMPLES[example]
+
+
+def drawn(config, batch=1, frames=3):
+    """Return a sample of ``frames`` latent frames with shifted sound, and its condition."""
+    patch = FAMILY.patch_size(config)
+    shapes = FAMILY.sample_shapes(config, (FAMILY.latent_channels(config), frames, 3 * patch[1], 5 * patch[2]))
+    sample = Sample({name: torch.randn(batch, *shape) for name, shape in shapes.items()}, {VIDEO: 1.0, AUDIO: 0.5})
+    tensors = {name: torch.randn(batch, *s) for name, s in FAMILY.condition_shapes(config, shapes[VIDEO], 7).items()}
+    return sample, Condition(tensors | {"fps": torch.tensor([[24.0]]).expand(batch, 1)})
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_inputs_are_those_of_diffusers(example):
+    """diffusers makes the coordinates from sizes and the frames per second; the sound has its own time."""
+    network, config = built(example)
+    sample, condition = drawn(config)
+    t = torch.tensor([0.7])
+    v = FAMILY.outputs(network, sample, t, condition).velocity
+    p, (frames, height, width) = config["patch_size"], sample.video.shape[2:]
+    video = sample.video.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 2, 3, 5, 1, 4, 6)
+    times = {"timestep": 700 * torch.ones(1), "audio_timestep": 1000 * 0.5 * t / (1 - 0.5 * t)}
+    ours, sound = network(
+        video.flatten(4).flatten(1, 3),
+        sample.parts[AUDIO].transpose(1, 2).flatten(2),
+        condition.tensors["text"],
+        condition.tensors["audio_text"],
+        **times,
+        sigma=times["timestep"],
+        audio_sigma=times["audio_timestep"],
+        num_frames=frames,
+        height=height,
+        width=width,
+        fps=24.0,
+        audio_num_frames=sample.parts[AUDIO].shape[2],
+        use_cross_timestep=True,
+        return_dict=False,
+    )
+    theirs = ours.unflatten(2, (-1, p, p)).unflatten(1, (frames, height // p, width // p))
+    theirs = theirs.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)
+    assert torch.allclose(v.video, theirs, atol=1e-5) and v.video.shape == sample.video.shape
+    sound = sound.unflatten(2, (2, -1)).transpose(1, 2)
+    assert torch.allclose(v.parts[AUDIO], sound, atol=1e-5)
+
+
+def test_frames_per_second_place_the_frames_next_to_the_sound():
+    network, config = built("2.3")
+    sample, condition = drawn(config, batch=2)
+    rates = torch.tensor([[24.0], [12.0]])
+    v = FAMILY.outputs(network, sample, torch.tensor([0.5, 0.5]), Condition({**condition.tensors, "fps": rates}))
+    for i in range(2):
+        alone = Condition({**{n: x[i : i + 1] for n, x in condition.tensors.items()}, "fps": rates[i : i + 1]})
+        single = FAMILY.outputs(network, sample[i : i + 1], torch.tensor([0.5]), alone).velocity
+        for part, x in single.parts.items():
+            assert torch.allclose(x, v.velocity.parts[part][i : i + 1], atol=1e-5)
+    same = FAMILY.outputs(network, sample, torch.tensor([0.5, 0.5]), condition).velocity
+    assert not torch.allclose(same.video[1], v.velocity.video[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_operations_are_those_that_torch_counts(example):
+    network, config = built(example)
+    sample, condition = drawn(config)
+    shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        FAMILY.outputs(network, sample, torch.tensor([0.5]), condition)
+    flops = FAMILY.flops(config, sample.shapes, shapes)
+    assert flops.forward == counted.get_total_flops()
+    products = sum(n for kind, n in counted.flop_counts["Global"].items() if kind in (torch.ops.aten.bmm,))
+    assert flops.attention == products
+
+
+def test_adapters_have_the_names_of_lightricks():
+    network, _ = built("2.3")
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    tensors = {
+        f"diffusion_model.{FAMILY.original_name(name)}.lora_{side}.weight": torch.full((1, 1), float(i))
+        for i, name in enumerate(linear)
+        for side in "AB"
+    }
+    assert any("adaln_single" in name for name in tensors)
+    found = FAMILY.diffusers_adapters(tensors)
+    wanted = {f"transformer.{name}.lora_{side}.weight" for name in linear for side in "AB"}
+    assert found.keys() == wanted
+    assert all(found[f"transformer.{name}.lora_A.weight"].item() == i for i, name in enumerate(linear))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ff_bias": False},
+        {"use_prompt_adaln_single": False},
+        {"audio_patch_size": 2},
+        {"audio_cross_attention_dim": 24},
+        {"audio_cross_attn_mod": True},
+    ],
+    ids=str,
+)
+def test_other_networks_are_refused(change):
+    with refused(f"teacher.architecture: {next(iter(change))}="):
+        FAMILY.build(EXAMPLES["2.0"] | change, "teacher.architecture")
+
+
+def test_data_must_have_the_sound_that_the_network_takes():
+    _, config = built("2.0")
+    sample, condition = drawn(config)
+    shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
+    FAMILY.check_sample(config, sample.shapes, shapes, "teacher")
+    with refused("teacher"):
+        FAMILY.check_sample(config, {VIDEO: sample.shapes[VIDEO]}, shapes, "teacher")
+    with refused("teacher"):
+        FAMILY.check_sample(config, sample.shapes | {AUDIO: (2, 13, 3)}, shapes, "teacher")
+    other = FAMILY.condition_shapes(FAMILY.defaults() | EXAMPLES["2.3"], sample.shapes[VIDEO], 7)
+    with refused("teacher"):
+        FAMILY.check_sample(config, sample.shapes, other, "teacher")
