@@ -92,7 +92,8 @@ class PartSettings:
     """Weight of the audio's loss next to the video's, at least 0. With 0, parameters that only the audio's output
     reaches change by weight decay alone."""
     audio_shift_ratio: float | None = None
-    """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's."""
+    """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's; diffusers'
+    pipelines sample with that alone, so another ratio exports no scheduler."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")

@@ -6,13 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models.families.ltx2 import LTX2
 from torch import nn
 
+from distill.config import compose_config
 from distill.methods import METHODS, build_method
 from distill.methods.base import Batch
 from distill.methods.common.sampling import integrate
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
+from distill.run.setup import plan_run
 from fsdp_cp.rng import StepRandom
+from models.roles.role_plan import plan_role
 from models.sample import Sample, shift_time
 from tests.oracles.dmd2_of_parts import Dmd2OfParts, wide
 from tests.oracles.tiny_wan import text_condition
@@ -31,7 +35,7 @@ CHOSEN = {
 class Duet(nn.Module):
     """Stand-in for a role whose parts depend on each other, on their own times and on the caption."""
 
-    has_experts, causal, kept_gathered = False, None, nullcontext
+    has_experts, causal, kept_gathered, boundaries = False, None, nullcontext, ()
     family = SimpleNamespace(parts={"video": 1.0, "audio": 0.25})
 
     def __init__(self, seed):
@@ -39,6 +43,9 @@ class Duet(nn.Module):
         self.mix = nn.ParameterDict({part: normal(shape[0], shape[0], seed=seed) for part, shape in SHAPES.items()})
         self.time = nn.Parameter(normal(2, seed=seed + 1))
         self.other = nn.Parameter(normal(2, seed=seed + 2))
+
+    def expert_at(self, time):
+        return 0
 
     def formula(self, x, times, text):
         means = {part: value.flatten(1).mean(1) for part, value in x.items()}
@@ -149,3 +156,27 @@ def test_methods_that_do_not_know_sound_name_those_that_do(name):
 def test_a_gan_does_not_know_sound():
     with refused("method=dmd2 without GAN"):
         Dmd2.check_parts(Dmd2Settings(gan_weight_student=0.1), ["audio"])
+
+
+def test_sound_of_the_data_that_no_network_makes_is_not_used(caplog):
+    config = compose_config(["experiment=quickstart", "mesh.cp=1"])
+    shapes, conditions = config.data.sample_shapes()
+    with caplog.at_level("INFO"):
+        plan = plan_run(config, shapes=({**shapes, "audio": (8, 24, 16)}, conditions))
+    assert plan.tokens == 96 and "audio" in caplog.text
+
+
+def test_a_network_with_sound_needs_it_and_takes_no_image():
+    role = plan_role("student", checkpoint=None, architecture=LTX2().examples()["2.0"], family="ltx2")
+    video, text = (4, 3, 2, 3), role.family.condition_shapes(role.config, (4, 3, 2, 3), 5)
+    sound = role.family.sample_shapes(role.config, video)
+    assert role.tokens(sound, text) == 18
+    with refused("audio"):
+        role.tokens({"video": video}, text)
+    with refused("data.image"):
+        role.tokens(sound, text | {"first_frame": (4, 1, 2, 3)})
+
+
+def test_only_released_shifts_have_a_scheduler_for_a_pipeline():
+    assert duets(audio_shift_ratio=0.25)[0].few_steps is not None
+    assert duets()[0].few_steps is None
