@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models.families.ltx2 import LTX2
 from torch import nn
 
 from distill.config import compose_config
@@ -16,6 +15,7 @@ from distill.methods.common.sampling import integrate
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.run.setup import plan_run
 from fsdp_cp.rng import StepRandom
+from models.families.ltx2 import LTX2
 from models.roles.role_plan import plan_role
 from models.sample import Sample, shift_time
 from tests.oracles.dmd2_of_parts import Dmd2OfParts, wide
