@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         file = stored_file(config, steps)
         made_with = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
         about = definition(config, data, **options) | {"made with": made_with}
-        save_file({"clips": np.ascontiguousarray(decode(data, latents))}, file, about)
+        save_file({"clips": np.ascontiguousarray(decode(data, latents).frames)}, file, about)
     print(f"wrote {file}")
     return 0
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
 from distill.config.trained_method import sampling_in_words, trained_method
-from distill.evaluate.sampling import decode, generate, plan_sampling, sample_captions
+from distill.evaluate.sampling import Clips, decode, generate, plan_sampling, sample_captions
 from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
 from distill.run.open import open_device, open_mesh
@@ -204,7 +205,7 @@ def sample(arguments: argparse.Namespace) -> None:
         if clips is not None:
             _write(folder, clips, captions, data.fps, f"student, {counted(steps, 'step')}")
     if clips is not None:
-        print(f"{counted(len(clips), 'clip')} in {out}")
+        print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
             print(_chunk_times(finished, len(causal.chunks(shapes[VIDEO][1]))))
 
@@ -216,15 +217,15 @@ def _chunk_times(finished: list[float], chunks: int) -> str:
     return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"
 
 
-def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float, label: str) -> None:
+def _write(folder: Path, clips: Clips, captions: Sequence[str], fps: float, label: str) -> None:
     import av
 
     try:
-        with progress(len(clips), "writing", "file") as advance:
-            for i, clip in enumerate(clips):
-                write_mp4(folder / f"{i}.mp4", clip, fps)
+        with progress(len(captions), "writing", "file") as advance:
+            for i, (clip, sound) in enumerate(zip(clips.frames, clips.sounds or repeat(None), strict=False)):
+                write_mp4(folder / f"{i}.mp4", clip, fps, sound)
                 advance(1)
-        contact_sheet(folder / "samples.png", [(label, clips)], captions=captions)
+        contact_sheet(folder / "samples.png", [(label, clips.frames)], captions=captions)
     except (OSError, av.FFmpegError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error

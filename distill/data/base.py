@@ -128,6 +128,12 @@ class ClipDataset(Protocol):
         """
         ...
 
+    def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
+        """Decode the audio of n samples to float32 ``(n, channels, samples)`` on the CPU, and return its samples per
+        second. Only data sets with the part ``audio`` have it.
+        """
+        ...
+
     def release(self) -> None:
         """Free the VAE that :meth:`decode` loaded."""
         ...

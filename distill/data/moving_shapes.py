@@ -3,6 +3,9 @@
 A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What the caption leaves open is drawn for each
 clip: position, size, amount of growth, start and speed of the fall; with ``colour_shares`` the colour too, so that a
 caption's clips have eight modes of known weight. There is no VAE: latents are pixels scaled to [-1, 1].
+
+With ``sound`` a tone goes with the shape: as high as its center, as loud as it is large. Its latents are levels of
+bands.
 """
 
 from __future__ import annotations
@@ -18,10 +21,21 @@ from torch import Tensor
 
 from distill.data.base import Measure
 from distill.data.encoders.words import COLOURS, PixelCodec, WordTable
-from distill.data.shape_scenes import captions_of, draw_scene, render
+from distill.data.shape_scenes import (
+    BANDS,
+    ROWS,
+    SOUND_RATE,
+    Scene,
+    captions_of,
+    draw_scene,
+    raised,
+    render,
+    render_sound,
+    waveform,
+)
 from fsdp_cp.errors import UserError
 from models.condition import Condition
-from models.sample import VIDEO, Sample
+from models.sample import AUDIO, VIDEO, Sample, part_name
 
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
@@ -50,6 +64,7 @@ class MovingShapes:
         negative_prompt: str,
         num_clips: int,
         colour_shares: Sequence[float] | None,
+        sound: bool,
         seed: int,
     ) -> None:
         self._captions = captions_of(colour_shares)
@@ -58,12 +73,15 @@ class MovingShapes:
         self._size = {"num_frames": num_frames, "height": height, "width": width}
         self._seed, self._split, self._num_clips = seed, "train", num_clips
         self.fps = float(fps)
+        self._has_sound = sound
         self.latent_shapes = {VIDEO: (3, num_frames, height, width)}
-        self.condition_shapes = {"text": (CAPTION_WORDS, self._table.vectors.shape[1])}
+        if sound:
+            self.latent_shapes[AUDIO] = (1, ROWS * num_frames, BANDS)
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
         prompts = [negative_prompt, ""]
         null_text, empty_text = self._table.embed(prompts, CAPTION_WORDS, "data.negative_prompt")
-        self.null, self.empty = {"text": null_text}, {"text": empty_text}
+        self.null, self.empty = self._tensors(null_text), self._tensors(empty_text)
+        self.condition_shapes = {name: tuple(value.shape) for name, value in self.null.items()}
 
     def heldout(self) -> MovingShapes:
         """Return the same data set from the held-out stream, which training never sees."""
@@ -90,20 +108,35 @@ class MovingShapes:
         identity += self._table.vectors.numpy().tobytes() + self.null["text"].numpy().tobytes()
         if self._colour_shares is not None:  # not always: fingerprints of before must stay
             identity += repr(self._colour_shares).encode()
+        if self._has_sound:
+            identity += repr(("sound", self.fps)).encode()
         return hashlib.sha256(identity).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self._num_clips
 
     def __getitem__(self, index: int) -> dict:
-        """Return {"latents": fp32 (3, T, H, W) in [-1, 1], "text": fp32 (L, D), "caption": str}."""
+        """Return {"latents": fp32 (3, T, H, W) in [-1, 1], "caption": str} and the condition's tensors.
+
+        With sound also {"latents/audio": fp32 (1, ROWS T, BANDS) in [-1, 1]}.
+        """
         if not 0 <= index < self._num_clips:
             raise IndexError(index)
-        return {
-            "latents": torch.from_numpy(self._render(index)) * 2 - 1,
-            "text": self._caption_text[index % len(self._captions)],
+        scene = self._scene(index)
+        item = {
+            "latents": torch.from_numpy(self._render(scene)) * 2 - 1,
             "caption": self._captions[index % len(self._captions)],
+            **self._tensors(self._caption_text[index % len(self._captions)]),
         }
+        if self._has_sound:
+            item[part_name("latents", AUDIO)] = torch.from_numpy(render_sound(scene, **self._frame))[None]
+        return item
+
+    def _tensors(self, text: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a condition, or of several, by their ``text`` (..., L, D)."""
+        if not self._has_sound:
+            return {"text": text}
+        return {"text": text, "audio_text": text, "fps": torch.full((*text.shape[:-2], 1), self.fps)}
 
     def caption(self, index: int) -> str:
         """Return the caption of an item."""
@@ -114,8 +147,8 @@ class MovingShapes:
         return list(self._captions)
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
-        """Return ``text`` (n, L, D) of captions made of the table's words, or empty ones. UserError for others."""
-        return Condition({"text": self._table.embed(captions, CAPTION_WORDS)}, self.null, self.empty)
+        """Return the condition of captions made of the table's words, or empty ones. UserError for others."""
+        return Condition(self._tensors(self._table.embed(captions, CAPTION_WORDS)), self.null, self.empty)
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
         """Return ``text`` fp32 (L, D) of a caption made of the table's words, as encoded sets store it."""
@@ -125,22 +158,38 @@ class MovingShapes:
         """Video (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
         return PixelCodec().decode(latents.video)
 
+    def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
+        """Return the sound of n samples, float32 (n, 1, samples) in [-1, 1], and its samples per second."""
+        levels = latents.parts[AUDIO].float().cpu().numpy()
+        return torch.from_numpy(waveform(levels, fps=self.fps)), SOUND_RATE
+
     def release(self) -> None:
         """Nothing to free: there is no VAE."""
 
     def clips(self, count: int, first: int = 0) -> Tensor:
         """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
-        items = [torch.from_numpy(self._render(i % self._num_clips)) for i in range(first, first + count)]
+        scenes = (self._scene(i % self._num_clips) for i in range(first, first + count))
+        items = [torch.from_numpy(self._render(scene)) for scene in scenes]
         return PixelCodec().decode(torch.stack(items) * 2 - 1)
 
-    def _render(self, index: int) -> np.ndarray:
+    @property
+    def _frame(self) -> dict[str, int]:
+        return {"height": self._size["height"], "width": self._size["width"]}
+
+    def _render(self, scene: Scene) -> np.ndarray:
+        return render(scene, **self._frame)
+
+    def _scene(self, index: int) -> Scene:
         stream = (self._seed, SPLITS.index(self._split), index)
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(stream)))
         colour = None
         if self._colour_shares is not None:
             colour = str(np.random.default_rng((*stream, 1)).choice(COLOURS, p=self._colour_shares))
         scene = draw_scene(self._captions[index % len(self._captions)], rng, **self._size, colour=colour)
-        return render(scene, height=self._size["height"], width=self._size["width"])
+        if not self._has_sound:
+            return scene
+        # Heights over the whole frame: near the middle, a tone that follows the shape would sound like a constant.
+        return raised(scene, float(np.random.default_rng((*stream, 2)).random()), height=self._size["height"])
 
 
 def _checked_shares(shares: Sequence[float]) -> list[float]:

@@ -115,6 +115,8 @@ class MovingShapesSettings(DataSettings):
     colour_shares: list[float] | None = None
     """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
     blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
+    sound: bool = False
+    """Whether a tone goes with the shape, for networks that make sound (``experiment=quickstart_sound``)."""
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         data = self.build(seed=0)

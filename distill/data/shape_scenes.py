@@ -44,6 +44,9 @@ ROWS = 4
 """Number of moments in a frame at which the levels are known."""
 SILENCE = 0.16
 """Loudness (0 to 1) below which a moment counts as silent, and is not heard."""
+SOUND_RATE = 16000
+"""Samples per second of the waveform that is made of the levels."""
+_LOWEST, _OCTAVES = 220.0, 3.0  # frequency of the lowest band in Hz, and octaves up to the highest
 _REFERENCE_SIDE = 16.0
 _MAX_OFFSET = 3.0  # pixels of a frame of that side
 
@@ -154,3 +157,23 @@ def render_sound(scene: Scene, *, height: int, width: int) -> np.ndarray:
     pitch = (1 - centre / height) * (BANDS - 1)
     levels = loudness[:, None] * np.exp(-0.5 * (np.arange(BANDS) - pitch[:, None]) ** 2)
     return (2 * levels - 1).astype(np.float32)
+
+
+def waveform(levels: np.ndarray, *, fps: float) -> np.ndarray:
+    """Return the sound of levels (..., ROWS T, BANDS) in [-1, 1]: float32 (..., samples) at ``SOUND_RATE``, in [-1, 1].
+
+    It is one tone of the pitch and loudness that the levels say, silent below ``SILENCE``. Its phase is continuous, so
+    that no click marks the moments.
+    """
+    energy = np.clip((levels + 1) / 2, 0.0, None)
+    loudness = np.minimum(energy.max(axis=-1), 1.0)
+    loudness = np.where(loudness < SILENCE, 0.0, loudness)
+    heard = np.where(energy > SILENCE / 2, energy, 0.0)
+    pitch = (heard * np.arange(BANDS)).sum(axis=-1) / np.maximum(heard.sum(axis=-1), 1e-6)
+    count = round(levels.shape[-2] / (ROWS * fps) * SOUND_RATE)
+    at = np.arange(count) / SOUND_RATE * ROWS * fps - 0.5  # a level holds for the middle of its moment
+    flat = [x.reshape(-1, x.shape[-1]) for x in (pitch, loudness)]
+    pitch, loudness = (np.stack([np.interp(at, np.arange(row.size), row) for row in rows]) for rows in flat)
+    frequency = _LOWEST * 2.0 ** (_OCTAVES * pitch / (BANDS - 1))
+    sound = 0.5 * loudness * np.sin(2 * np.pi * np.cumsum(frequency, axis=-1) / SOUND_RATE)
+    return sound.reshape(*levels.shape[:-2], count).astype(np.float32)

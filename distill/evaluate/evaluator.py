@@ -11,17 +11,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.base import MeasuredDataset
-from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.data.base import MeasuredDataset, sample_of
+from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
@@ -34,7 +36,7 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
-from models.sample import VIDEO, Sample
+from models.sample import Sample
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Evaluator:
     ):
         self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
         self.run_dir, self.micro_batch_size = Path(config.run_dir), micro_batch_size
-        self.teacher_clips: dict[int, np.ndarray | None] = {}
+        self.teacher_clips: dict[int, Clips | None] = {}
         """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
         self.stored: dict[int, str] = {}
         """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
@@ -81,15 +83,13 @@ class Evaluator:
         """Number of clips per forward on a rank. A micro-batch fits, since training runs it."""
         return max(self.micro_batch_size, sampling_batch(self.method.roles.values(), self.mesh, self.device))
 
-    def clips(
-        self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
-    ) -> np.ndarray | None:
-        """Sample clips: return uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` on the other ranks or if not finite.
+    def clips(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Clips | None:
+        """Sample clips: return them on rank 0, and ``None`` on the other ranks or if they are not finite.
 
         An image-conditioned network takes the images of the data set's ``items``, if given.
         """
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
-            return stored if rank() == 0 else None
+            return Clips(stored) if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
         with progress(len(captions), f"sampling {name}", "clip") as advance:
             latents = generate(
@@ -108,10 +108,10 @@ class Evaluator:
             clips = self._decoded(name, self.data, latents)
         if clips is None:
             return None
-        log.info("sampled %s: %s in %s", name, counted(len(clips), "clip"), duration(time.perf_counter() - started))
+        log.info("sampled %s: %s in %s", name, counted(len(captions), "clip"), duration(time.perf_counter() - started))
         return clips
 
-    def _decoded(self, name: str, data: ClipDataset, latents: Sample) -> np.ndarray | None:
+    def _decoded(self, name: str, data: ClipDataset, latents: Sample) -> Clips | None:
         """Decode the clips ``name`` like :func:`decode`. Clips that are not finite become a warning and ``None``."""
         try:
             return decode(data, latents)
@@ -152,22 +152,22 @@ class Evaluator:
             else:
                 stem = f"step_{step:08d}_{stem}"
             if clips is not None:
-                files = [folder / f"{stem}_{i}.mp4" for i in range(len(clips))]
+                files = [folder / f"{stem}_{i}.mp4" for i in range(len(captions))]
                 with _written(folder):
-                    for file, clip in zip(files, clips, strict=True):
-                        write_mp4(file, clip, self.data.fps)
+                    for file, clip, sound in zip(files, clips.frames, clips.sounds or repeat(None), strict=False):
+                        write_mp4(file, clip, self.data.fps, sound)
                 videos[f"{role}_{n}steps"] = files
         rows = {key: clips for key, clips in rows.items() if clips is not None}  # none on other ranks
         if rows:
             path = folder / f"step_{step:08d}.png"
-            labeled = [(f"{role}, {_steps(n)}", clips) for (role, n), clips in rows.items()]
+            labeled = [(f"{role}, {_steps(n)}", clips.frames) for (role, n), clips in rows.items()]
             with _written(folder):
                 sheet = contact_sheet(path, labeled, captions=captions, title=f"step {step}")
             measured = rows if isinstance(self.data, MeasuredDataset) else {}
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in measured.items()
-                for key, measure in self.data.measure(clips, captions).items()
+                for key, measure in self.data.measure(clips.frames, captions).items()
             }
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
@@ -234,11 +234,13 @@ class Evaluator:
             return f"{Path(teacher).name} distilled by {method}"
         return f"{method} on {self.config.data.name}"
 
-    def _real_clips(self, captions: list[str]) -> np.ndarray | None:
+    def _real_clips(self, captions: list[str]) -> Clips | None:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
-        latents = torch.stack([source[i]["latents"] for i in self._items(captions, source)])
-        return self._decoded("the data", source, Sample({VIDEO: latents}))
+        items = default_collate([source[i] for i in self._items(captions, source)])
+        latents = sample_of(items, dict.fromkeys(source.latent_shapes, 1.0))
+        assert latents is not None, "the report is of data with clips"
+        return self._decoded("the data", source, latents)
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption. Items of the same caption take turns."""
@@ -253,10 +255,12 @@ class Evaluator:
             if waiting.get(caption):
                 items[waiting[caption].pop()] = i % len(source)
 
-    def _row(self, name: str, role: Any, steps: int | None, clips: np.ndarray, captions: list[str]) -> ReportRow:
+    def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)
-        measures = self.data.measure(clips, captions) if isinstance(self.data, MeasuredDataset) else None
-        return ReportRow(name=name, role=role, steps=steps, measures=measures, clips=clips, evaluations=evaluations)
+        measures = self.data.measure(clips.frames, captions) if isinstance(self.data, MeasuredDataset) else None
+        sounds = None if clips.sounds is None else clips.sounds[:SHOWN_CLIPS]
+        what = {"measures": measures, "clips": clips.frames, "sounds": sounds, "evaluations": evaluations}
+        return ReportRow(name=name, role=role, steps=steps, **what)
 
 
 @contextmanager

@@ -7,17 +7,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distill.config import Config
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.methods.common.chunks import chunk_noise
+from distill.report.media import Sound
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.errors import NotFinite
 from fsdp_cp.launch import rank, world_size
@@ -27,7 +29,7 @@ from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
 from models.roles.role import Role
-from models.sample import PartShapes, Sample
+from models.sample import AUDIO, PartShapes, Sample
 
 
 def alone(method: type[Method], name: str) -> type[Method]:
@@ -91,8 +93,17 @@ def sample_captions(data: ClipDataset, count: int) -> list[str]:
     return [captions[i * stride % len(captions)] for i in range(count)]
 
 
-def decode(data: ClipDataset, latents: Sample) -> np.ndarray | None:
-    """Decode the video of n samples, which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
+class Clips(NamedTuple):
+    """Decoded clips."""
+
+    frames: np.ndarray
+    """uint8 (n, T, H, W, 3)."""
+    sounds: list[Sound] | None = None
+    """Sound of each clip, where the data have sound."""
+
+
+def decode(data: ClipDataset, latents: Sample) -> Clips | None:
+    """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others.
 
     All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
 
@@ -105,11 +116,20 @@ def decode(data: ClipDataset, latents: Sample) -> np.ndarray | None:
         raise NotFinite(
             f"the latents of {broken} of {len(latents)} clips are not finite; use an earlier checkpoint, or fp32"
         )
-    mine = latents[rank() :: world_size()]
-    decoded = gathered(lambda: data.decode(mine.to("cpu", torch.float32)) if len(mine) else None)
+    mine = latents[rank() :: world_size()].to("cpu", torch.float32)
+    frames = _in_order(gathered(lambda: data.decode(mine) if len(mine) else None), len(latents))
+    if AUDIO not in latents.parts:
+        return None if frames is None else Clips(frames)
+    heard = _in_order(gathered(lambda: data.decode_sound(mine)[0] if len(mine) else None), len(latents))
+    rate = data.decode_sound(mine[:1])[1] if heard is not None else 0
+    return None if frames is None or heard is None else Clips(frames, [Sound(samples, rate) for samples in heard])
+
+
+def _in_order(decoded: list[Tensor] | None, count: int) -> np.ndarray | None:
+    """Return the ``count`` clips that the ranks decoded in turn."""
     if decoded is None:
         return None
-    return torch.stack([decoded[i % len(decoded)][i // len(decoded)] for i in range(len(latents))]).numpy()
+    return torch.stack([decoded[i % len(decoded)][i // len(decoded)] for i in range(count)]).numpy()
 
 
 def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:

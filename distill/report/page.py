@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distill.report import charts
 from distill.report.charts import values
-from distill.report.media import fitted_size, pick_frames, picture_bytes, resize, strip
+from distill.report.media import fitted_size, pick_frames, picture_bytes, resize, strip, write_mp4
 from distill.report.verdict import ReportRow, label
 from fsdp_cp.files.json_lines import finite_number, read_objects
 
@@ -44,7 +45,8 @@ def page(
         | {
             "result": result,
             "fps": fps,
-            "films": [[_film(clip, fps, target=width) for clip in row.clips[: len(captions)]] for row in rows],
+            "films": [_films(row, fps, len(captions), target=width) for row in rows],
+            "has_sound": any(row.sounds for row in rows),
             "measures": [_measure(name, data["rows"]) for name in names],
             "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
             "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
@@ -70,6 +72,16 @@ def _templates() -> Environment:
     )
     environment.filters |= {"date": _date, "number": number}
     return environment
+
+
+def _films(row: ReportRow, fps: float, count: int, *, target: int) -> list[dict[str, Any]]:
+    """Return the looping clips of a row. Those with sound are videos, since pictures could not stay in step with it."""
+    films = [_film(clip, fps, target=target) for clip in row.clips[:count]]
+    for film, clip, sound in zip(films, row.clips, row.sounds or (), strict=False):
+        with tempfile.TemporaryDirectory() as folder:
+            write_mp4(file := Path(folder) / "clip.mp4", clip, fps, sound)
+            film["video"] = f"data:video/mp4;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return films
 
 
 def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:

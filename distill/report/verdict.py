@@ -11,6 +11,7 @@ import numpy as np
 
 from distill.data.base import Measure
 from distill.report.charts import values
+from distill.report.media import Sound
 from fsdp_cp.errors import counted
 
 COUNTS_FROM = 3.0
@@ -32,6 +33,8 @@ class ReportRow:
     """uint8 (n, T, H, W, 3); clip i belongs to caption i and noise i, in every row."""
     evaluations: int
     """Network evaluations per clip (guidance evaluates twice a step); 0 for held-out renders."""
+    sounds: Sequence[Sound] | None = None
+    """Sound of the first clips; None for data without sound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
-from distill.data.shape_measures import detect
+from distill.data.shape_measures import coverage, detect
 from distill.data.shape_scenes import BACKGROUND, CAPTIONS, RGB, UNCOLOURED_CAPTIONS, caption_parts, draw_scene, render
+from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.clips import moving_shapes
 from tests.oracles.samples import video
 from tests.unit.refused import refused
@@ -168,3 +169,28 @@ def test_broken_word_tables_are_user_errors(tmp_path):
             save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata=vocabulary)
         with refused(path.name):
             WordTable(tmp_path)
+
+
+def test_the_tone_is_as_high_as_the_shape_and_as_loud_as_it_is_large(encoders):
+    """The waveform of rendered sound, read by zero crossings, follows the picture; a blinked-off shape is silent."""
+    data, silent = moving_shapes(encoders, sound=True), moving_shapes(encoders)
+    assert data.fingerprint != silent.fingerprint
+    heights, tones = [], []
+    for i in range(48):
+        item = data[i]
+        sample = Sample({VIDEO: item["latents"][None], AUDIO: item["latents/audio"][None]})
+        (wave,), rate = data.decode_sound(sample)
+        assert wave.shape == (1, round(6 / 8 * rate)) and wave.abs().max() <= 1
+        alpha = coverage(data.decode(sample).numpy())[0]
+        area = alpha.sum((1, 2))
+        for frame in range(6):
+            middle = wave[0, round((frame + 0.4) * rate / 8) : round((frame + 0.6) * rate / 8)]
+            loud = middle.square().mean().sqrt()
+            assert (loud > 0.02) == (area[frame] > 4)
+            if area[frame] > 4:
+                crossings = (middle[1:] * middle[:-1] < 0).sum().item()
+                tones.append(np.log2(crossings * rate / (2 * len(middle))))
+                heights.append(-(alpha[frame].sum(1) * np.arange(16)).sum() / area[frame])
+    assert np.corrcoef(heights, tones)[0, 1] > 0.97
+    assert {name: tuple(x.shape) for name, x in item.items() if name in data.condition_shapes} == data.condition_shapes
+    assert torch.equal(item["text"], silent[47]["text"]), "the caption is the same"
