@@ -18,12 +18,7 @@ from fsdp_cp.errors import UserError, shown
 _WORDS = {bool: "true or false", int: "a 64-bit integer", float: "a finite fp32 number", str: "a text"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 _LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]"}
-_MAPPINGS = {
-    "architecture": "{num_layers: 4}",
-    "lr_scale": "{patch_embedding.*: 0.1}",
-    "columns": "{caption: prompt}",
-}
-"""Examples of the settings that take a mapping, by name."""
+_MAPPINGS = {float: "{patch_embedding.*: 0.1}", str: "{caption: prompt}", Any: "{num_layers: 4}"}
 _SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
 _LONGEST = 200
 
@@ -65,15 +60,15 @@ class Setting:
         if self.group:
             keys = [f"{name}.{item.name}" for item in dataclasses.fields(self.types[0])]
             return "given by its settings, " + ", ".join(keys[:3]) + (", ..." if keys[3:] else "")
-        text = " or ".join(self._kind_in_words(kind, name) for kind in self.types)
+        text = " or ".join(self._kind_in_words(kind) for kind in self.types)
         return f"{text}, or null" if self.optional else text
 
-    def _kind_in_words(self, kind: Any, name: str) -> str:
+    def _kind_in_words(self, kind: Any) -> str:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin is Literal:
             return " or ".join(arguments)
         if origin is dict:
-            return f"a mapping, as {_MAPPINGS.get(name.rpartition('.')[2], '{name: value}')}"
+            return f"a mapping, as {_MAPPINGS[arguments[1]]}"
         if origin is list:
             return f"a list of {_PLURALS[arguments[0]]}, as {_LISTS[arguments[0]]}"
         has_example = self.default not in ("", MISSING) and type(self.default) is kind and "${" not in str(self.default)

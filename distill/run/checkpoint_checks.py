@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import Config
+from distill.config.schema import SETTINGS
 from distill.methods import METHODS
 from distill.run.setup import RunPlan
 from fsdp_cp.checkpoint.folder import find_resume, read_state, saved_steps
@@ -208,11 +209,12 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings by dotted key. A setting whose value is a dictionary stays one entry."""
+    """Return the settings by dotted key. A setting that takes a mapping stays one entry."""
     flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        group = isinstance(value, dict) and key not in ("architecture", "lr_scale")
-        flat |= _flat(value, f"{prefix}{key}.") if group else {f"{prefix}{key}": value}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        group = isinstance(value, dict) and not any(setting.is_mapping for setting in SETTINGS.get(key, ()))
+        flat |= _flat(value, f"{key}.") if group else {key: value}
     return flat
 
 

@@ -4,7 +4,8 @@ import copy
 import json
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,20 @@ def _documented() -> set[str]:
     return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
 
 
+MAPPINGS = {key for key, settings in SETTINGS.items() if settings[0].is_mapping}
+
+
 def _leaves(settings, prefix=""):
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+    for item in fields(settings):
+        if is_dataclass(value := getattr(settings, item.name)):
+            yield from _leaves(value, f"{prefix}{item.name}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{item.name}"
 
 
-def _other(value):
+def _other(value, is_mapping):
+    if is_mapping:
+        return {"a": "b"} if value is None else {"a": "c"}
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -52,11 +58,9 @@ def _other(value):
 
 
 def _changed(config, key):
-    config, (*groups, name) = copy.deepcopy(config), key.split(".")
-    owner = config
-    for group in groups:
-        owner = getattr(owner, group)
-    setattr(owner, name, _other(getattr(owner, name)))
+    config, (group, _, name) = copy.deepcopy(config), key.rpartition(".")
+    owner = attrgetter(group)(config) if group else config
+    setattr(owner, name, _other(getattr(owner, name), key in MAPPINGS))
     return config
 
 
@@ -73,18 +77,22 @@ def _checkpoint(folder, config, **state):
     return folder
 
 
-def _config(method="dmd2", data="moving_shapes"):
-    return Config(steps=5, batch_size=2, method=METHODS[method][1](name=method), data=DATA[data]())
+def _config(method="dmd2", data="moving_shapes", mappings=False):
+    config = Config(steps=5, batch_size=2, method=METHODS[method][1](name=method), data=DATA[data]())
+    for key in MAPPINGS & {*_leaves(config)} if mappings else ():
+        config = _changed(config, key)
+    return config
 
 
 def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     outcomes: dict[str, set[str]] = {}
     configs = [_config(), *(_config(method=name) for name in METHODS), *(_config(data=name) for name in DATA)]
+    configs.append(_config(data="video_folder", mappings=True))
     for i, config in enumerate(configs):
         checkpoint = _checkpoint(tmp_path / str(i) / "step_00000003", config)
-        for key in _leaves(asdict(config)):
-            if i and not key.startswith(("method.", "data.")):
+        for key in _leaves(config):
+            if i and key not in MAPPINGS and not key.startswith(("method.", "data.")):
                 continue
             caplog.clear()
             sources = _sources(config, other=[key])
@@ -119,6 +127,14 @@ def test_a_difference_is_accepted_by_name_and_recorded(tmp_path):
     assert check_resume(now, checkpoint, (), _sources(config)) == _sources(config)
     old = _checkpoint(tmp_path / "old" / "step_00000003", config, sources={})
     assert check_resume(now, old, (), sources) == sources
+
+
+def test_a_mapping_is_one_setting_to_accept():
+    config = _config(data="video_folder", mappings=True)
+    config.checkpoint.accept = ["data.columns"]
+    config.data = replace(config.data, path="clips")
+    with refused("data.columns="):  # the next check: the table
+        find_sources(config, ())
 
 
 def test_what_cannot_be_accepted_is_refused_at_the_start():
