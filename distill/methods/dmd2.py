@@ -137,17 +137,10 @@ class Dmd2(FewStepMethod):
     def check(cls, config: Any) -> None:
         super().check(config)
         fake = config.fake
-        copies = None
-        if fake.shard_ranks is not None:
-            copies = f"fake.shard_ranks={fake.shard_ranks}"
-        elif config.mesh.dp_replicate > 1 and fake.replicate:
-            copies = f"mesh.dp_replicate={config.mesh.dp_replicate}"
-        sharded = fake.strategy in ("optim_grads", "optim_grads_params")
-        if config.method.gan and copies and sharded and not fake.reduce_unused:
-            # Replicas sum the losses' gradients by position, but these two losses use different parameters.
+        if config.method.gan and fake.fp8_gather and (fake.shard_ranks or config.mesh.dp_replicate > 1):
+            # The losses use different parameters, and their gradients are summed over copies: zeros for the others.
             raise UserError(
-                f"method.gan_weight_student={config.method.gan_weight_student} with {copies} needs"
-                " fake.reduce_unused=true"
+                "fake.fp8_gather=true cannot send gradients of zeros, which a GAN with copies has; use false"
             )
 
     @classmethod

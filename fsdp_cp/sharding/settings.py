@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -82,10 +81,6 @@ class ShardSettings:
     """Source of the staging buffers of collectives: ``pooled`` (one block of memory for all networks with this setting,
     planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric`` (NCCL's symmetric
     memory)."""
-    reduce_unused: bool = False
-    """Whether a parameter without a gradient on this rank counts as zero, for ranks that use different parameters."""
-    gradient_scale: float = 1.0
-    """Factor on the reduced gradients."""
 
     def __post_init__(self) -> None:
         if isinstance(self.activation_checkpointing, bool):
@@ -130,6 +125,10 @@ class ShardSettings:
             )
         return shape.world // self.shard_ranks
 
+    def reduces_over_copies(self, shape: MeshShape) -> bool:
+        """Return whether a step sums each loss's gradients over copies, which FSDP2 does by position in a unit."""
+        return self.strategy in ("optim_grads", "optim_grads_params") and self.copies(shape) > 1
+
     def check(self, device_type: str, where: str = "") -> None:
         """Refuse values and combinations that do not work, before anything is built.
 
@@ -147,9 +146,6 @@ class ShardSettings:
             if type(value) is not int or value < minimum:
                 hint = f"; for a copy on each rank use {where}strategy=no_shard" if name == "shard_ranks" else ""
                 raise UserError(f"{where}{name} must be an int >= {minimum}, got {value}{hint}")
-        scale = self.gradient_scale
-        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-            raise UserError(f"{where}gradient_scale must be a finite number above 0, got {scale!r}")
         if isinstance(self.keep_operators, str) or not isinstance(self.keep_operators, Sequence):
             raise UserError(f"{where}keep_operators must be a list, e.g. [aten.addmm], got {self.keep_operators!r}")
         for name in map(str, self.keep_operators):
@@ -168,8 +164,6 @@ class ShardSettings:
             and self.fp8 == "transformer_engine",
             "@fp8_gather=true needs shards on the GPU; use @offload=none or @fp8_gather=false": self.fp8_gather
             and self.offload != "none",
-            "@fp8_gather=true cannot send gradients of zeros; set it or @reduce_unused to false": self.fp8_gather
-            and self.reduce_unused,
             f"@shard_ranks={ranks} makes a copy per {ranks} ranks, but @replicate=false one for all ranks; use"
             " @shard_ranks=null or @replicate=true": ranks is not None and not self.replicate,
             f"@communication_buffers={buffers} is memory of NCCL, but the device is {device_type}; use default": (
@@ -195,8 +189,6 @@ TRAINED_ONLY = (
     "keep_gathered",
     "gradient_buffers",
     "separate_reduce_group",
-    "reduce_unused",
-    "gradient_scale",
 )
 """Settings of :class:`ShardSettings`, in addition to ``master_dtype``, that do not apply to a frozen network."""
 GATHERED_ONLY = (

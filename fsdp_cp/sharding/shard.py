@@ -38,6 +38,7 @@ def shard_module(
     units: Sequence[nn.Module],
     full_precision_units: Sequence[nn.Module] = (),
     fp8_excluded: Sequence[nn.Module] = (),
+    reduce_unused: bool = False,
     settings: ShardSettings | None = None,
     **changes: Any,
 ) -> None:
@@ -55,6 +56,8 @@ def shard_module(
         units: modules that are gathered separately, in order of execution (the transformer blocks).
         full_precision_units: modules that compute in fp32 under bf16, as separate units.
         fp8_excluded: modules whose linear layers stay out of fp8, e.g. those of a block's modulation.
+        reduce_unused: whether a parameter without a gradient on this rank counts as zero, for ranks or losses that use
+            different parameters.
         settings: see :class:`fsdp_cp.ShardSettings`.
         changes: single settings by name, e.g. ``strategy="optim"``.
 
@@ -67,6 +70,8 @@ def shard_module(
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is already sharded; call shard_module once")
     settings = _checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
+    if reduce_unused and settings.fp8_gather:
+        raise UserError("fp8_gather=true cannot send gradients of zeros; set it or reduce_unused to false")
     units = _modules_of(model, units, "units")
     full_precision_units = _modules_of(model, full_precision_units, "full_precision_units")
     # Convert layers first: the wrappers below capture a unit's forward with its current layers.
@@ -81,6 +86,8 @@ def shard_module(
         _fully_shard(model, units, full_precision_units, settings, shard_mesh)
     root = cast(ShardedModule, model)  # fully_shard changed its class in place
     _configure(root, settings, shard_mesh)
+    if reduce_unused:
+        fsdp_setter(root, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
     ranks = shard_mesh.size(shard_mesh.ndim - 1)
     if settings.communication_buffers == "pooled" and ranks > 1:  # one rank has no collectives
         pool_buffers(root, pool_of(mesh), ranks)
@@ -188,17 +195,12 @@ def _fully_shard(
 
 def _configure(root: ShardedModule, settings: ShardSettings, shard_mesh: DeviceMesh) -> None:
     """Configure the reduction of gradients and its buffers."""
-    shard_size = shard_mesh.size(shard_mesh.ndim - 1)
-    # With one shard torch (2.11 to 2.13) divides by the factor twice: instead of the reduce-scatter, and after it.
-    factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5
-    # Skip this on one rank: torch would divide all gradients by 1 into a temporary.
-    divides = shard_mesh.size() > 1 or factor != 1
     if settings.separate_reduce_group:  # before the buffers are configured below
         fsdp_setter(root, "set_separate_reduce_scatter_group", "separate_reduce_group=false")()
     for unit in fsdp_modules(root):
         # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
-        if divides:
-            unit.set_gradient_divide_factor(factor)
+        if shard_mesh.size() > 1:  # on one rank torch would divide all gradients by 1 into a temporary
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if settings.communication_buffers == "process_group":
             unit.set_allocate_memory_from_process_group_for_comm(True)
@@ -207,8 +209,6 @@ def _configure(root: ShardedModule, settings: ShardSettings, shard_mesh: DeviceM
     setter = "set_reduce_scatter_max_input_buffers"  # torch before 2.13 keeps 1
     if hasattr(root, setter) or settings.gradient_buffers > ShardSettings.gradient_buffers:
         fsdp_setter(root, setter, "gradient_buffers=1")(settings.gradient_buffers)
-    if settings.reduce_unused:
-        fsdp_setter(root, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
 
 
 def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: ShardSettings) -> None:

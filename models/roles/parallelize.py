@@ -54,6 +54,7 @@ def parallelize(
         units=blocks,
         full_precision_units=full_precision,
         fp8_excluded=_fp8_excluded(network, family),
+        reduce_unused=_losses_differ(roles) and settings.reduces_over_copies(mesh.shape),
         settings=settings,
     )
 
@@ -73,6 +74,11 @@ def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precisi
     if role.as_it_is:
         return replace(settings.frozen(), master_dtype="keep")
     return settings if role.name in trained else settings.frozen()
+
+
+def _losses_differ(roles: Sequence[RolePlan]) -> bool:
+    """Return whether one step's losses use different parameters: a GAN head, or the blocks after it."""
+    return any("gan_head" in role.added for role in roles)
 
 
 def _mark_trainable(network: nn.Module, roles: Sequence[RolePlan], trained: Collection[str]) -> None:

@@ -111,15 +111,15 @@ def test_parts_of_a_batch_that_draw_for_themselves(pools, folder, method, change
 def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
     """The student's step passes one expert of the fake score and trains the other. The first must keep no gradient.
 
-    ``reduce_unused`` gives parameters that a step does not use a gradient of 0, which Adam counts. The plain networks
-    have none.
+    With replicas, parameters that a step does not use have a gradient of 0, which Adam counts. The plain networks have
+    none.
     """
     boundaries = dict.fromkeys(BOUNDARIES, 0.7)
     write_checkpoints(tmp_path, ARCHITECTURE, boundaries)
     own = {"boundaries": boundaries, "lora": {"student": LoraSettings(rank=2), "fake": LoraSettings(rank=3)}}
     setup = _setup("dmd2, GAN", 6, cp=2, micro_batch_size=4, **own)
     assert {("student", "0"), ("student", "1")} <= {*_check(pools, tmp_path, setup)}
-    replicas = replace(setup, dp_replicate=2, micro_batch_size=2, changes={"all": {"reduce_unused": True}})
+    replicas = replace(setup, dp_replicate=2, micro_batch_size=2)
     losses = trace_on_ranks(replicas, tmp_path, pools[4]).losses
     assert losses == pytest.approx(oracle_trace(setup, tmp_path).losses, rel=1e-3)
 

@@ -165,7 +165,7 @@ def test_shard_module(mesh, data):
     units = data.draw(
         st.one_of(junk, st.lists(st.sampled_from([*model.modules(), torch.nn.Linear(1, 1), "head", None]), max_size=3))
     )
-    names = ("strategy", "precision", "reduce_dtype", "offload", "forward_prefetch", "gradient_scale", "keep_operators")
+    names = ("strategy", "precision", "reduce_dtype", "offload", "forward_prefetch", "keep_operators")
     values = st.one_of(st.sampled_from(["optim", "bf16", "cpu", "auto", ["aten.addmm"], ["nonsense"], 0.5]), sizes)
     changes = data.draw(st.dictionaries(st.sampled_from([*names, "strategies"]), values, max_size=2))
     words = ("units", "parameter", "shard_module", *names)

@@ -54,7 +54,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 (REPLICAS, {"strategy": "optim"}),
                 (REPLICAS, {"strategy": "optim_grads"}),
                 ({"dp_shard": 2}, {"gather_stream": "compute", "gather_early": True}),
-                ({"dp_shard": 2}, {"offload": "cpu", "reduce_unused": True}),
+                ({"dp_shard": 2}, {"offload": "cpu"}),
             )
         ),
         # Each role has a graph. Recomputation must run the adapters of its forward.
@@ -91,5 +91,4 @@ def test_methods(pools, checkpoints, method):
     settings["lora"] = {name: LORA[name] for name in METHODS_BY_NAME[METHODS[method].name][0].trained_roles}
     if "GAN" in method:  # in fp64, as in test_gan_head.py
         settings["precision"] = "fp64"
-        settings["changes"] = {"all": {"reduce_unused": True}}
     _check(pools, checkpoints, oracle_trace(Setup(**settings), checkpoints), **SPLIT, **settings)

@@ -47,7 +47,7 @@ CASES = {
     ),
 }
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-REPLICAS = {"dp_replicate": 2, "cp": 2, "changes": {"fake": {"reduce_unused": True}}}
+REPLICAS = {"dp_replicate": 2, "cp": 2}
 RING = {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}
 SELECTIVE = {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}
 MESHES = [

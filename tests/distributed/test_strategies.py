@@ -46,7 +46,7 @@ SWITCHES = {
     "mixed offload": ("dp", 1, {"student": {"strategy": "optim", "offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
     "kept, one stream": ("cp", 2, {"all": {"keep_gathered": True, "gather_stream": "compute"}}),
     "prefetch": ("dp", 1, {"all": {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}}),
-    "early, one buffer": ("dp", 2, {"all": {"gather_early": True, "gradient_buffers": 1, "reduce_unused": True}}),
+    "early, one buffer": ("dp", 2, {"all": {"gather_early": True, "gradient_buffers": 1}}),
     "early, three buffers": (
         "dp",
         1,

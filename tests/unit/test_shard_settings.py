@@ -35,8 +35,6 @@ CHANGED = {
     "gradient_buffers": 1,
     "separate_reduce_group": True,
     "communication_buffers": "process_group",
-    "reduce_unused": True,
-    "gradient_scale": 0.5,
 }
 NEEDS = {"keep_operators": {"activation_checkpointing": "selective"}, "fp8_gather": {"fp8": "torchao"}}
 """Settings that a changed field needs to have an effect."""
@@ -47,8 +45,6 @@ REFUSED = [  # settings, device, the setting that the message names, a change th
     ({"precision": "fp16"}, "cpu", "precision", {"precision": "bf16"}),
     ({"communication_buffers": "pool"}, "cuda", "communication_buffers", {"communication_buffers": "default"}),
     ({"backward_prefetch": -1}, "cpu", "backward_prefetch", {"backward_prefetch": 1}),
-    ({"gradient_scale": float("nan")}, "cpu", "gradient_scale", {"gradient_scale": 0.5}),
-    ({"gradient_scale": float("inf")}, "cpu", "gradient_scale", {"gradient_scale": 0.5}),
     ({"shard_ranks": 1}, "cpu", "shard_ranks", {"strategy": "no_shard", "shard_ranks": None}),
     ({"shard_ranks": 2.0}, "cpu", "shard_ranks", {"shard_ranks": 2}),
     ({"communication_buffers": "process_group"}, "cpu", "communication_buffers", DEFAULT_BUFFERS),
@@ -147,7 +143,6 @@ def test_every_pair_of_settings_goes_together_but_those_listed():
     """The test checks all pairs under optim_grads_params, on CUDA."""
     against = {
         ("fp8_gather", "offload"),
-        ("fp8_gather", "reduce_unused"),
         ("replicate", "shard_ranks"),
     }
     names = sorted(CHANGED.keys() - {"strategy"})
