@@ -19,6 +19,7 @@ from yaml import YAMLError
 from distill.config.checks import check
 from distill.config.errors import (
     CONFIGS,
+    GROUPS,
     check_choice,
     no_recipe,
     no_such_setting,
@@ -26,6 +27,7 @@ from distill.config.errors import (
     removed,
     search_path,
     short,
+    sized_data,
 )
 from distill.config.kinds import NoSuchSetting, Setting, defaults, make
 from distill.config.schema import SETTINGS, Config
@@ -101,13 +103,15 @@ def in_grammar(key: str, value: str, setting: Setting) -> str:
 
 @cache
 def _register() -> None:
-    """Store the defaults of every dataclass for Hydra: ``schema``, ``method/NAME_schema``, ``data/NAME_schema``."""
+    """Store the defaults of every dataclass for Hydra: ``schema``, ``method/NAME``, ``data/NAME``."""
     store = ConfigStore.instance()
     store.store(name="schema", node=defaults(Config))
     for name, (_, settings) in METHODS.items():
-        store.store(group="method", name=f"{name}_schema", node=defaults(settings))
+        store.store(group="method", name=name, node=defaults(settings))
     for name, settings in DATA.items():
-        store.store(group="data", name=f"{name}_schema", node=defaults(settings))
+        store.store(group="data", name=name, node=defaults(settings))
+    for name, parts in sized_data().items():
+        store.store(group="data", name=name, node={"defaults": parts})
 
 
 def compose_config(words: list[str]) -> Config:
@@ -120,11 +124,10 @@ def compose_config(words: list[str]) -> Config:
         UserError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
     _register()
-    folders = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     groups, settings = {}, []
     for word in words:
         key, value = split_word(word)
-        if key in folders:
+        if key in GROUPS:
             check_choice(key, value)
             groups[key] = value
         else:

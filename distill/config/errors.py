@@ -10,12 +10,14 @@ from pathlib import Path
 
 from distill.config.kinds import Setting
 from distill.config.schema import SETTINGS
+from distill.data import DATA
+from distill.data.base import EncodingFields
 from distill.data.settings import BROKEN as BROKEN_DATA
-from distill.methods import BROKEN, INSTALLED
+from distill.methods import BROKEN, INSTALLED, METHODS
 from fsdp_cp.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
+GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters")
 """Config groups from which a user chooses a file by name."""
 REMOVED = {
     "checkpoint.verify": "sizes are always compared; docs/running.md has a command that compares the sums",
@@ -41,6 +43,19 @@ def group_files(group: str) -> list[Path]:
     return sorted((path for folder in folders for path in (folder / group).glob("*.yaml")), key=lambda path: path.stem)
 
 
+def sized_data() -> dict[str, list[str]]:
+    """Return the parts of each ``data=SOURCE_SIZE``: a data set that decodes clips, and a size of ``configs/data``."""
+    sources = [name for name, settings in DATA.items() if issubclass(settings, EncodingFields)]
+    return {f"{source}_{size.stem}": [source, size.stem] for source in sources for size in group_files("data")}
+
+
+def choices(group: str) -> list[str]:
+    """Return the names that a user can choose from a group, sorted."""
+    if group == "data":
+        return sorted([*DATA, *sized_data()])
+    return sorted(METHODS) if group == "method" else [path.stem for path in group_files(group)]
+
+
 def search_path() -> list[str]:
     """Return the override that adds the YAML files of installed methods, if there are any."""
     folders = ",".join(f"'file://{folder}'" for folder in sorted(set(INSTALLED.values())))
@@ -54,13 +69,11 @@ def recipes_of(group: str, name: str) -> list[str]:
 
 
 def check_choice(group: str, name: str) -> None:
-    """Check that ``name`` is a file of ``group``, which a user may choose; the error names the nearest file."""
-    if group not in GROUPS:
-        raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
+    """Check that a user can choose ``name`` from ``group``; the error has the nearest name."""
     broken = {"method": BROKEN, "data": BROKEN_DATA}.get(group, {})
     if name in broken:
         raise broken[name]
-    names = [path.stem for path in group_files(group)]
+    names = choices(group)
     if name in names:
         return
     # h20 means h20x4 or h20x8, not h200.

@@ -98,6 +98,10 @@ class TeacherSettings(RoleSettings):
 class TrainedRoleSettings(RoleSettings):
     """``fake.*``, and the base of ``student.*``."""
 
+    checkpoint: str | None = II("teacher.checkpoint")
+    """Path to a diffusers pipeline or transformer folder; the teacher's if not set."""
+    family: str = II("teacher.family")
+    """Model family; the teacher's if not set."""
     ema: EmaSettings = field(default_factory=EmaSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING, OmegaConf
 
 from distill.config.compose import compose_config, wanted_information
-from distill.config.errors import GROUPS, group_files, recipes_of
+from distill.config.errors import GROUPS, choices, recipes_of
 from distill.config.kinds import settings_of
 from distill.config.schema import OWNERS, Config
 from fsdp_cp.errors import shown
@@ -102,7 +102,7 @@ def _every_setting(config: Config) -> list[str]:
 def _groups() -> Iterator[str]:
     """Yield the choices of each group."""
     for group in GROUPS:
-        text = f"{group + '=':<12} {' | '.join(path.stem for path in group_files(group))}"
+        text = f"{group + '=':<12} {' | '.join(choices(group))}"
         yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 15, break_on_hyphens=False)
 
 

@@ -1,7 +1,7 @@
 """The settings of the data sets, ``data=NAME``: each knows its own shapes, checks, and how it is built.
 
-A further data set is a file with a class of :mod:`distill.data.base`, a settings class here, a line in ``DATA``, and
-``configs/data/NAME.yaml``; docs/extending.md shows it. Nothing heavy is imported before a data set is asked for.
+A further data set is a file with a class of :mod:`distill.data.base`, a settings class here and a line in ``DATA``;
+docs/extending.md shows it. Nothing heavy is imported before a data set is asked for.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def add_installed_methods() -> None:
             if not issubclass(method, Method) or settings().name != name:
                 raise TypeError(f"{registered!r} is not (a subclass of Method, its settings with name={name})")
             folder = Path(inspect.getfile(method)).parent / "configs"
-            if not (folder / "method" / f"{name}.yaml").is_file():
-                raise FileNotFoundError(f"{folder}/method/{name}.yaml")
+            if not folder.is_dir():
+                raise FileNotFoundError(folder)
             METHODS[name], INSTALLED[name] = (method, settings), folder
 
         try:

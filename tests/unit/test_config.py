@@ -12,10 +12,11 @@ from distill.config.checks import check, micro_batch_size
 from distill.config.errors import CONFIGS
 from distill.config.schema import RoleSettings
 from distill.data.order import Batching
-from distill.data.settings import MovingShapesSettings, VideoFolderSettings
+from distill.data.settings import CaptionsSettings, MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
+from tests.unit.refused import refused
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
@@ -44,9 +45,12 @@ def test_quickstart_is_the_default_and_distils_moving_shapes():
 
 def test_another_data_set_brings_its_own_sizes():
     data = compose_config(["data=video_folder", "data.path=/videos", "data.height=64"]).data
-    body = yaml.safe_load((CONFIGS / "data" / "video_folder.yaml").read_text())
-    expected = VideoFolderSettings(path="/videos", **{k: v for k, v in body.items() if k not in ("defaults", "path")})
-    assert data == replace(expected, height=64)
+    assert data == VideoFolderSettings(path="/videos", height=64)
+    large = compose_config(["data=captions_720p"]).data
+    body = yaml.safe_load((CONFIGS / "data" / "480p.yaml").read_text())
+    assert large == CaptionsSettings(**body | {"height": 720, "width": 1280})
+    with refused("data=720p"):
+        compose_config(["data=720p"])
 
 
 def test_student_and_fake_start_from_the_teacher_unless_told_otherwise():
@@ -77,7 +81,7 @@ def test_an_architecture_can_be_given_on_the_command_line():
 
 def test_each_role_has_sharding_settings_of_its_own():
     assert {item.name for item in fields(ShardSettings)} <= {item.name for item in fields(RoleSettings)}
-    given = {"strategy": "optim", "reduce_dtype": "bf16", "forward_prefetch": 2, "gradient_scale": 0.5}
+    given = {"strategy": "optim", "reduce_dtype": "bf16", "forward_prefetch": 2}
     config = compose_config(["fake.keep_operators=[aten.mm]", *(f"fake.{key}={value}" for key, value in given.items())])
     assert {key: getattr(config.fake, key) for key in given} == given and config.fake.keep_operators == ["aten.mm"]
     assert config.student == compose_config([]).student, "other roles keep theirs"

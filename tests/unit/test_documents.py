@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distill.config.errors import GROUPS, choices
 from tests.prose import findings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +47,10 @@ def exists(module: str) -> bool:
 def missing_commands(text: str) -> list[str]:
     code = "\n".join(CODE.findall(text))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    groups = {folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir()}
     missing = [f"-m {m}" for m in re.findall(r"(?:python|torchrun)[^\n`|]*? -m ([a-z][\w.]*)", code) if not exists(m)]
     missing += [f"make {target}" for target in re.findall(r"\bmake ([a-z][a-z-]*)", code) if target not in targets]
     for group, name in re.findall(r"(?<![\w.+/-])([a-z]+)=([a-z]\w*)(?![\w.{/,)])", code):
-        if group in groups and not (ROOT / "configs" / group / f"{name}.yaml").is_file():
+        if group in GROUPS and name not in choices(group):
             missing.append(f"{group}={name}")
     return missing
 

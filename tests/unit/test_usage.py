@@ -5,7 +5,7 @@ import re
 import pytest
 
 from distill.config import compose_config
-from distill.config.errors import CONFIGS
+from distill.config.errors import CONFIGS, choices
 from distill.config.schema import SETTINGS
 from distill.config.usage import information, usage
 from distill.data import DATA
@@ -48,9 +48,10 @@ def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
             assert re.search(rf"^  {re.escape(key)}(=.*)?  +\S", section, re.M), f"{key} has no meaning"
     for text in (in_full, information(["--help"])):
         flat = " ".join(text.split())
-        for group in ("experiment", "model", "method", "recipe", "data", "cluster", "mesh"):
-            names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
-            assert f"{group}= {names}" in flat
+        for group in ("experiment", "model", "method", "recipe", "data", "cluster"):
+            assert f"{group}= {' | '.join(choices(group))}" in flat
+        for name in (*METHODS, *DATA, *(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))):
+            assert f" {name} " in flat
 
 
 def test_a_mistake_beside_help_is_a_line():
