@@ -24,7 +24,6 @@ from distill.config.errors import (
     no_recipe,
     no_such_setting,
     recipes_of,
-    removed,
     search_path,
     short,
     sized_data,
@@ -177,7 +176,7 @@ def compose_config(words: list[str]) -> Config:
 def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) -> None:
     """Set one of the ``known`` settings of the composed configuration to a value in Hydra's grammar."""
     mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
-    if mapping not in known or removed(key) is not None:
+    if mapping not in known:
         raise UserError(no_such_setting(key, known))
     if key in ("method.name", "data.name"):
         raise UserError(f"{key}={value}: use {key.partition('.')[0]}={value}")
@@ -206,7 +205,7 @@ def method_settings(values: dict[str, Any]) -> Any:
 
 
 def load_config(path: Path) -> Config:
-    """Load a run's ``config.yaml``. Settings that were removed since are left out.
+    """Load a run's ``config.yaml``. Settings that this version does not have are left out.
 
     Raises:
         UserError: the file does not exist, or this version cannot read it.
@@ -214,17 +213,17 @@ def load_config(path: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:
-        return _typed(_without_removed(OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
+        return _typed(_known(OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError,
             RecursionError) as error:  # fmt: skip
         reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
 
 
-def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without removed settings."""
+def _known(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``values`` without settings that this version does not have."""
     return {
-        name: _without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        name: _known(value, f"{key}.") if isinstance(value, dict) and not SETTINGS[key][0].is_mapping else value
         for name, value in values.items()
-        if f"{prefix}{name}" in SETTINGS or removed(f"{prefix}{name}") is None
+        if (key := f"{prefix}{name}") in SETTINGS
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from distill.config.kinds import Setting
@@ -19,21 +18,6 @@ from fsdp_cp.errors import UserError
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters")
 """Config groups from which a user chooses a file by name."""
-REMOVED = {
-    "checkpoint.verify": "sizes are always compared; docs/running.md has a command that compares the sums",
-    "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
-    "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
-    "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
-    "method.num_trajectories": "give --clips to python -m distill.teacher_clips, which makes a set for data=encoded",
-    "method.teacher_steps": "give --steps to python -m distill.teacher_clips, which makes a set for data=encoded",
-    "method.trajectories": "use data=encoded data.path=SET, and make SET with python -m distill.teacher_clips --states",
-    "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
-    "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
-    "planning.before_run": "run plan=true before the run",
-    "*.lora.train": "a role trains adapters or its whole network (lora.rank=0); use a larger lora.rank",
-    "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
-}
-"""Successor of each removed setting, or the reason for its removal, by key pattern."""
 _LONGEST = 200
 
 
@@ -95,15 +79,8 @@ def no_recipe(name: str) -> str:
     )
 
 
-def removed(key: str) -> str | None:
-    """Return the successor of a removed setting, or the reason for its removal; ``None`` for another key."""
-    return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
-
-
 def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:
     """Return the message for a typed ``key`` that is not among the ``known`` settings of the run."""
-    if (reason := removed(key)) is not None:
-        return f"{key} was removed: {reason}"
     group = key.partition(".")[0]
     if key in SETTINGS:
         owners = sorted(f"{group}={setting.owner.name}" for setting in SETTINGS[key])
