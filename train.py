@@ -38,7 +38,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             with open_run(config, plan, device=device, arguments=arguments) as run:
                 shown = {"captions": config.sample.captions, "images": config.sample.images}
                 data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-                if config.log.mesh_check and run.start.resume_from is None:
+                if config.mesh_check and run.start.resume_from is None:
                     run.facts |= check_meshes(run, data)
                 build_trainer(run, data).run(run, stop)
 

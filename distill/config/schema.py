@@ -199,9 +199,6 @@ class LogSettings:
     """Number of steps between lines of ``metrics.jsonl``; at least 1."""
     norms_every: int = 0
     """Number of steps between lines of ``norms.jsonl``, the norms of each weight and gradient by role; 0 for none."""
-    mesh_check: bool = False
-    """Before training, compute each trained role's first step on this mesh and on one with all ranks on ``cp`` (or on
-    ``dp_shard`` if this mesh has that already). Log and report show both losses and gradient norms."""
     wandb: bool = False
     """Also log to Weights & Biases (needs the ``wandb`` extra)."""
     tensorboard: bool = False
@@ -330,6 +327,9 @@ class Config:
     plan: bool | Literal["suggest"] = False
     """``true``: predict a rank's memory, operations and traffic on fake tensors, write ``RUN_DIR/plan.html`` and exit.
     ``suggest``: search for settings that fit ``planning.hardware`` and exit."""
+    mesh_check: bool = False
+    """Before training, compute each trained role's first step on this mesh and on one with all ranks on ``cp`` (or on
+    ``dp_shard`` if this mesh has that already). Log and report show both losses and gradient norms."""
     world: int | None = None
     """Number of ranks for ``dry_run`` or ``plan``; null for this process's world."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
