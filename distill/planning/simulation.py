@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,23 +21,22 @@ from torch import Tensor
 from distill.config import Config
 from distill.methods import Batch, Method, build_method
 from distill.methods.common.observations import Observations
-from distill.planning.roles import HOST, build_watched, is_offloaded, watch_sharding
+from distill.planning.roles import HOST, Watch, busiest_expert, is_offloaded
 from distill.run.setup import RunPlan
 from distill.train.gradients import accumulate_gradients
-from distill.train.optimizers import RoleOptimizer
+from distill.train.optimizers import Trained, averaged, build_training
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import mesh_of_shape
-from fsdp_cp.reduce import grad_square, scale_grads
+from fsdp_cp.reduce import grad_square
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.allocations import has_run
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.state import resharded
 from models.condition import Condition
-from models.roles.ema import Ema
 from models.roles.role import Role
 from models.sample import Sample
 
@@ -138,10 +138,19 @@ def run_steps(
     """
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = LiveStorages(place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True)
-    sent, queries = CollectiveCounter(), {}
-    method = build_method(config.method, build_watched(plan, mesh, storages, tensors, queries))
+    sent, watch = CollectiveCounter(), Watch(storages)
+    roles = watch.build_roles(plan, mesh, tensors)
+    experts = {name: busiest_expert(role, roles.values()) for name, role in roles.items()}
+    method = build_method(config.method, {name: role.single(experts[name]) for name, role in roles.items()})
     with tensors, sent, storages:
-        run = _Run(config, plan, method, storages, sent)
+        run = _Run(config, plan, method, watch, sent)
+        # The other experts only take memory, which these references keep alive.
+        idle = [
+            run.training_of(roles[name], index)
+            for name in plan.method.trained_roles
+            for index in roles[name].trained_experts
+            if index != experts[name]
+        ]
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
@@ -155,12 +164,13 @@ def run_steps(
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
-                        stack.enter_context(watch_sharding(role, storages))
+                        stack.enter_context(watch.sharding(role))
                 storages.reset_peak()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
                 run.sample()
-    return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=queries)
+    del roles, idle
+    return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=watch.queries)
 
 
 @contextmanager
@@ -191,38 +201,30 @@ class _Run:
         config: Config,
         plan: RunPlan,
         method: Method,
-        storages: LiveStorages,
+        watch: Watch,
         sent: CollectiveCounter,
     ):
-        self.config, self.plan, self.method = config, plan, method
-        self.storages, self.sent, self.copied = storages, sent, 0
+        self.config, self.plan, self.method, self.watch = config, plan, method, watch
+        self.storages, self.sent, self.copied = watch.storages, sent, 0
         self.lengths = _Lengths()
         self.allocate_host_buffer = activations.host_buffer
-        self.states = {name: self._states(method.roles[name]) for name in plan.method.trained_roles}
-        experts = [
-            Role(name=name, networks=(network,), trainable=True)
-            for name in self.states
-            for network in method.roles[name].idle
-        ]
-        self.idle_states = [self._states(expert) for expert in experts]
-        _, average = self.states.get("student", (None, None))
-        if average is not None:
-            method.student_average = average.swapped_in
+        self.trained = {name: self.training_of(method.roles[name], 0) for name in plan.method.trained_roles}
+        method.student_average = partial(averaged, [self.trained[name] for name in self.trained if name == "student"])
         self.accumulation = config.batch_size // plan.mesh.dp // plan.micro_batch_size
-        with storages.labelled(("data", "activations")):
+        with self.storages.labelled(("data", "activations")):
             # The trainer holds all micro-batches of a step at once.
             self.batches = [self._batch(self.plan.micro_batch_size) for _ in range(self.accumulation)]
 
     def _labelled(self, role: Role, kind: str) -> AbstractContextManager:
         return self.storages.labelled((role.name, HOST if is_offloaded(role) else kind))
 
-    def _states(self, role: Role) -> tuple[RoleOptimizer, Ema | None]:
+    def training_of(self, role: Role, index: int) -> Trained:
+        """Return the training state of a network, with labels."""
         with self._labelled(role, "optimizer"):
-            optimizer = RoleOptimizer(role, getattr(self.config.optim, role.name))
-        ema = getattr(self.config, role.name).ema
-        with self._labelled(role, "ema"):
-            average = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
-        return optimizer, average
+            trained = build_training(self.config, role, index, name=role.name, updates=self.config.steps)
+        for weight in trained.average.weights.values() if trained.average is not None else ():
+            self.storages.relabel(weight, (role.name, HOST if is_offloaded(role) else "ema"))
+        return trained
 
     def host_buffer(self, size: int, pinned: bool) -> Tensor:
         """Allocate a host buffer instead of :func:`activations.host_buffer`; count its bytes and label it."""
@@ -253,7 +255,6 @@ class _Run:
         """Run one step of the run on ``batches``."""
         name = self.method.trained_role(step)
         role = self.method.roles[name]
-        optimizer, average = self.states[name]
         with self.storages.labelled((name, "activations")):
             share = self.plan.micro_batch_size / self.config.batch_size
             random = self._draws(step, self.plan.micro_batch_size)
@@ -261,14 +262,8 @@ class _Run:
             # Offloaded gradients are clipped on the host.
             with phase(f"{name}/clip"), self._labelled(role, "activations"):
                 grad_square(role.parameters())
-                if self.config.optim.clip is not None:
-                    scale_grads(role.parameters(), 0.5)
-            with phase(f"{name}/update"):
-                with self._labelled(role, "optimizer"):
-                    optimizer.step(1e-5)
-                if average is not None:
-                    with self._labelled(role, "ema"):
-                        average.update(step)
+            with phase(f"{name}/update"), self._labelled(role, "optimizer"):
+                self.trained[name].update(None if self.config.optim.clip is None else 0.5)
         self.method.observations = Observations()
 
     @torch.no_grad()
@@ -319,13 +314,14 @@ class _Run:
     def _measured(self, step: int, batches: list[Batch]) -> StepCost:
         roles = self.method.roles.values()
         for role in roles:
-            role.flops, role.recomputed = 0, 0.0
+            role.flops = 0
+        self.watch.recomputed.clear()
         self.sent.by_group.clear()
         self.copied = 0
         self.step(step, batches)
         return StepCost(
             flops=sum(role.flops for role in roles),
-            recomputed=sum(role.recomputed for role in roles),
+            recomputed=float(sum(self.watch.recomputed[role.name] for role in roles)),
             sent=Counter(self.sent.by_group),
             copied=self.copied,
         )

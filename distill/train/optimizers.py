@@ -169,19 +169,23 @@ def build_trained(config: Config, method: Method) -> dict[str, Trained]:
     """Return the networks that ``method`` trains, by :attr:`Trained.name`, in the order of roles and networks."""
     counts, trained = count_updates(config, method), {}
     for role in (method.roles[name] for name in method.trained_roles):
-        settings, ema = getattr(config.optim, role.name), getattr(config, role.name).ema
         for name, index in role.trained_networks.items():
-            single = role.single(index)
-            trained[name] = Trained(
-                name=name,
-                role=role,
-                index=index,
-                single=single,
-                optimizer=RoleOptimizer(single, settings),
-                average=Ema(single, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None,
-                all_updates=counts[role.name, index],
-            )
+            trained[name] = build_training(config, role, index, name=name, updates=counts[role.name, index])
     return trained
+
+
+def build_training(config: Config, role: Role, index: int, *, name: str, updates: int) -> Trained:
+    """Return the training state of the network of ``role`` at ``index``, which gets ``updates`` updates in the run."""
+    single, ema = role.single(index), getattr(config, role.name).ema
+    return Trained(
+        name=name,
+        role=role,
+        index=index,
+        single=single,
+        optimizer=RoleOptimizer(single, getattr(config.optim, role.name)),
+        average=Ema(single, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None,
+        all_updates=updates,
+    )
 
 
 def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -50,6 +50,7 @@ def build_roles(
     shapes: PartShapes,
     condition_shapes: Mapping[str, Shape],
     seed: int = 0,
+    fill: Callable[[Network, Sequence[RolePlan]], None] | None = None,
 ) -> dict[str, Role]:
     """Build the roles of ``plans`` on ``mesh``, by name. Each rank reads or draws only its own shards.
 
@@ -62,6 +63,7 @@ def build_roles(
         shapes: shape of each part of a sample.
         condition_shapes: shape of each tensor of a sample's condition, by name.
         seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
+        fill: allocates the weights of a network on the meta device, which serves these plans, instead of loading them.
 
     Raises:
         UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
@@ -76,16 +78,20 @@ def build_roles(
         networks = []
         for i in range(group[0].experts):
             plans_of_expert = [plan.expert(i) for plan in group]
-            network = build_network(
+            network = _build_network(
                 plans_of_expert,
-                trained=trained_with(group, i, trained),
+                trained={plan.name for plan in group if plan.name in trained and i in plan.trained_experts},
                 mesh=mesh,
                 device=device,
                 precision=precision,
                 shapes=shapes,
                 condition_shapes=condition_shapes,
+                allocate=fill is None,
             )
-            set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
+            if fill is None:
+                set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
+            else:
+                fill(network, plans_of_expert)
             networks.append(network)
         for plan in group:
             built[plan.name] = Role(
@@ -101,17 +107,12 @@ def build_roles(
     return {plan.name: built[plan.name] for plan in plans}
 
 
-def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
-    """Return the ``trained`` roles that train the network at position ``expert``."""
-    return {plan.name for plan in plans if plan.name in trained and expert in plan.trained_experts}
-
-
 def seed_of_expert(seed: int, expert: int) -> int:
     """Return the seed of an expert's random weights; experts must differ."""
     return stream_seed(seed, "expert", expert) if expert else seed
 
 
-def build_network(
+def _build_network(
     plans: Sequence[RolePlan],
     *,
     trained: Collection[str],
@@ -120,7 +121,7 @@ def build_network(
     precision: Precision | None = None,
     shapes: PartShapes,
     condition_shapes: Mapping[str, Shape],
-    allocate: bool = True,
+    allocate: bool,
 ) -> Network:
     """Build the network of one group of :func:`sharing`, with uninitialized memory for its weights.
 

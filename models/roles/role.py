@@ -44,6 +44,27 @@ def _frame_tokens(network: Network, shapes: PartShapes) -> int:
     return network.family.tokens(network.config, shapes) // shapes[VIDEO][1]
 
 
+class Observer:
+    """Observer of a role's forwards; this one does nothing. The planner's counts and labels what they allocate."""
+
+    def forward(
+        self,
+        role: Role,
+        network: Network,
+        x: Sample,
+        t: Tensor,
+        condition: Condition,
+        *,
+        depth: float,
+        causal: CausalForward | None,
+    ) -> AbstractContextManager:
+        """Return a context in which ``role`` calls ``network``; a backward passes the share ``depth`` of it."""
+        return nullcontext()
+
+    def recorded(self, role: Role, record: Record) -> None:
+        """Take note of the ``record`` of a chunk's keys and values, which a call of ``role`` has filled."""
+
+
 @dataclass(kw_only=True)
 class Role:
     """A purpose on the mesh. Sharding and token splitting are invisible to callers.
@@ -75,6 +96,7 @@ class Role:
     """Addition of the role that embeds a second time, of each network with one."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
+    observer: Observer = field(default_factory=Observer, repr=False)
 
     def __post_init__(self) -> None:
         ends = (1.0, *self.boundaries, 0.0)
@@ -261,7 +283,10 @@ class Role:
                 f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
                 f" samples, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}"
             )
-        return self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
+        velocity = self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
+        if record is not None:
+            self.observer.recorded(self, record)
+        return velocity
 
     def logits(
         self, x: Sample, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
@@ -322,7 +347,8 @@ class Role:
             flops += sample.tangent
         self.flops += int(flops * len(x))
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
-        with network.serves(self.name), recorded:
+        observed = self.observer.forward(self, network, x, t, condition, depth=depth, causal=causal)
+        with observed, network.serves(self.name), recorded:
             # Chunks of a clip, and the clip, are split differently.
             x = x.map(lambda part: with_whole_gradient(part, network.mesh).to(dtype))
             history = () if causal is None else (causal,)

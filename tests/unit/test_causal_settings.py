@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distill.planning.roles import build_watched
+from distill.planning.roles import Watch
 from fsdp_cp import ShardSettings
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages
@@ -165,7 +165,7 @@ def test_a_plan_counts_the_cache(cp):
     with fake_world(cp) as fakes:
         mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
         storages = LiveStorages(fakes=True)
-        role = build_watched(run, mesh, storages, fakes, {})["student"]
+        role = Watch(storages).build_roles(run, mesh, fakes)["student"]
         with fakes, storages:
             x, condition = torch.zeros(2, 4, 7, 8, 8), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
             cache = role.cache(condition)
