@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from torch import nn
 
 from distill.config import Config
 from distill.data.base import VAE_PRECISIONS
-from distill.data.encoders.hunyuan import TEMPLATE_TOKENS, HunyuanTextEncoder
-from distill.data.encoders.image import SIGLIP
+from distill.data.encoders.choose import FAMILIES
+from distill.data.encoders.image import IMAGE_ENCODERS, encode_zeros
+from distill.data.encoders.wan import EncoderFolder
 from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
@@ -24,8 +25,6 @@ from fsdp_cp.measure.memory import LiveStorages, Peak
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
 from models.sample import VIDEO
-
-_QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP[0]
 
 
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
@@ -53,38 +52,34 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
         return network
 
     encodes = isinstance(data, VideoFolderSettings)
-    peaks = {"encode/captions": _captions_peak(config, text)} if encodes else {}
+    kind = FAMILIES[vae.get("_class_name", EncoderFolder.codec_class.vae_class)]
+    peaks = {"encode/captions": _captions_peak(config, kind, text)} if encodes else {}
     if encodes and (data.has_clips or data.image is not None):
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
     if encodes and image:
-        size, hidden = image["image_size"], _SIGLIP not in (image.get("architectures") or ())
-        peaks["encode/images"] = _peak(
-            lambda: _build(image, "CLIPVisionModel", _SIGLIP),
-            lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=hidden),
-        )
+        peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
     if config.sample.at_end or config.sample.every:
         shape = (1, *parts[VIDEO])
         peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks
 
 
-def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
-    """Return the peak of encoding one caption.
-
-    HunyuanVideo's encoder reads the caption in a template and returns all layers' outputs, next to a second encoder.
-    """
-    tokens = config.data.max_text_tokens
-    if _QWEN not in (text.get("architectures") or ()):
-        return _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))
-    if config.data.encoders is None:
-        second = dict(family_of(config.student.family, "student").planning.text_encoder_2)
-    else:
-        second = json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
+def _captions_peak(config: Config, kind: type[EncoderFolder], text: Mapping[str, Any]) -> Peak:
+    """Return the peak of encoding one caption, next to the second text encoder of a folder of that ``kind``, if any."""
+    settings = [text]
+    if "text_encoder_2" in kind.text_parts:
+        settings.append(_second_text_encoder(config))
     return _peak(
-        lambda: nn.ModuleList([build_text_encoder(text), build_text_encoder(second)]),
-        lambda models: models[0](*_caption(tokens + TEMPLATE_TOKENS), output_hidden_states=True),
+        lambda: nn.ModuleList(build_text_encoder(one) for one in settings),
+        lambda models: kind.text_class.encode_zeros(models[0], config.data.max_text_tokens),
     )
+
+
+def _second_text_encoder(config: Config) -> dict[str, Any]:
+    if config.data.encoders is None:
+        return dict(family_of(config.student.family, "student").planning.text_encoder_2)
+    return json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
 
 
 def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -108,15 +103,16 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
     """Build the text encoder of ``config.json`` with random weights on the current default device."""
-    return _build(settings, "UMT5EncoderModel", "T5EncoderModel", _QWEN)
+    return _build(settings, [kind.text_class.class_name for kind in FAMILIES.values()])
 
 
-def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module:
-    """Build the class of transformers that ``architectures`` names, one of ``others`` or else ``default``."""
+def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
+    """Build the class of transformers that ``architectures`` names, one of ``names``, by default the first."""
     import transformers
 
-    name = next((name for name in others if name in (settings.get("architectures") or ())), default)
-    cls = getattr(transformers, name)
+    cls = getattr(
+        transformers, next((name for name in names if name in (settings.get("architectures") or ())), names[0])
+    )
     return cls(cls.config_class(**settings))
 
 
@@ -128,10 +124,6 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
     # Ignore keys of other versions that the class does not know, as from_pretrained does.
     parameters = inspect.signature(cls.__init__).parameters
     return cls(**{name: value for name, value in settings.items() if name in parameters})
-
-
-def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
 
 
 def _decode(model: Any, z: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from distill.config import compose_config
+from distill.data.encoders.image import IMAGE_ENCODERS
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.run.setup import plan_run
@@ -165,7 +166,7 @@ def test_its_encoders_are_planned():
         text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
         vae, image = (
             encoders.build_vae(HUNYUAN.planning.vae),
-            encoders._build(HUNYUAN.planning.image_encoder, "CLIPVisionModel", encoders._SIGLIP),
+            encoders._build(HUNYUAN.planning.image_encoder, IMAGE_ENCODERS),
         )
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"

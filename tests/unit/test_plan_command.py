@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distill.config import compose_config
+from distill.data.encoders.wan import TextEncoder
 from distill.planning import command, encoders, extrapolation, prediction
 from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
@@ -264,7 +265,7 @@ def test_encoders_take_what_real_ones_do():
     vae = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True],
            "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # fmt: skip
     for network, call in (
-        (lambda: encoders.build_text_encoder(text), lambda model: model(*encoders._caption(24))),
+        (lambda: encoders.build_text_encoder(text), lambda model: TextEncoder.encode_zeros(model, 24)),
         (lambda: encoders.build_vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),
         (lambda: encoders.build_vae(vae), lambda model: model.decode(torch.zeros(1, 4, 5, 16, 16))),
     ):

@@ -13,7 +13,8 @@ from fsdp_cp.errors import UserError
 from models.families.diffusers_family import checked_arguments
 from models.files.shipped import find_shipped
 
-_FAMILIES = {kind.codec_class.vae_class: kind for kind in (EncoderFolder, LtxEncoderFolder, HunyuanEncoderFolder)}
+FAMILIES = {kind.codec_class.vae_class: kind for kind in (EncoderFolder, LtxEncoderFolder, HunyuanEncoderFolder)}
+"""Kinds of pipeline folders, by the class of their VAE."""
 
 
 def choose_encoders(path: str | Path) -> EncoderFolder:
@@ -32,8 +33,8 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
     if not folder.is_dir():
         raise UserError(f"{where} is not a folder; give a diffusers pipeline folder")
     vae = part_settings(folder, "vae", where)
-    require_class(where, "vae", [vae.get("_class_name")], " or ".join(_FAMILIES))
-    family = _FAMILIES[vae["_class_name"]]
+    require_class(where, "vae", [vae.get("_class_name")], " or ".join(FAMILIES))
+    family = FAMILIES[vae["_class_name"]]
     for part in ("vae", *family.text_parts):
         if not (folder / part).is_dir():
             raise UserError(f"{where} has no {part}/; give a diffusers pipeline folder that has one")

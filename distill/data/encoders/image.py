@@ -28,6 +28,8 @@ from fsdp_cp.errors import UserError
 CLIP = ("CLIPVisionModel", "CLIPVisionModelWithProjection")
 SIGLIP = ("SiglipVisionModel",)
 """Classes in transformers."""
+IMAGE_ENCODERS = (*CLIP[:1], *SIGLIP)
+"""Classes that the planner builds."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -106,6 +108,12 @@ class ImageEncoder:
         output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.is_clip)
         features = output.hidden_states[-2] if self.is_clip else output.last_hidden_state
         return features[0].float().cpu()
+
+
+def encode_zeros(model: Any) -> None:
+    """Run an image encoder on one image as :meth:`ImageEncoder.encode` does. The planner measures it."""
+    side, is_clip = model.config.image_size, type(model).__name__ in CLIP
+    model(torch.zeros(1, 3, side, side), output_hidden_states=is_clip)
 
 
 def _processor_class(encoder: str) -> Any:
