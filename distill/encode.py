@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 from distill.config.usage import field_docs
 from distill.data.sets.dataset import check_local
-from distill.data.sets.encode import EncodeSettings, Source, encode
+from distill.data.sets.encode import Encoding, Source, encode
 from distill.data.sets.write_set import verify
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
@@ -36,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", nargs="?", help="folder of videos with metadata.csv or .txt files, or file of captions")
     add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
-    docs, hints = field_docs(EncodeSettings), get_type_hints(EncodeSettings)
-    for item in fields(EncodeSettings):
+    docs, hints = field_docs(Encoding), get_type_hints(Encoding)
+    for item in fields(Encoding):
         kind: dict[str, Any] = {"type": str if item.default is None else type(item.default), "default": item.default}
         if choices := words(hints[item.name]):
             kind = {"choices": choices, "default": item.default}
@@ -60,7 +60,7 @@ def _columns(text: str) -> dict[str, str] | None:
 @contextmanager
 def _named_as_here() -> Iterator[None]:
     """Name the arguments of this command, in place of the settings of a training, in the message of a mistake."""
-    names = "|".join(item.name for item in fields(EncodeSettings))
+    names = "|".join(item.name for item in fields(Encoding))
     try:
         yield
     except UserError as error:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("source", "out", "encoders"):
         if getattr(arguments, name) is None:
             raise UserError(f"{name.upper() if name != 'encoders' else '--encoders'} is missing; see --help")
-    settings = EncodeSettings(**{item.name: getattr(arguments, item.name) for item in fields(EncodeSettings)})
+    settings = Encoding(**{item.name: getattr(arguments, item.name) for item in fields(Encoding)})
     path = Path(arguments.source).expanduser()
     out = Path(arguments.out).expanduser().absolute()
     if path.is_file() and arguments.image is not None:

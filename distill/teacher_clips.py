@@ -56,7 +56,7 @@ class _Sampling:
     def __init__(self, config: Config, arguments: argparse.Namespace, plan: RunPlan, data: ClipDataset) -> None:
         self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
         self.count = arguments.clips or len(data)
-        self.settings = replace(config.data.encode_settings(), latents=arguments.latents)
+        self.settings = replace(config.data.encoding(), latents=arguments.latents)
 
     def described(self) -> dict[str, Any]:
         """Return everything that the set depends on."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from distill.config.kinds import Setting
 from distill.config.schema import SETTINGS
 from distill.data import DATA
-from distill.data.base import EncodingFields
+from distill.data.base import ClipSettings
 from distill.data.settings import BROKEN as BROKEN_DATA
 from distill.methods import BROKEN, INSTALLED, METHODS
 from fsdp_cp.errors import UserError
@@ -29,7 +29,7 @@ def group_files(group: str) -> list[Path]:
 
 def sized_data() -> dict[str, list[str]]:
     """Return the parts of each ``data=SOURCE_SIZE``: a data set that decodes clips, and a size of ``configs/data``."""
-    sources = [name for name, settings in DATA.items() if issubclass(settings, EncodingFields)]
+    sources = [name for name, settings in DATA.items() if issubclass(settings, ClipSettings)]
     return {f"{source}_{size.stem}": [source, size.stem] for source in sources for size in group_files("data")}
 
 

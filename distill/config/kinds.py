@@ -75,7 +75,7 @@ class Setting:
         return _WORDS.get(kind, "a value") + (f", as {shown(self.default)}" if has_example and kind is not bool else "")
 
 
-def settings_of(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
+def walk_settings(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
     """Yield (dotted key, setting) for every field of ``cls`` and its groups."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
@@ -89,12 +89,12 @@ def settings_of(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
         )
         yield f"{prefix}{item.name}", setting
         if setting.group:
-            yield from settings_of(setting.types[0], f"{prefix}{item.name}.")
+            yield from walk_settings(setting.types[0], f"{prefix}{item.name}.")
 
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the default of every field of ``cls``, with groups as dictionaries."""
-    fields = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    fields = {key: setting for key, setting in walk_settings(cls, "") if "." not in key}
     return {key: defaults(fields[key].types[0]) if fields[key].group else fields[key].default for key in fields}
 
 
@@ -107,7 +107,7 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
         NoSuchSetting: a name that ``cls`` does not have.
         UserError: a value of the wrong type, or one that ``cls`` refuses.
     """
-    fields = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    fields = {key: setting for key, setting in walk_settings(cls, "") if "." not in key}
     hints = typing.get_type_hints(cls)
     typed = {}
     for name, value in values.items():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from omegaconf import II, MISSING
 
-from distill.config.kinds import Setting, settings_of
+from distill.config.kinds import Setting, walk_settings
 from distill.data import DATA
 from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import check_range
@@ -369,5 +369,5 @@ OWNERS: list[tuple[str, type]] = [
 SETTINGS: dict[str, list[Setting]] = {}
 """All settings by dotted key. Several methods or data sets may share a key."""
 for _prefix, _owner in OWNERS:
-    for _key, _setting in settings_of(_owner, _prefix):
+    for _key, _setting in walk_settings(_owner, _prefix):
         SETTINGS.setdefault(_key, []).append(_setting)

@@ -17,7 +17,7 @@ from omegaconf import MISSING, OmegaConf
 
 from distill.config.compose import compose_config, wanted_information
 from distill.config.errors import GROUPS, choices, recipes_of
-from distill.config.kinds import settings_of
+from distill.config.kinds import walk_settings
 from distill.config.schema import OWNERS, Config
 from fsdp_cp.errors import shown
 
@@ -108,7 +108,7 @@ def _groups() -> Iterator[str]:
 
 def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
     """Yield every setting of ``cls`` and its groups, with the values of ``chosen``, or with defaults if it is None."""
-    for key, setting in settings_of(cls, prefix):
+    for key, setting in walk_settings(cls, prefix):
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
             value = setting.default if chosen is None else attrgetter(key.removeprefix(prefix))(chosen)

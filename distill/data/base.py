@@ -19,7 +19,7 @@ VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(kw_only=True)
-class EncodingFields:
+class ClipSettings:
     """Settings that decide what a clip and a caption become."""
 
     encoders: str | None = None

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from distill.data.base import ClipDataset, EncodingFields
+from distill.data.base import ClipDataset, ClipSettings
 from fsdp_cp.choices import check_choices, check_range, installed_names, load_installed
 from fsdp_cp.errors import UserError, counted
 from models.sample import PartShapes
 
 if TYPE_CHECKING:
-    from distill.data.sets.encode import EncodeSettings, Source
+    from distill.data.sets.encode import Encoding, Source
     from distill.data.sets.encoded_set import EncodedSet
 
 Shape = tuple[int, ...]
@@ -75,7 +75,7 @@ class DataSettings:
         """
         raise NotImplementedError
 
-    def encode_settings(self) -> EncodeSettings:
+    def encoding(self) -> Encoding:
         """Return the settings with which the data set encodes clips and captions."""
         raise NotImplementedError
 
@@ -155,17 +155,17 @@ class MovingShapesSettings(DataSettings):
                     f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
                 )
 
-    def encode_settings(self) -> EncodeSettings:
+    def encoding(self) -> Encoding:
         from distill.data.moving_shapes import CAPTION_WORDS
 
-        return _encode_settings(self, max_text_tokens=CAPTION_WORDS)
+        return _encoding(self, max_text_tokens=CAPTION_WORDS)
 
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
 
 
 @dataclass(kw_only=True)
-class VideoFolderSettings(DataSettings, EncodingFields):
+class VideoFolderSettings(DataSettings, ClipSettings):
     """``data=video_folder``."""
 
     name: str = "video_folder"
@@ -183,13 +183,13 @@ class VideoFolderSettings(DataSettings, EncodingFields):
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
         if self.image is not None and not self.has_clips:
             raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-        return self.encode_settings().shapes()
+        return self.encoding().shapes()
 
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import encode_source
 
         return encode_source(
-            **asdict(self.encode_settings()),
+            **asdict(self.encoding()),
             path=self.path,
             has_clips=self.has_clips,
             columns=self.columns,
@@ -197,8 +197,8 @@ class VideoFolderSettings(DataSettings, EncodingFields):
             **runtime,
         )
 
-    def encode_settings(self) -> EncodeSettings:
-        return _encode_settings(self)
+    def encoding(self) -> Encoding:
+        return _encoding(self)
 
     def source(self) -> Source:
         """Return the rows of the table, without opening a clip."""
@@ -208,7 +208,7 @@ class VideoFolderSettings(DataSettings, EncodingFields):
 
     def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(json.dumps(self.source().sizes()).encode()).hexdigest()[:32]
-        encoders = self.encode_settings().fingerprint(has_clips=self.has_clips)
+        encoders = self.encoding().fingerprint(has_clips=self.has_clips)
         return {"data.path": table, "data.encoders": encoders}
 
     def table_in_words(self) -> str:
@@ -257,12 +257,12 @@ class EncodedSettings(DataSettings):
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         check_choices(self, "data.")
-        return self.encode_settings().shapes()
+        return self.encoding().shapes()
 
-    def encode_settings(self) -> EncodeSettings:
-        from distill.data.sets.dataset import settings_of
+    def encoding(self) -> Encoding:
+        from distill.data.sets.dataset import encoding_of
 
-        return settings_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
+        return encoding_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
 
     def open(self) -> EncodedSet:
         """Open the set, without reading a clip."""
@@ -286,11 +286,11 @@ class EncodedSettings(DataSettings):
         return f"{counted(len(encoded), 'clip')} of the encoded set {self.path}"
 
 
-def _encode_settings(settings: DataSettings, **others: Any) -> EncodeSettings:
-    from distill.data.sets.encode import EncodeSettings
+def _encoding(settings: DataSettings, **others: Any) -> Encoding:
+    from distill.data.sets.encode import Encoding
 
-    names = {field.name for field in fields(EncodeSettings)} & {field.name for field in fields(settings)}
-    return EncodeSettings(**{name: getattr(settings, name) for name in names}, **others)
+    names = {field.name for field in fields(Encoding)} & {field.name for field in fields(settings)}
+    return Encoding(**{name: getattr(settings, name) for name in names}, **others)
 
 
 DATA: dict[str, type[DataSettings]] = {

@@ -37,7 +37,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     parts, _ = shapes
     data = config.data
     if isinstance(data, EncodedSettings):
-        data = data.encode_settings()
+        data = data.encoding()
         if table_file(data.encoders).is_file():
             return {}
     elif not isinstance(data, VideoFolderSettings):
@@ -90,7 +90,7 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     """
     parts, condition_shapes = shapes
     names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
-    path = config.data.encode_settings().encoders if config.data.name == "encoded" else config.data.encoders
+    path = config.data.encoding().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
         released = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
         configs = [dict(settings) for settings in released.values()]

@@ -27,7 +27,7 @@ def write_state_set(
     path: Path, count: int, times: Sequence[float], per_shard: int = 2, causal: CausalSettings | None = None
 ) -> None:
     """Write a set of ``count`` clips with states at ``times``, of a teacher that is ``causal``."""
-    settings = MovingShapesSettings().encode_settings()
+    settings = MovingShapesSettings().encoding()
     data = MovingShapesSettings().build(seed=0)
     teacher = {"states": list(times)} | ({"causal": asdict(causal)} if causal else {})
     about = {"clips": count, "rows": "", "teacher": teacher}

@@ -10,7 +10,7 @@ import torch
 from distill.config import compose_config
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.data.sets.dataset import encode_source, open_set
-from distill.data.sets.encode import EncodeSettings
+from distill.data.sets.encode import Encoding
 from distill.data.sets.write_set import SetWriter, verify
 from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.encode import main
@@ -133,8 +133,8 @@ def test_one_process_at_a_time_writes_a_set(tmp_path):
 
 
 def test_a_set_is_known_by_its_settings(path, tmp_path):
-    settings: EncodeSettings = EncodedSettings(path=str(path)).encode_settings()
-    assert settings == replace(MovingShapesSettings().encode_settings(), encoders=settings.encoders)
+    settings: Encoding = EncodedSettings(path=str(path)).encoding()
+    assert settings == replace(MovingShapesSettings().encoding(), encoders=settings.encoders)
     about = json.loads((path / "set.json").read_text())["settings"]
     with refused("negative_prompt"), SetWriter(path, "OUT=set", about | {"negative_prompt": "ugly"}).begun():
         pass

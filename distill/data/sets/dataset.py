@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from distill.data.encoders.wan import VideoCodec
-from distill.data.sets.encode import EncodeSettings, Source, encode, load_codec, release_memory
+from distill.data.sets.encode import Encoding, Source, encode, load_codec, release_memory
 from distill.data.sets.encoded_set import COMMAND, KINDS, EncodedSet
 from distill.data.videos.decode import first_frame
 from distill.data.videos.video_folder import ListedClip, unlisted_videos
@@ -33,7 +33,7 @@ STATES = "states"
 """Part of a clip: states of the teacher that sampled it, and an item's tensor with them."""
 
 
-class EncodedData:
+class EncodedDataset:
     """Items of an encoded set. Making one is collective: every rank makes it with the same arguments.
 
     ``further`` is a set of further captions for :meth:`condition`, with images where images condition. ``damaged`` is
@@ -46,7 +46,7 @@ class EncodedData:
     def __init__(
         self,
         encoded: EncodedSet,
-        settings: EncodeSettings,
+        settings: Encoding,
         *,
         further: EncodedSet | None = None,
         device: str | torch.device = "cpu",
@@ -102,7 +102,7 @@ class EncodedData:
     def _states_names(self) -> list[str]:
         return [part_name(STATES, part) for part in self.latent_shapes]
 
-    def with_states(self, times: Sequence[float]) -> EncodedData:
+    def with_states(self, times: Sequence[float]) -> EncodedDataset:
         """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times."""
         data = copy.copy(self)
         data._states = states_at(self.set, times)
@@ -197,7 +197,7 @@ def encode_source(
     images: Sequence[str] = (),
     device: str | torch.device = "cpu",
     **settings: Any,
-) -> EncodedData:
+) -> EncodedDataset:
     """Encode a folder of videos or a file of captions into a set of the folder ``cache``, unless it is there, and open
     it. A collective.
 
@@ -205,15 +205,15 @@ def encode_source(
         path: folder of the videos and their table, or file of the captions.
         cache: folder of sets, shared by all ranks; created.
         columns: names that the table has for its columns (``data.columns``), or ``None``.
-        captions: further captions for :meth:`EncodedData.condition`; they are not part of ``fingerprint``.
+        captions: further captions for :meth:`EncodedDataset.condition`; they are not part of ``fingerprint``.
         images: files of the images of ``captions``, in their order, or empty.
-        settings: fields of :class:`distill.data.sets.encode.EncodeSettings`.
+        settings: fields of :class:`distill.data.sets.encode.Encoding`.
 
     Raises:
         UserError: on every rank, for a setting that does not fit, before weights are loaded or videos decoded; and if
             no item can be used.
     """
-    settings = EncodeSettings(**settings | {"encoders": str(settings["encoders"])})
+    settings = Encoding(**settings | {"encoders": str(settings["encoders"])})
     device = torch.device(device)
 
     def check() -> Source:
@@ -242,13 +242,13 @@ def open_set(
     images: Sequence[str] = (),
     device: str | torch.device = "cpu",
     setting: str = "data.path",
-) -> EncodedData:
+) -> EncodedDataset:
     """Open the set ``path``. A collective.
 
     Args:
         cache: folder for the embeddings of ``captions``.
         encoders: the pipeline folder; by default the one that the set names.
-        damaged: see :class:`EncodedData`.
+        damaged: see :class:`EncodedDataset`.
         vae_precision, vae_tiling: how samples are decoded; by default as the set was encoded.
         captions, images, device: see :func:`encode_source`.
         setting: setting that the set comes from, for messages.
@@ -257,9 +257,9 @@ def open_set(
         UserError: on every rank, for a folder that is not a set, or encoders that are not those of the set.
     """
 
-    def check() -> tuple[EncodedSet, EncodeSettings]:
+    def check() -> tuple[EncodedSet, Encoding]:
         encoded = EncodedSet(Path(path).expanduser(), f"{setting}={path}")
-        settings = settings_of(encoded, encoders, vae_precision=vae_precision, vae_tiling=vae_tiling)
+        settings = encoding_of(encoded, encoders, vae_precision=vae_precision, vae_tiling=vae_tiling)
         check_further(settings, captions, images)
         return encoded, settings
 
@@ -272,13 +272,13 @@ def open_set(
         their_settings = settings if images else replace(settings, image=None)
         made = encode(source, their_settings, device, cache=Path(cache).absolute())
         further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
-    data = EncodedData(encoded, settings, further=further, device=device, damaged=damaged)
+    data = EncodedDataset(encoded, settings, further=further, device=device, damaged=damaged)
     for caption in captions if settings.image is not None else ():
         data.image_of(caption)
     return data
 
 
-def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> EncodeSettings:
+def encoding_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> Encoding:
     """Return the settings that a set was made with, except ``changes`` of the VAE that are not ``None``.
 
     ``encoders`` is another place of the pipeline folder, or ``None`` for the one that the set names.
@@ -287,9 +287,9 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
         UserError: a pipeline folder that is missing, or that is not the set's.
     """
     made_with = encoded.about["settings"]
-    names = EncodeSettings.__dataclass_fields__.keys() & made_with.keys()
+    names = Encoding.__dataclass_fields__.keys() & made_with.keys()
     values = {name: made_with[name] for name in names} | {"encoders": encoders or encoded.about["encoders"]}
-    settings = EncodeSettings(**values)
+    settings = Encoding(**values)
     if settings.fingerprint() != made_with["encoders"]:
         raise UserError(
             f"data.encoders={settings.encoders} are not the encoders of {encoded.where}; give those, or encode the set"
@@ -311,7 +311,7 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
     return [stored.index(time) for time in times]
 
 
-def check_further(settings: EncodeSettings, captions: Sequence[str], images: Sequence[str]) -> None:
+def check_further(settings: Encoding, captions: Sequence[str], images: Sequence[str]) -> None:
     """Refuse captions that are not text, and files that are not images."""
     for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
         try:

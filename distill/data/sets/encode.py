@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from distill.data.base import VAE_PRECISIONS, EncodingFields, to_bytes
+from distill.data.base import VAE_PRECISIONS, ClipSettings, to_bytes
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
@@ -45,7 +45,7 @@ _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
 @dataclass(kw_only=True)
-class EncodeSettings(EncodingFields):
+class Encoding(ClipSettings):
     """Everything that decides what the encoders make of a source, apart from the source."""
 
     latents: Literal["fp32", "bf16"] = "fp32"
@@ -157,7 +157,7 @@ class Source:
 
 def encode(
     source: Source,
-    settings: EncodeSettings,
+    settings: Encoding,
     device: torch.device,
     *,
     out: Path | None = None,
@@ -188,7 +188,7 @@ def encode(
 class _Job:
     """Encoding of one set."""
 
-    def __init__(self, writer: SetWriter, source: Source, settings: EncodeSettings, device: torch.device) -> None:
+    def __init__(self, writer: SetWriter, source: Source, settings: Encoding, device: torch.device) -> None:
         self.writer, self.source, self.settings, self.device = writer, source, settings, device
         self.folder, self.image = settings.inspect()
         self.clip = settings.clip
@@ -318,7 +318,7 @@ class _Job:
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
 
 
-def load_codec(folder: EncoderFolder, settings: EncodeSettings, device: torch.device) -> VideoCodec:
+def load_codec(folder: EncoderFolder, settings: Encoding, device: torch.device) -> VideoCodec:
     """Return the VAE, newly loaded."""
     return folder.codec(device=device, dtype=VAE_PRECISIONS[settings.vae_precision], tiling=settings.vae_tiling)
 
