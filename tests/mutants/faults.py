@@ -212,8 +212,8 @@ FAULTS = (
         name="lr_over_steps",
         room="optimizer: lr schedule",
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
-        old="                all_updates=counts[role.name, index],\n",
-        new="                all_updates=config.steps,\n",
+        old="name=name, updates=counts[role.name, index])",
+        new="name=name, updates=config.steps)",
         killed_by="distributed/test_nan.py::test_one_bad_step_is_skipped_on_all_ranks",
     ),
     Fault(
