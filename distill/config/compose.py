@@ -194,7 +194,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 def _typed(values: dict[str, Any]) -> Config:
     """Build the configuration from resolved values; see :func:`distill.config.kinds.make`."""
-    values["method"] = method_settings(values["method"])
+    values["method"] = make(METHODS[values["method"]["name"]][1], values["method"], "method.")
     values["data"] = make(DATA[values["data"]["name"]], values["data"], "data.")
     return make(Config, values)
 
