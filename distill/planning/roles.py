@@ -20,7 +20,7 @@ from fsdp_cp.sharding.allocations import watch_allocations
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.condition import Condition
-from models.families.causal_forward import CausalForward, Record
+from models.families.causal_forward import CausalForward
 from models.roles.load import build_roles
 from models.roles.network import Network
 from models.roles.role import Observer, Role
@@ -76,10 +76,7 @@ class Watch(Observer):
             self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((role.name, "activations")):
             yield
-
-    def recorded(self, role: Role, record: Record) -> None:
-        chunk = [tensor for layer in record.layers.values() for tensor in (layer.k, layer.v)]
-        for tensor in (*chunk, *(tensor for pair in record.text.values() for tensor in pair)):
+        for tensor in () if causal is None else causal.history.tensors():
             self.storages.relabel(tensor, (role.name, "cache"))
 
     def sharding(self, role: Role) -> AbstractContextManager:

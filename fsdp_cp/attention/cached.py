@@ -1,7 +1,9 @@
 """Attention of new tokens to their own and to cached keys and values, for causal video networks that run by chunks.
 
-A cache is a list of immutable :class:`KeyValues`, one per chunk of tokens. Each rank holds ``1 / cp`` of it and never
-sends it: queries and results travel. See docs/library.md, "Masks and cached attention".
+With gradients a cache is a list of immutable :class:`KeyValues`, one per chunk of tokens (:func:`cached_attention`).
+Without, it can be a buffer that new tokens enter in place, so that a kernel sees all keys in one call
+(:func:`buffered_attention`). Each rank holds ``1 / cp`` of a cache and never sends it: queries and results travel. See
+docs/library.md, "Masks and cached attention".
 
 Each rank holds some tokens of every cached chunk and of the new chunk (:mod:`fsdp_cp.attention.pass_q`).
 """
@@ -16,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention import check_options, check_split, check_tensors
-from fsdp_cp.attention.pass_q import attend_by_passing_queries
+from fsdp_cp.attention import QKV, check_options, check_split, check_tensors
+from fsdp_cp.attention.operators import is_observed
+from fsdp_cp.attention.pass_q import attend_by_passing_queries, attend_in_buffer, attend_in_buffer_operator
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
@@ -88,45 +91,116 @@ def cached_attention(
         RuntimeError: an argument has a forward-mode tangent.
     """
     groups = context_groups(mesh)
+    qkv, tokens, settings = _checked(q, k, v, groups, total_tokens, scale, backend, head_groups)
+    _check_past(past, qkv[1], groups)
+    held = held_tokens(tokens, groups)
+    received: list[tuple[Tensor, Tensor]] = []
+
+    def attend(x: Sequence[Tensor], group: int) -> list[Tensor]:
+        _, k, v = x
+        received.append((k[:, :held].detach(), v[:, :held].detach()))  # only the tail has pads
+        heads = _heads(k, group)
+        return attend_by_passing_queries([x[:, :, heads] for entry in past for x in (entry.k, entry.v)], settings, x)
+
+    (out,) = with_all_tokens(qkv, attend, 1, groups, head_groups)
+    keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too
+    return out, KeyValues(keys, values, tokens)
+
+
+def buffered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    *,
+    mesh: Mesh | DeviceMesh,
+    total_tokens: int | str | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    head_groups: int = 1,
+) -> Tensor:
+    """Write a chunk's keys and values into a buffer; compute attention of the chunk to a range of the buffer.
+
+    As :func:`cached_attention`, with one kernel call per rank (and head group). It has no derivative, and a compiled
+    graph serves every ``place``.
+
+    Args:
+        q, k, v: the chunk's tokens, shapes as in :func:`fsdp_cp.attention.context_parallel_attention`.
+        keys, values: this rank's buffers ``(B, slots, Hk / ulysses, D)``, changed in place.
+        place: int64 ``(3,)`` on the CPU: ``(at, start, stop)``. The :func:`held_tokens` of the chunk are written from
+            slot ``at`` on. Its queries see the slots from ``start`` to ``stop``.
+        mesh, total_tokens, scale, backend, head_groups: as in :func:`cached_attention`.
+
+    Returns:
+        ``(B, S_local, H, D)``, pads 0.
+
+    Raises:
+        ValueError: invalid arguments, raised before anything is sent.
+        RuntimeError: gradients are enabled, or an argument has a forward-mode tangent.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("buffered_attention has no backward; call it under torch.no_grad(), or use cached_attention")
+    groups = context_groups(mesh)
+    qkv, _, settings = _checked(q, k, v, groups, total_tokens, scale, backend, head_groups)
+    wanted = (k.shape[0], keys.shape[1], k.shape[2] // groups.ulysses_size, k.shape[3])
+    for name, x in (("keys", keys), ("values", values)):
+        if (x.shape, x.dtype, x.device) != (wanted, qkv[1].dtype, k.device):
+            raise UserError(
+                f"{name} must be {qkv[1].dtype} {wanted} on {k.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+
+    def attend(x: Sequence[Tensor], group: int) -> list[Tensor]:
+        heads = _heads(x[1], group)
+        inputs: tuple[Any, ...] = (*x, keys[:, :, heads], values[:, :, heads])
+        compute = attend_in_buffer_operator if is_observed(*inputs) else attend_in_buffer
+        return [compute(*inputs, place, *settings, False)]
+
+    return with_all_tokens(qkv, attend, 1, groups, head_groups)[0]
+
+
+def held_tokens(tokens: int, groups: ContextGroups) -> int:
+    """Return the number of a chunk's ``tokens`` whose keys and values this rank holds."""
+    share = groups.ulysses_size * local_token_count(tokens, groups.cp_size)
+    return max(0, min(share, tokens - groups.ring_rank * share))
+
+
+def _heads(k: Tensor, group: int) -> slice:
+    """Return the heads of a head group, among those that this rank holds; ``k`` are the group's keys."""
+    return slice(group * k.shape[2], (group + 1) * k.shape[2])
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: ContextGroups,
+    total_tokens: Any,
+    scale: Any,
+    backend: str,
+    head_groups: Any,
+) -> tuple[QKV, int, tuple[Any, ...]]:
+    """Check the arguments. Return q, k and v, the chunk's tokens, and the settings of the operators."""
     q, k, v = check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
     check_split(q, k, segments, head_groups, groups)
     check_options(q, scale, backend, sum(segments))
     if len(segments) > 1:
         raise UserError(f"total_tokens must be one number in attention to a cache, got {segments}")
-    _check_past(past, k, groups)
     if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    start, stop = _held_tokens(segments[0], groups)
-    received: list[tuple[Tensor, Tensor]] = []
-
-    def attend(x: Sequence[Tensor], group: int) -> list[Tensor]:
-        q, k, v = x
-        heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
-        received.append((k[:, : stop - start].detach(), v[:, : stop - start].detach()))  # only the tail has pads
-        held = [x[:, :, heads] for entry in past for x in (entry.k, entry.v)]
-        layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
-        return attend_by_passing_queries(held, (scale, *layout, groups.ring_rank, groups.ring_group, backend), x)
-
-    (out,) = with_all_tokens((q, k, v), attend, 1, groups, head_groups)
-    keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too
-    return out, KeyValues(keys, values, segments[0])
-
-
-def _held_tokens(tokens: int, groups: ContextGroups) -> tuple[int, int]:
-    """Return (start, stop) of the tokens of a chunk that this ring rank holds."""
-    share = groups.ulysses_size * local_token_count(tokens, groups.cp_size)
-    return min(groups.ring_rank * share, tokens), min((groups.ring_rank + 1) * share, tokens)
+    return (q, k, v), segments[0], (scale, *layout, groups.ring_rank, groups.ring_group, backend)
 
 
 def _check_past(past: Any, k: Tensor, groups: ContextGroups) -> None:
     if not isinstance(past, (list, tuple)) or not all(isinstance(x, KeyValues) for x in past):
         raise UserError(f"past must be a list of KeyValues, got a {type(past).__name__}")
     for i, entry in enumerate(past):
-        start, stop = _held_tokens(entry.tokens, groups)
-        wanted = (k.shape[0], stop - start, k.shape[2] // groups.ulysses_size, k.shape[3])
+        wanted = (k.shape[0], held_tokens(entry.tokens, groups), k.shape[2] // groups.ulysses_size, k.shape[3])
         for name, x in (("k", entry.k), ("v", entry.v)):
             if (x.shape, x.dtype, x.device) != (wanted, k.dtype, k.device):
                 raise UserError(

@@ -23,7 +23,7 @@ from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import make_layout
 from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_forward
 
-_SETTINGS = (
+SETTINGS = (
     "float scale, SymInt[] segments, SymInt[] keys, SymInt[] block_mask, SymInt ulysses, SymInt ring, "
     "SymInt rank, str group, str backend, bool gradients"
 )
@@ -51,13 +51,13 @@ class AttentionOperator:
             f"fsdp_cp::{name}",
             self.compute,
             mutates_args=(),
-            schema=f"({tensors}, {further}, {_SETTINGS}) -> (Tensor, Tensor)",
+            schema=f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor)",
         )
         self._backward_operator = torch.library.custom_op(
             f"fsdp_cp::{name}_backward",
             self._separate_gradients,
             mutates_args=(),
-            schema=f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {_SETTINGS})"
+            schema=f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
             " -> (Tensor, Tensor, Tensor)",
         )
         self.operator.register_fake(_fake_forward)
@@ -67,7 +67,7 @@ class AttentionOperator:
     def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-        if _looked_at(*qkv, *(further if isinstance(further, list) else ())):
+        if is_observed(*qkv, *(further if isinstance(further, list) else ())):
             out, _ = self.operator(*qkv, further, *settings, gradients)
         elif gradients:
             out, _ = _Attention.apply(self, *qkv, further, *settings, gradients)
@@ -77,11 +77,11 @@ class AttentionOperator:
 
     def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, Tensor]:
         """Compute the output and the log-sum-exp, the kernel of the operator."""
-        return self.forward(q, k, v, further, scale, *_ring_and_kernel(q, k, further, *settings))
+        return self.forward(q, k, v, further, scale, *ring_and_kernel(q, k, further, *settings))
 
     def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
         """Compute the gradients of q, k and v, the kernel of the backward operator."""
-        ring, kernel = _ring_and_kernel(q, k, further, *settings)
+        ring, kernel = ring_and_kernel(q, k, further, *settings)
         grads = self.backward(grad_out, q, k, v, out, lse, further, scale, ring, kernel)
         return tuple(x.contiguous() for x in grads)
 
@@ -130,7 +130,7 @@ def _kept(ctx, grad_out: Tensor) -> tuple[Any, ...]:
     return grad_out.contiguous(), q, k, v, out, lse, further if ctx.is_list else further[0], *ctx.settings
 
 
-def _looked_at(*tensors: Tensor) -> bool:
+def is_observed(*tensors: Tensor) -> bool:
     """Return whether a compiler, dispatch mode, tensor subclass, ``torch.func`` or the profiler observes operators.
 
     Dispatch modes include selective checkpointing, fake tensors, and counters of operations or bytes. The three
@@ -145,7 +145,7 @@ def _looked_at(*tensors: Tensor) -> bool:
     )
 
 
-def _ring_and_kernel(
+def ring_and_kernel(
     q: Tensor, k: Tensor, further: Any, segments, keys, block_mask, *settings: Any
 ) -> tuple[Ring, Kernel]:
     ulysses, ring, rank, group, backend, gradients = settings

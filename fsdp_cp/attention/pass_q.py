@@ -12,13 +12,15 @@ Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.017
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
-from fsdp_cp.attention.operators import AttentionOperator
+from fsdp_cp.attention.operators import SETTINGS, AttentionOperator, ring_and_kernel
 from fsdp_cp.attention.ring import Merged, Ring
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -36,10 +38,49 @@ def pass_q_forward(
         ``(B, S, H, D)`` in the dtype of ``q`` and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), as
         :func:`fsdp_cp.attention.ring.ring_forward`.
     """
+    return _attend(q, _held(ring, k, v, past), scale, ring, kernel)
+
+
+def attend_in_buffer(q, k, v, k_slots: Tensor, v_slots: Tensor, place: Tensor, scale: float, *settings: Any) -> Tensor:
+    """Write the rank's share of ``k`` and ``v`` into buffers, and compute attention to a range of them, on all ranks.
+
+    Args:
+        k_slots, v_slots: buffers ``(B, slots, Hk, D)``, changed in place.
+        place: see :func:`fsdp_cp.attention.cached.buffered_attention`.
+        scale, settings: as for the operators.
+
+    Returns:
+        ``(B, S, H, D)`` in the dtype of ``q``.
+    """
+    ring, kernel = ring_and_kernel(q, k, [], *settings)
+    # A plan's fake tensors have no values; it then counts attention to the whole buffer.
+    at, start, stop = (0, 0, k_slots.shape[1]) if isinstance(place, FakeTensor) else place.tolist()
+    chunk = ring.layout.chunk(ring.rank)
+    for buffer, x in ((k_slots, k), (v_slots, v)):
+        buffer[:, at : at + chunk.size] = chunk.take(x)
+    seen = [(k_slots[:, start:stop], v_slots[:, start:stop])] if stop > start else []
+    return _attend(q, seen, scale, ring, kernel)[0]
+
+
+attend_in_buffer_operator = torch.library.custom_op(
+    "fsdp_cp::buffered_attention",
+    attend_in_buffer,
+    mutates_args=("k_slots", "v_slots"),
+    # names differ from those of the settings, or torch.compile takes one for the other
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_slots, Tensor(b!) v_slots, Tensor place, "
+    f"{SETTINGS}) -> Tensor",
+)
+attend_in_buffer_operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+
+
+def _attend(
+    q: Tensor, held: Sequence[tuple[Tensor, Tensor]], scale: float, ring: Ring, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Compute attention to the keys and values that each rank holds, with one kernel call for each pair of them."""
     chunk = ring.layout.chunk(ring.rank)
     (queries,) = _from_all(ring, q)
     merged = Merged(queries)
-    for keys, values in _held(ring, k, v, past):
+    for keys, values in held:
         merged.add(slice(0, queries.shape[1]), Dual(*kernel.forward(queries, keys, values, None, scale)))
     out, lse, *_ = _merge_returned(ring, chunk.take(q), merged.result())
     return chunk.put(out).contiguous(), chunk.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()

@@ -281,9 +281,9 @@ class Wan(DiffusersFamily):
         }
         parallelize_context(network, mesh=mesh, plan=plan)
         network.block_arguments = BlockArguments(network, mesh)
-        for layer, block in enumerate(network.blocks):
-            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups, layer=layer))
-            block.attn2.set_processor(WanCrossAttention(backend, layer=layer))
+        for block in network.blocks:
+            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups))
+            block.attn2.set_processor(WanCrossAttention(backend))
 
     def outputs(
         self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None

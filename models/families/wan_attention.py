@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -12,34 +13,19 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from fsdp_cp.attention import context_parallel_attention, cross_attention
-from fsdp_cp.attention.cached import KeyValues, cached_attention
+from fsdp_cp.attention import cross_attention
 from fsdp_cp.mesh import Mesh
-from models.families.causal_forward import CausalForward
+from models.families.causal_forward import CausalForward, LayerHistory, LayerText, WholeClip
 from models.families.diffusers_family import token_positions
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class History:
-    """History of a causal forward, for all layers. An opaque object, so that no hook walks through its tensors."""
-
-    forward: CausalForward
-    shift: Table | None
-    """Table ``(1, 1, 1, head_dim)`` that moves sinks by ``forward.shift`` frames; ``None`` for no shift."""
-
-    def past(self, layer: int) -> list[KeyValues]:
-        """Return the keys and values of earlier chunks in ``layer``, with sinks at their moved positions."""
-        past = [chunk[layer] for chunk in self.forward.past]
-        if self.shift is not None:
-            for i in range(self.forward.sinks):
-                past[i] = replace(past[i], k=_rotate(past[i].k, *self.shift))
-        return past
-
-
-RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, History]
+RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, LayerHistory]
+"""Tables, the number of tokens, and the history of a causal network. The latter two are arguments of the block, so that
+recomputation in backward uses those of its own forward even if the network was called with others since."""
+_BIDIRECTIONAL = WholeClip()
 TEXT_TOKENS = 512
 """Number of text tokens in networks with image features: diffusers' processor takes the last 512 context tokens as
 text."""
@@ -52,9 +38,9 @@ class WanSelfAttention(WanAttnProcessor):
     tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
-    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1, *, layer: int = 0):
+    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
         super().__init__()
-        self.mesh, self.backend, self.head_groups, self.layer = mesh, backend, head_groups, layer
+        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
     def __call__(
         self,
@@ -65,8 +51,6 @@ class WanSelfAttention(WanAttnProcessor):
         rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
-        # Pass the number of tokens and the history with the tables, as an argument of the block, so that recomputation
-        # in backward uses those of its own forward even if the network was called with others since.
         assert rotary_emb is not None and attention_mask is None
         cos, sin, total, history = (*rotary_emb, None, None)[:4]
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
@@ -74,32 +58,22 @@ class WanSelfAttention(WanAttnProcessor):
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         options = {"total_tokens": total, "backend": self.backend, "head_groups": self.head_groups}
-        if history is None or history.forward.mask is not None:
-            mask = None if history is None else history.forward.mask
-            out = context_parallel_attention(q, k, v, mesh=self.mesh, mask=mask, **options)
-            assert isinstance(out, Tensor)  # without joint text
-        else:
-            out, chunk = cached_attention(q, k, v, history.past(self.layer), mesh=self.mesh, **options)
-            if history.forward.record is not None:
-                history.forward.record.layers[self.layer] = chunk
+        out = (history or _BIDIRECTIONAL).attend(q, k, v, mesh=self.mesh, **options)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedText:
-    """Text of a forward without gradient, with its keys and values by layer: those of a cache, or a record to fill."""
+    """Text of a forward without gradient, with the memory for its keys and values in one layer."""
 
     text: Tensor
-    forward: CausalForward
+    memory: LayerText
 
-    def keys_values(self, attn: WanAttention, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the text in ``layer``."""
-        if layer in self.forward.text:
-            return self.forward.text[layer]
-        computed = _keys_values(attn, self.text)
-        if self.forward.record is not None:
-            self.forward.record.text[layer] = computed
-        return computed
+    def keys_values(self, attn: WanAttention) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the text."""
+        if self.memory.keys_values is None:
+            self.memory.keys_values = _keys_values(attn, self.text)
+        return self.memory.keys_values
 
 
 def _keys_values(attn: WanAttention, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +87,9 @@ class WanCrossAttention(WanAttnProcessor):
     Every rank holds both whole. It is :class:`WanAttnProcessor` with forward-mode AD.
     """
 
-    def __init__(self, backend: str = "auto", *, layer: int = 0):
+    def __init__(self, backend: str = "auto"):
         super().__init__()
-        self.backend, self.layer = backend, layer
+        self.backend = backend
 
     def __call__(
         self,
@@ -131,7 +105,7 @@ class WanCrossAttention(WanAttnProcessor):
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         image = None
         if isinstance(encoder_hidden_states, CachedText):
-            k, v = encoder_hidden_states.keys_values(attn, self.layer)
+            k, v = encoder_hidden_states.keys_values(attn)
         else:
             text = encoder_hidden_states
             if attn.add_k_proj is not None:
@@ -156,49 +130,60 @@ class BlockArguments:
     """Arguments that a network's blocks get in addition to hidden states, text and time."""
 
     def __init__(self, network: WanTransformer3DModel, mesh: Mesh):
-        self._rope, self._mesh = network.rope, mesh
+        self._rope, self._mesh, self._layers = network.rope, mesh, len(network.blocks)
+        self._heads = (network.config.num_attention_heads, network.config.attention_head_dim)
         self._causal: CausalForward | None = None
         network.rope.forward = self._tables
-        network.condition_embedder.register_forward_hook(self._text)
+        for index, block in enumerate(network.blocks):
+            block.register_forward_pre_hook(partial(self._of_layer, index))
 
     @contextmanager
     def causal(self, forward: CausalForward) -> Iterator[None]:
         """Pass ``forward`` to the blocks of the call of the network in this context."""
         self._causal = forward
         try:
-            yield
+            with nullcontext() if forward.history.compiles else torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             self._causal = None
 
     def _tables(self, hidden_states: Tensor) -> RotaryTables:
-        if self._causal is None and self._mesh.cp_size == 1:
+        causal = self._causal
+        if causal is None and self._mesh.cp_size == 1:
             return type(self._rope).forward(self._rope, hidden_states)
-        return own_rotary_tables(self._rope, self._mesh, hidden_states, self._causal)
+        tables = own_rotary_tables(self._rope, self._mesh, hidden_states, None if causal is None else causal.positions)
+        if causal is not None:
+            k = hidden_states.new_empty((len(hidden_states), 0, *self._heads))
+            rotate = partial(_shifted, self._rope, causal.shift)
+            causal.history.begin(k, tables[2], self._layers, self._mesh, causal.shift, rotate)
+        return tables
 
-    def _text(self, _embedder: nn.Module, _args: tuple, output: tuple) -> tuple | None:
-        """Give the blocks the cached keys and values of the text. With gradients they are computed: they have some."""
-        if self._causal is None or self._causal.mask is not None or torch.is_grad_enabled():
+    def _of_layer(self, index: int, _block: nn.Module, args: tuple) -> tuple | None:
+        """Give a block the history of its layer. With gradients the keys and values of the text are computed: they have
+        some."""
+        if self._causal is None:
             return None
-        time, modulation, text, image = output
-        return time, modulation, CachedText(text, self._causal), image
+        hidden, text, time, tables = args
+        memory = None if torch.is_grad_enabled() else self._causal.history.text(index)
+        text = text if memory is None else CachedText(text, memory)
+        return hidden, text, time, (*tables, self._causal.history.layer(index))
 
 
 def own_rotary_tables(
-    rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, causal: CausalForward | None = None
-) -> RotaryTables:
+    rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, frames: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, int]:
     """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
 
-    ``causal`` gives the positions of the latent frames, and the history, of a causal forward.
+    ``frames`` are the positions of the latent frames, 0 to T - 1 by default.
 
     Returns:
-        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; ``S``; and the
-        history of a causal forward.
+        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; and ``S``.
 
     Raises:
         ValueError: an axis has more positions than ``rope_max_seq_len``.
     """
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
-    bounded = sizes if causal is None else sizes[1:]
+    bounded = sizes if frames is None else sizes[1:]
     if max(bounded) > rope.max_seq_len:
         raise ValueError(
             f"{max(bounded)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
@@ -206,15 +191,13 @@ def own_rotary_tables(
     positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device)
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
     tables = [list(table.split(dims, dim=1)) for table in (rope.freqs_cos, rope.freqs_sin)]
-    if causal is not None:
-        for axes, frame_rows in zip(tables, _frame_table(rope, causal.positions), strict=True):
+    if frames is not None:
+        for axes, frame_rows in zip(tables, _frame_table(rope, frames), strict=True):
             axes[0] = frame_rows
     cos, sin = (
         torch.cat([rows[at] for rows, at in zip(axes, positions, strict=True)], dim=1)[None, :, None] for axes in tables
     )
-    if causal is None:
-        return cos, sin, total
-    return cos, sin, total, History(causal, _shift_table(rope, causal.shift) if causal.shift else None)
+    return cos, sin, total
 
 
 def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> Table:
@@ -228,9 +211,9 @@ def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> Table:
     return cos.to(rope.freqs_cos), sin.to(rope.freqs_sin)
 
 
-def _shift_table(rope: WanRotaryPosEmbed, frames: int) -> Table:
-    """Return the table that moves rotated keys by ``frames``, ``(1, 1, 1, head_dim)``: rotations of an axis add."""
+def _shifted(rope: WanRotaryPosEmbed, frames: int, k: Tensor) -> Tensor:
+    """Return rotated keys ``(B, S, H, D)`` moved by ``frames``: rotations of an axis add."""
     cos, sin = _frame_table(rope, [frames])
     rest = rope.h_dim + rope.w_dim
     cos, sin = torch.cat([cos, cos.new_ones(1, rest)], 1), torch.cat([sin, sin.new_zeros(1, rest)], 1)
-    return cos[None, :, None], sin[None, :, None]
+    return _rotate(k, cos[None, :, None], sin[None, :, None])

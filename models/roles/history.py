@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from fsdp_cp.attention.cached import KeyValues
 from models.causal import CausalSettings
 from models.condition import Condition
-from models.families.causal_forward import CausalForward, Record
+from models.families.causal_forward import CausalForward, Chunks, History, LayerText, Slots, WholeClip
 from models.sample import Sample
 
 if TYPE_CHECKING:
@@ -35,24 +36,19 @@ def whole_clip(
         ValueError: frames that are not whole chunks, or clips of different shapes.
     """
     frames = x.video.shape[2]
-    mask = settings.mask(frames, tokens, clean=clean is not None)
+    history = WholeClip(settings.mask(frames, tokens, clean=clean is not None))
     if clean is None:
-        return CausalForward(positions=tuple(range(frames)), mask=mask), x, t
+        return CausalForward(positions=tuple(range(frames)), history=history), x, t
     if clean.shapes != x.shapes:
         raise ValueError(f"clean {clean.shapes} must have the shapes of x, {x.shapes}")
     noisy = t if t.ndim == 2 else t[:, None].expand(-1, frames)
     times = torch.cat([torch.full_like(noisy, settings.context_time), noisy], dim=1)
-    return CausalForward(positions=tuple(range(frames)) * 2, mask=mask), Sample.cat([clean, x], dim=2), times
+    return CausalForward(positions=tuple(range(frames)) * 2, history=history), Sample.cat([clean, x], dim=2), times
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cache:
-    """Keys and values of the chunks so far that the next chunk attends to, on this rank. It never changes:
-    :meth:`with_chunk` returns a new one, which shares its tensors.
-
-    A forward thus keeps its history until its backward. A buffer that is overwritten would change the history of a
-    block that is recomputed, and with it the gradients, without an error.
-    """
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cache(ABC):
+    """Chunks so far of B samples of a causal role, as their keys and values on this rank."""
 
     role: Role
     """Role that fills the cache."""
@@ -60,28 +56,17 @@ class Cache:
     """Condition of the B samples."""
     frames: int = 0
     """Number of latent frames so far, evicted ones included."""
-    count: int = 0
-    """Number of chunks so far, evicted ones included."""
-    chunks: Mapping[int, tuple[KeyValues, ...]] = field(default_factory=dict)
-    """Keys and values of each layer, by the number of the chunk."""
-    text: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Keys and values of the text, by layer; empty before the first chunk."""
 
-    def forward(self, record: Record | None = None) -> CausalForward:
-        """Return the arguments of a forward of the next chunk."""
-        role, settings = self.role, self.role.causal
-        assert settings is not None
-        trained = role.trained_frames
-        return CausalForward(
-            positions=tuple(range(self.frames, self.frames + settings.size(self.count))),
-            past=tuple(self.chunks.values()),
-            sinks=sum(number < settings.sink for number in self.chunks),
-            shift=0 if trained is None else max(0, self.frames - settings.last_start(trained)),
-            text=self.text,
-            record=record,
-        )
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of chunks so far, evicted ones included."""
 
-    @torch.no_grad()
+    @abstractmethod
+    def history(self) -> History:
+        """Return the history of a forward of the next chunk."""
+
+    @abstractmethod
     def with_chunk(self, x0: Sample) -> Cache:
         """Return the cache with one more chunk, without the chunks that the one after it does not attend to.
 
@@ -94,18 +79,73 @@ class Cache:
         Raises:
             ValueError: ``x0`` has another number of frames or samples.
         """
-        settings = self.role.causal
-        assert settings is not None
-        dtype = torch.promote_types(x0.dtype, torch.float32)
-        t = torch.full((len(x0),), settings.context_time, dtype=dtype, device=x0.device)
-        record = Record()
-        self.role.chunk_velocity(x0, t, self, record)
-        layers = tuple(record.layers[layer] for layer in sorted(record.layers))
-        count = self.count + 1
-        return replace(
-            self,
-            frames=self.frames + x0.video.shape[2],
-            count=count,
-            chunks={n: kv for n, kv in {**self.chunks, self.count: layers}.items() if settings.sees(count, n)},
-            text=self.text or record.text,
+
+    @property
+    def settings(self) -> CausalSettings:
+        assert self.role.causal is not None
+        return self.role.causal
+
+    def forward(self, history: History) -> CausalForward:
+        """Return the arguments of a forward of the next chunk."""
+        trained = self.role.trained_frames
+        return CausalForward(
+            positions=tuple(range(self.frames, self.frames + self.settings.size(self.count))),
+            history=history,
+            shift=0 if trained is None else max(0, self.frames - self.settings.last_start(trained)),
         )
+
+    def _remember(self, x0: Sample, history: History) -> None:
+        dtype = torch.promote_types(x0.dtype, torch.float32)
+        t = torch.full((len(x0),), self.settings.context_time, dtype=dtype, device=x0.device)
+        self.role.chunk_velocity(x0, t, self, history)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingCache(Cache):
+    """Cache that never changes: :meth:`with_chunk` returns a new one, which shares its tensors.
+
+    A forward thus keeps its history until its backward. A buffer that is overwritten would change the history of a
+    block that is recomputed, and with it the gradients, without an error.
+    """
+
+    count: int = 0
+    chunks: Mapping[int, tuple[KeyValues, ...]] = field(default_factory=dict)
+    """Keys and values of each layer, by the number of the chunk."""
+    texts: list[LayerText] = field(default_factory=list)
+    """Keys and values of the text by layer, which all caches of a rollout share."""
+
+    def history(self) -> Chunks:
+        sinks = sum(number < self.settings.sink for number in self.chunks)
+        return Chunks(past=tuple(self.chunks.values()), sinks=sinks, texts=self.texts)
+
+    @torch.no_grad()
+    def with_chunk(self, x0: Sample) -> TrainingCache:
+        history, count = self.history(), self.count + 1
+        history.record = {}
+        self._remember(x0, history)
+        layers = tuple(history.record[layer] for layer in sorted(history.record))
+        chunks = {n: kv for n, kv in {**self.chunks, self.count: layers}.items() if self.settings.sees(count, n)}
+        return replace(self, frames=self.frames + x0.video.shape[2], count=count, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamCache(Cache):
+    """Cache for sampling without gradient, one buffer that its forwards change: of the caches of a clip, only the one
+    that :meth:`with_chunk` returned last is valid."""
+
+    slots: Slots
+
+    @property
+    def count(self) -> int:
+        return self.slots.count
+
+    def history(self) -> Slots:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a cache without training=True needs torch.no_grad(): forwards change it in place")
+        return self.slots
+
+    @torch.no_grad()
+    def with_chunk(self, x0: Sample) -> StreamCache:
+        self._remember(x0, self.slots)
+        self.slots.advance()
+        return replace(self, frames=self.frames + x0.video.shape[2])

@@ -23,8 +23,8 @@ from models.additions.time_conditioning import SecondTime
 from models.causal import CausalSettings
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import Family, Flops, Outputs
-from models.families.causal_forward import CausalForward, Record
-from models.roles.history import Cache, whole_clip
+from models.families.causal_forward import CausalForward, History, Slots
+from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
 from models.sample import VIDEO, PartShapes, Sample
 
@@ -60,9 +60,6 @@ class Observer:
     ) -> AbstractContextManager:
         """Return a context in which ``role`` calls ``network``; a backward passes the share ``depth`` of it."""
         return nullcontext()
-
-    def recorded(self, role: Role, record: Record) -> None:
-        """Take note of the ``record`` of a chunk's keys and values, which a call of ``role`` has filled."""
 
 
 @dataclass(kw_only=True)
@@ -244,31 +241,42 @@ class Role:
             raise RuntimeError(f"{self.name}: a role with a second time must get it, and no other role")
         return nullcontext() if addition is None or second_time is None else addition.at(t, second_time)
 
-    def cache(self, condition: Condition) -> Cache:
+    def cache(self, condition: Condition, *, training: bool = False) -> Cache:
         """Return the cache of a causal role at the start of a clip.
 
         It is empty, unless ``condition`` has a first frame. This frame is the first chunk, which one forward without
         gradient caches as given.
+
+        Args:
+            condition: condition of the B samples.
+            training: whether chunks are computed with gradients, or again later (:class:`TrainingCache`). A cache
+                without gradient is a buffer that is changed in place (:class:`StreamCache`).
 
         Raises:
             ValueError: the role is not causal.
         """
         if self.causal is None:
             raise ValueError(f"{self.name} is not causal and has no cache; set {self.name}.causal.chunk")
-        empty = Cache(role=self, condition=condition)
+        empty: Cache
+        if training:
+            empty = TrainingCache(role=self, condition=condition)
+        else:
+            chunks = 1 if self.trained_frames is None else len(self.causal.chunks(self.trained_frames))
+            empty = StreamCache(role=self, condition=condition, slots=Slots(self.causal, chunks))
         frame = condition.tensors.get(FIRST_FRAME)
         return empty if frame is None else empty.with_chunk(Sample({VIDEO: frame}))
 
-    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, record: Record | None = None) -> Sample:
+    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, history: History | None = None) -> Sample:
         """Return the velocity of the next chunk, whose history is ``cache``.
 
-        Gradients reach the network and ``x``; the cache is constant.
+        Gradients reach the network and ``x``; a training cache is constant. With another cache, gradients must be
+        disabled, and the chunk's keys and values enter its buffer until the next forward.
 
         Args:
             x: latents ``x_t`` of the chunk.
             t: ``(B,)`` in [0, 1], fp32 or better.
             cache: cache of this role, with the earlier chunks.
-            record: record of the chunk's keys and values to fill, without gradient.
+            history: ``cache.history()`` if the caller has it.
 
         Returns:
             Velocity of the chunk, in the dtype of ``x``.
@@ -276,17 +284,14 @@ class Role:
         Raises:
             ValueError: ``x`` has another number of frames or samples than the next chunk.
         """
-        causal, (network,) = cache.forward(record), self.networks
+        causal, (network,) = cache.forward(history or cache.history()), self.networks
         samples, frames = len(cache.condition), len(causal.positions)
         if cache.role is not self or (len(x), x.video.shape[2]) != (samples, frames) or t.shape != (samples,):
             raise ValueError(
                 f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
                 f" samples, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}"
             )
-        velocity = self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
-        if record is not None:
-            self.observer.recorded(self, record)
-        return velocity
+        return self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
 
     def logits(
         self, x: Sample, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
@@ -318,7 +323,7 @@ class Role:
         by_token = t.ndim == 2 or (FIRST_FRAME in condition.tensors and 0 in causal.positions)
         shapes = {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
         times = tokens if by_token else 1
-        return network.family.flops(network.config, x.shapes, shapes, causal.pairs(tokens), times)
+        return network.family.flops(network.config, x.shapes, shapes, causal.history.pairs(tokens), times)
 
     def _outputs(
         self,

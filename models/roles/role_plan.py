@@ -199,7 +199,7 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
-    settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network, sharding)
+    settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in folders)
     return RolePlan(
@@ -246,7 +246,6 @@ def _causal(
     saved: Path | None,
     family: Family,
     network: nn.Module,
-    sharding: ShardSettings | None,
 ) -> tuple[CausalSettings | None, int | None]:
     """Return a role's causal settings and the latent frames in its checkpoint's training; the adapters' file comes
     first."""
@@ -264,8 +263,6 @@ def _causal(
     family.check_causal(config_of(network), setting)
     if checkpoint.boundaries:
         raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
-    if sharding is not None and sharding.compile:
-        raise UserError(f"{setting} does not work with {name}.compile=true; use {name}.compile=false")
     return settings, trained_frames
 
 

@@ -80,11 +80,11 @@ def test_who_looks_is_noticed():
         assert _by_operator(lambda: cross_attention(q, k, v).sum().backward())
     assert {f"fsdp_cp::{name}" for name in NAMES} <= {event.key for event in profile.key_averages()}
     fake = [FakeTensorMode().from_tensor(q.detach())] * 3  # outside of its mode
-    assert operators._looked_at(*fake)
+    assert operators.is_observed(*fake)
     seen = []
-    torch.func.vmap(lambda x: (seen.append(operators._looked_at(x)), x)[1])(q)
+    torch.func.vmap(lambda x: (seen.append(operators.is_observed(x)), x)[1])(q)
     assert seen == [True]
-    assert not operators._looked_at(q, k, v)
+    assert not operators.is_observed(q, k, v)
 
 
 def test_who_comes_between_forward_and_recomputation_changes_nothing():

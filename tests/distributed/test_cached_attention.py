@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.cached import KeyValues, _held_tokens, cached_attention
+from fsdp_cp.attention.cached import KeyValues, buffered_attention, cached_attention, held_tokens
 from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.mask import block_causal, teacher_forcing
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.sequence import gather_tokens, split_tokens
+from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 from fsdp_cp.sharding.activations import ATTENTION, compile_forward, offload_saved_tensors, recompute_in_backward
 from tests.counted import Counted
 from tests.oracles.attention import Case, context_mesh, plain_attention
@@ -79,7 +79,8 @@ def _rollout(mesh, chunks, heads, kv_heads, kinds=("none",), bound=1e-12, dtype=
                 assert error <= bound, (kind, tokens, len(past), name, error)
         new = KeyValues(new_k.detach(), new_v.detach(), tokens)
         heads_per_rank, place = new.k.shape[2], mesh.context.ulysses_rank
-        held = slice(*_held_tokens(tokens, mesh.context))
+        start = mesh.context.ring_rank * mesh.context.ulysses_size * local_token_count(tokens, mesh.cp_size)
+        held = slice(min(start, tokens), min(start, tokens) + held_tokens(tokens, mesh.context))
         share = slice(place * heads_per_rank, (place + 1) * heads_per_rank)
         for x, whole in ((new.k, k), (new.v, v)):
             assert torch.equal(x, whole[:, held, share].to(dtype)), "the cache differs"
@@ -197,6 +198,35 @@ def _calls_of_kernels(mesh):
     return Counter(counts) == {0: 1, 1: 2, 2: 3}
 
 
+@torch.no_grad()
+def _in_a_buffer(mesh):
+    """The buffer holds and sees what the list does, by one kernel call, with and without the operator."""
+    world, kv_heads = mesh.cp_size, 2 * mesh.context.ulysses_size
+    counts, forward, past, at = [], CpuFlash.forward, [], 3
+    buffers = [torch.full((BATCH, at + 40, 2, HEAD_DIM), torch.nan, dtype=torch.float64) for _ in range(2)]
+    for tokens in (2 * world + 1, max(world - 1, 1), 7, 1):
+        q, k, v, _ = (split_tokens(x, mesh) for x in _draw(tokens, 2 * kv_heads, kv_heads))
+        call, held = {"mesh": mesh, "total_tokens": tokens}, held_tokens(tokens, mesh.context)
+        truth, new = cached_attention(q, k, v, past, **call)
+        place = torch.tensor((at, 3, at + held))
+        counts.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CpuFlash, "forward", lambda *args: (counts.append(1), forward(*args))[1])
+            out = buffered_attention(q, k, v, *buffers, place, **call)
+            assert len(counts) == (at + held > 3)
+        assert (out - truth).norm() <= 1e-12 * truth.norm().clamp_min(1)
+        assert all(torch.equal(x[:, at : at + held], y) for x, y in zip(buffers, (new.k, new.v), strict=True))
+        with FlopCounterMode(display=False):
+            assert torch.equal(buffered_attention(q, k, v, *buffers, place, **call), out)
+        past, at = [*past, new], at + held
+    for name, changed in (("keys", buffers[0][:1]), ("keys", buffers[0].float())):
+        with pytest.raises(ValueError, match=name):
+            buffered_attention(q, k, v, changed, buffers[1], place, **call)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        buffered_attention(q, k, v, *buffers, place, **call)
+    return all(x[:, :3].isnan().all() for x in buffers)
+
+
 def _refusals(mesh):
     heads, tokens = 2 * mesh.context.ulysses_size, 2 * mesh.cp_size
     q, k, v, _ = (split_tokens(x, mesh) for x in _draw(tokens, heads, heads, torch.float32))
@@ -226,7 +256,7 @@ def _everything(ring, ulysses):
     expected = _expected_traffic(mesh)
     for history in (0, 3):
         assert _traffic(mesh, history) == expected, (history, _traffic(mesh, history), expected)
-    assert _calls_of_kernels(mesh) and _refusals(mesh)
+    assert _calls_of_kernels(mesh) and _refusals(mesh) and _in_a_buffer(mesh)
     return True
 
 

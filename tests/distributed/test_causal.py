@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp_cp import ShardSettings, build_mesh, microbatch
+from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.sharding import activations
@@ -17,10 +18,11 @@ from models.condition import Condition
 from models.lora.settings import LoraSettings
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.counted import Counted
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, text_condition
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
@@ -36,8 +38,8 @@ SMALL = (2, 4, FRAMES, 2, 2)
 """One token a frame: chunks of 1 and 2 tokens, fewer than ranks."""
 LIMITS = {"all": (None, 0), "window and sink": (1, 1), "window": (2, 0)}
 STEPS = (1.0, 0.6)
-KINDS = {"none": "optim_grads_params", "full": "no_shard", "selective": "optim"}
-"""Activation checkpointing, each with a strategy of sharding."""
+KINDS = {"none": "optim_grads_params", "full": "no_shard", "selective": "optim", "compiled": "optim_grads_params"}
+"""Activation checkpointing (selective for compiled blocks), each with a strategy of sharding."""
 
 
 def settings(window=None, sink=0, context_time=0.0):
@@ -50,7 +52,7 @@ def data(shape=SHAPE, frames=None):
     generator = torch.Generator().manual_seed(1)
     clean, noise, other = (torch.randn(shape, generator=generator) for _ in range(3))
     number = (torch.arange(shape[2]) + 1) // 2
-    t = (0.1 + 0.85 * torch.rand(2, 20, generator=generator))[:, number]
+    t = (0.1 + 0.85 * torch.rand(2, 20, generator=generator))[:, number % 20]
     noisy = torch.lerp(clean, noise, t[:, None, :, None, None])
     return clean, noisy, t, torch.randn(2, *TEXT, generator=generator), other
 
@@ -69,15 +71,17 @@ def build(folder, mesh, lora=None, **sharding):
     )  # fmt: skip
 
 
-def by_chunks(role, clean, noisy, t, condition, sizes=CHUNKS, start=0):
+def by_chunks(role, clean, noisy, t, condition, sizes=CHUNKS, start=0, training=False, after_chunk=lambda cache: None):
     """Way 3: the velocities of all chunks, with ``clean`` as the history."""
-    cache, parts = replace(role.cache(condition), frames=start) if start else role.cache(condition), []
+    cache, parts = role.cache(condition, training=training), []
+    cache = replace(cache, frames=start) if start else cache
     given = cache.count
     for clean_chunk, x, time in zip(
         cut(clean, sizes)[given:], cut(noisy, sizes)[given:], t.split(list(sizes), 1)[given:], strict=True
     ):
         parts.append(role.chunk_velocity(video(x), time[:, 0], cache).video)
         cache = cache.with_chunk(video(clean_chunk))
+        after_chunk(cache)
     return torch.cat(parts, 2), cache
 
 
@@ -112,6 +116,8 @@ def _values(role, mine):
         found[f"noisy history, {name}"] = limited.velocity(video(noisy), t, condition).video
         found[f"clean history, {name}"] = limited.velocity(video(noisy), t, condition, clean=video(clean)).video
         found[f"chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition)
+        assert (cache.frames, cache.count) == (FRAMES, 4)
+        found[f"training chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition, training=True)
         assert list(cache.chunks) == [i for i in range(4) if limited.causal.sees(4, i)] and cache.frames == FRAMES
     found["one time"] = role.velocity(video(noisy), t[:, 0], condition).video
     late = replace(role, causal=settings(context_time=0.1))
@@ -121,9 +127,12 @@ def _values(role, mine):
     far = replace(role, causal=settings(1, 0))
     found["frame 1000"] = by_chunks(far, clean, noisy, t, condition, start=1000)[0]
     clean, noisy, t, *_ = (x[mine] for x in data(frames=13))
-    found["long, with a sink"] = by_chunks(
-        replace(role, causal=settings(1, 1)), clean, noisy, t, condition, sizes=(1, *[2] * 6)
-    )[0]
+    for training in (False, True):
+        sized = {"sizes": (1, *[2] * 6), "training": training}
+        far = replace(role, causal=settings(1, 1))
+        found["long, with a sink" + ", training" * training] = by_chunks(far, clean, noisy, t, condition, **sized)[0]
+        far = replace(role, causal=settings(None, 0))
+        found["long, all" + ", training" * training] = by_chunks(far, clean, noisy, t, condition, **sized)[0]
     clean, noisy, t, text, _ = (x[mine] for x in data(SMALL))
     found["few tokens, clean history"] = role.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video
     found["few tokens, chunks"] = by_chunks(role, clean, noisy, t, text_condition(text))[0]
@@ -174,7 +183,7 @@ def _rolled_out(role, mine):
     """A rollout whose first chunks leave the cache before the backward begins."""
     noise, second, _, text, target = (x[mine] for x in data())
     role = replace(role, causal=settings(1, 0))
-    cache = role.cache(text_condition(text))
+    cache = role.cache(text_condition(text), training=True)
 
     def chunk(x, t):
         return role.chunk_velocity(video(x), torch.full((len(x),), t), cache).video
@@ -194,13 +203,16 @@ def _on_mesh(folder, sizes):
     mine = torch.arange(2).chunk(mesh.dp_size)[mesh.dp_rank]
     gradients = {}
     for kind, strategy in KINDS.items():
-        role = build(folder, mesh, activation_checkpointing=kind, strategy=strategy)
-        if kind == "none":
-            with torch.no_grad():
-                values = _values(role, mine) | _first_frame(role, mine)
-            tangent = _tangent(role, mine)
-        for name, loss in LOSSES.items():
-            gradients[name, kind] = _gradients(role, mine, loss)
+        with Counted() as counted:
+            saved = {"activation_checkpointing": "selective", "compile": True} if kind == "compiled" else {}
+            role = build(folder, mesh, **{"activation_checkpointing": kind, "strategy": strategy} | saved)
+            if kind == "none":
+                with torch.no_grad():
+                    values = _values(role, mine) | _first_frame(role, mine)
+                tangent = _tangent(role, mine)
+            for name, loss in LOSSES.items():
+                gradients[name, kind] = _gradients(role, mine, loss)
+        assert (counted.graphs > 0) == (kind == "compiled")
     half = build(folder, mesh, precision="bf16")
     clean, noisy, t, text, _ = (x[mine] for x in data())
     with torch.no_grad():
@@ -244,10 +256,13 @@ def true_values(checkpoints):
             values[f"noisy history, {name}"] = oracle.noisy_history(noisy, t, text)
             values[f"clean history, {name}"] = oracle.clean_history(noisy, t, text, clean)
             values[f"chunks, {name}"] = _oracle_chunks(oracle, clean, noisy, t, text)
+            values[f"training chunks, {name}"] = values[f"chunks, {name}"]
         values["frame 1000"] = _oracle_chunks(CausalWan(network, CHUNKS, 1, 0), clean, noisy, t, text)
         far = CausalWan(network, (1, *[2] * 6), 1, 1, trained_chunks=4)
         longer = data(frames=13)
         values["long, with a sink"] = _oracle_chunks(far, longer[0], longer[1], longer[2], text)
+        values["long, all"] = _oracle_chunks(CausalWan(network, (1, *[2] * 6)), *longer[:3], text)
+        values |= {f"{name}, training": values[name] for name in ("long, with a sink", "long, all")}
         oracle = CausalWan(network, CHUNKS)
         values["one time"] = oracle.noisy_history(noisy, t[:, :1].expand(-1, FRAMES), text)
         values["context time, clean history"] = oracle.clean_history(noisy, t, text, clean, 0.1)
@@ -368,6 +383,61 @@ def test_adapters(pools, checkpoints):
         assert max(gradient_errors(ours_of, gradients).values()) < 1e-5
 
 
+def _streamed(folder, sizes, precision):
+    """Stream 30 chunks by compiled blocks, eagerly, again, and through a training cache.
+
+    Return the velocities; the graphs and the attention calls after each chunk, by kind; and the bytes of a stream.
+    """
+    mesh = build_mesh(**sizes, heads=4, device_type="cpu")
+    found, graphs, calls, forward = {}, {}, {}, CpuFlash.forward
+    clean, noisy, t, text, _ = data(frames=59)
+    arguments = (clean, noisy, t[:, :1].expand(-1, 59), text_condition(text), (1, *[2] * 29))
+
+    def count(*args):
+        calls[kind].append(None)
+        return forward(*args)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuFlash, "forward", count)
+        for kind in ("compiled", "eager", "again", "training"):
+            graphs[kind], calls[kind] = [], []
+            with Counted() as counted:
+                role = build(folder, mesh, precision=precision, compile=kind in ("compiled", "training"))
+                role = replace(role, causal=settings(window=2, sink=1))
+
+                def after_chunk(cache, kind=kind, counted=counted):
+                    graphs[kind].append((counted.graphs, len(calls[kind])))
+
+                found[kind], cache = by_chunks(role, *arguments, training=kind == "training", after_chunk=after_chunk)
+            if kind == "again":
+                size = sum(x.numel() * x.element_size() for x in cache.history().tensors())
+    return found, graphs, size
+
+
+@pytest.mark.parametrize("sizes", [
+    {"cp": 1}, *(pytest.param({"cp": n, "ring": ring}, marks=SLOW) for n, ring in ((2, 1), (3, 3))),
+    pytest.param({"cp": 2, "ring": 2}, marks=LONG),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), pytest.param("fp64", 1e-12, marks=SLOW)])
+def test_a_stream(pools, checkpoints, sizes, precision, bound):
+    """A stream computes what a training cache does, with the same bits each time, in a buffer of the planned size.
+
+    Each layer is one call of self-attention and one of cross-attention. Two graphs serve the first chunk, which has its
+    own size: with the text, and with its keys and values. One serves all others. A training cache runs uncompiled.
+    """
+    whole, layers, forwards = 0, ARCHITECTURE["num_layers"], 2 * 30  # a velocity, and the finished chunk
+    for found, counts, size in pools[sizes["cp"]].run(_streamed, checkpoints, sizes, precision):
+        for kind in ("compiled", "eager"):
+            assert relative_error(found[kind], found["training"]) < bound, kind
+        assert torch.equal(found["eager"], found["again"])
+        assert [graphs for graphs, _ in counts["compiled"]] == [2] + [3] * 29
+        assert counts["eager"][-1] == (0, 2 * layers * forwards) and counts["training"][-1][0] == 0
+        whole += size
+    kept = 2 * (15 + 3 * 30) + 15  # keys and values: the sink, and 2 + 1 chunks; the sink's unmoved keys
+    width = layers * 2 * 48 * (4 if precision == "fp32" else 8)
+    assert whole == width * (kept + 2 * TEXT[0] * sizes["cp"]), "each rank holds the text"
+
+
 def _misused(folder):
     mesh = build_mesh(cp=1, heads=4, device_type="cpu")
     role, (clean, noisy, t, text, _) = build(folder, mesh, activation_checkpointing="full"), data()
@@ -378,7 +448,9 @@ def _misused(folder):
         plain.cache(condition)
     with pytest.raises(ValueError, match="whole chunks"):
         role.velocity(video(noisy[:, :, :6]), t[:, :6], condition)
-    cache = role.cache(condition)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        role.chunk_velocity(video(noisy[:, :, :1]), t[:, 0], role.cache(condition))
+    cache = role.cache(condition, training=True)
     for x, time in ((noisy[:, :, :2], t[:, 0]), (noisy[:1, :, :1], t[:1, 0]), (noisy[:, :, :1], t[:, :1])):
         with pytest.raises(ValueError, match="chunk 0"):
             role.chunk_velocity(video(x), time, cache)

@@ -73,7 +73,6 @@ MISTAKES = {
         ("student.fp8=torchao student.fp8_gather=true student.offload=cpu", "student.fp8_gather"),
         ("student.causal.window=2", "student.causal.chunk"),
         ("student.causal.chunk=1 student.causal.context_time=1", "student.causal.context_time"),
-        ("student.causal.chunk=1 student.compile=true", "student.compile"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
     ],
     "data": [

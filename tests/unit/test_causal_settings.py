@@ -8,7 +8,6 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill.planning.roles import Watch
-from fsdp_cp import ShardSettings
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
@@ -95,8 +94,6 @@ def test_what_cannot_be_causal_is_refused_by_name():
         plan(architecture=ARCHITECTURE | {"patch_size": (2, 2, 2)})
     with refused("student.causal.chunk"):
         plan(boundary=0.9)
-    with refused("student.compile"):
-        plan(sharding=ShardSettings(compile=True))
     with refused("student.causal.chunk"):
         plan(causal=CausalSettings(window=2))
     assert plan(causal=CausalSettings()).causal is None
@@ -168,16 +165,23 @@ def test_a_plan_counts_the_cache(cp):
         role = Watch(storages).build_roles(run, mesh, fakes)["student"]
         with fakes, storages:
             x, condition = torch.zeros(2, 4, 7, 8, 8), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
-            cache = role.cache(condition)
+            cache = role.cache(condition, training=True)
             for chunk in x.split([1, 2, 2, 2], 2):
                 role.chunk_velocity(video(chunk), torch.zeros(2), cache).video.sum().backward()
                 cache = cache.with_chunk(video(chunk))
             held = storages.by["student", "cache"]
             of_chunks = role.flops
+            del cache
+            assert not storages.by["student", "cache"]
+            with torch.no_grad():
+                stream = role.cache(condition)
+                role.chunk_velocity(video(x[:, :, :1]), torch.zeros(2), stream)
+                streamed = storages.by["student", "cache"]
             role.flops = 0
             role.velocity(video(x), torch.zeros(2), condition, clean=video(x))
     of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
     assert held == ARCHITECTURE["num_layers"] * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
+    assert streamed == ARCHITECTURE["num_layers"] * of_layer * (3 * 32 // cp + CONDITION_SHAPES["text"][0])
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config

@@ -53,7 +53,7 @@ class Recorder(nn.Module):
     def logits(self, x, t, condition, r=None, at=None):
         return (x.video * self.scale).flatten(1)
 
-    def cache(self, condition):
+    def cache(self, condition, training):
         cache = SimpleNamespace(role=self, condition=condition)
         cache.with_chunk = lambda x0: cache
         return cache

@@ -289,7 +289,8 @@ def rollout_chunks(
             last_steps.append(last)
         return [last.x0()]
 
-    return (x0 for (x0,) in by_chunks(student.cache(condition), noise, random, f"{purpose}/context", sample))
+    cache = student.cache(condition, training=last_steps is not None)
+    return (x0 for (x0,) in by_chunks(cache, noise, random, f"{purpose}/context", sample))
 
 
 def _for_all(time: float, noise: Sample) -> Times:
