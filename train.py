@@ -15,12 +15,14 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     config = compose_config(arguments)
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
     from distill.run.folder import command_line, recorded_stop, refuse_foreign_run, run_log
+    from distill.run.hub_names import resolve_hub_names
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
     from distill.train.mesh_check import check_meshes
     from distill.train.trainer import build_trainer
 
     with run_log():
+        resolve_hub_names(config)
         if config.plan == "suggest":
             from distill.planning.suggest import suggest_command
 

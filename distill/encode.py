@@ -27,6 +27,7 @@ from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
 from fsdp_cp.progress import log_to_console
+from models.files.hub import encoder_files, resolve
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out).expanduser().absolute()
     if path.is_file() and arguments.image is not None:
         raise UserError(f"--image={arguments.image}: {path} holds captions without clips; give a folder of videos")
+    settings.encoders = resolve({"--encoders": (settings.encoders, encoder_files)}).get("--encoders", settings.encoders)
     with process_group(device):
         columns = _columns(arguments.columns)
         source = check_local(lambda: Source.read(path, columns, has_clips=not path.is_file()))

@@ -28,6 +28,7 @@ from distill.config.trained_method import sampling_in_words, trained_method
 from distill.evaluate.sampling import Clips, decode, generate, plan_sampling, sample_captions
 from distill.methods import build_method
 from distill.report.media import contact_sheet, write_mp4
+from distill.run.hub_names import resolve_hub_names
 from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
@@ -171,6 +172,7 @@ def sample(arguments: argparse.Namespace) -> None:
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
+    resolve_hub_names(config, [])
     plan = plan_student(config, student)
     shapes = sampled_shapes(config, plan, arguments.frames)  # before clips and captions are encoded
     about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}

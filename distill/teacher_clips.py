@@ -33,6 +33,7 @@ from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.sampling import guided_states
 from distill.run.checkpoint_checks import find_sources
+from distill.run.hub_names import resolve_hub_names
 from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
@@ -170,6 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = user_path(names[0], "OUT").absolute()
     where = f"OUT={out}"
     device = open_device(config)
+    resolve_hub_names(config, ["teacher"])
     plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
         on_first_rank(lambda: refuse_other_set(out, where))

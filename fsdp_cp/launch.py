@@ -284,17 +284,18 @@ class _AtomicHandler(ErrorHandler):
 
 
 def own_part(timeout: timedelta) -> dist.Store | None:
-    """Return a part of the agent's store to which no earlier start of these ranks has written. Called by all ranks.
+    """Return a part of the agent's store to which no earlier group of these ranks has written. Called by all ranks.
 
     With ``--max-restarts`` torchrun restarts the ranks after one has died, and torch 2.13 gives them the store of the
-    previous ranks. There they would find the addresses of dead processes (gloo: ``Connection refused``). The restart
-    count cannot name the parts, since the torchruns of several nodes count differently.
+    previous ranks. There they would find the addresses of dead processes (gloo: ``Connection refused``), as in the
+    second of two groups of one start. The restart count cannot name the parts, since the torchruns of several nodes
+    count differently.
 
     Returns:
-        ``None`` if ranks cannot restart or do not use the agent's store: ``init_process_group`` then makes a store.
+        ``None`` if ranks do not use the agent's store: ``init_process_group`` then makes a store.
     """
     env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=timeout)
     return dist.PrefixStore(agree(store, int(env["RANK"]), int(env["WORLD_SIZE"]), timeout), store)

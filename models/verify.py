@@ -30,6 +30,7 @@ from models.export_folder import write_folder
 from models.families.base import config_of
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
+from models.files.hub import network_files, resolve_path
 from models.lora.merge import Weights
 from models.sample import VIDEO
 from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
@@ -96,7 +97,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
     Raises:
         UserError: ``target`` is neither a folder nor a family, or the folder's network is not of the family.
     """
-    folder = user_path(target, "FOLDER_OR_FAMILY")
+    folder = resolve_path(str(user_path(target, "FOLDER_OR_FAMILY")), "FOLDER_OR_FAMILY", network_files)
     for name in (family, None if folder.is_dir() else target):
         if name is not None and name not in family_names():
             raise UserError(f"{name} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")

@@ -123,7 +123,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighboring pairs of ``x`` ``(B, S, H, D)`` in the tables' fp32, as Wan does."""
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).type_as(x)
+    # Round before the stack: a compiled stack is a buffer, which would be fp32 and need a further kernel to round it.
+    return torch.stack(((x1 * cos - x2 * sin).type_as(x), (x1 * sin + x2 * cos).type_as(x)), dim=-1).flatten(-2)
 
 
 class BlockArguments:

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.launch import ROOT
@@ -38,3 +39,31 @@ def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
     assert found["earlier"]["fingerprint"] == before["fingerprint"] and found["since_step"] == 1
     start = json.loads((run_dir / "starts.jsonl").read_text().splitlines()[-1])
     assert start["config"]["checkpoint"]["accept"] == ["teacher.checkpoint"]
+
+
+@pytest.mark.slow
+def test_a_teacher_of_the_hub_stays_at_its_commit(tmp_path, monkeypatch, capsys):
+    """Without a network the cache is used. The run records the commit, and keeps it when the branch has moved."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    storage, commits = tmp_path / "models--me--teacher", ("1" * 40, "2" * 40)
+    source = ROOT / "assets" / "quickstart_teacher" / "transformer"
+    for number, commit in enumerate(commits):
+        shutil.copytree(source, storage / "snapshots" / commit / "transformer")
+        weights = storage / "snapshots" / commit / "transformer" / "diffusion_pytorch_model.safetensors"
+        save_file({name: (1 + number) * tensor for name, tensor in load_file(weights).items()}, weights)
+    branch = storage / "refs" / "main"
+    branch.parent.mkdir()
+    branch.write_text(commits[0])
+    run_dir = tmp_path / "run"
+    arguments = [*QUICK, f"run_dir={run_dir}", "teacher.checkpoint=me/teacher"]
+    assert main([*arguments, "steps=1"]) == 0
+    branch.write_text(commits[1])
+    assert main([*arguments, "steps=2"]) == 0
+    assert f"me/teacher@{commits[0]}" in (run_dir / "config.yaml").read_text()
+    assert _state(run_dir, 2)["sources"] == _state(run_dir, 1)["sources"]
+    capsys.readouterr()
+    assert main([*arguments, "steps=3", f"teacher.checkpoint=me/teacher@{commits[1]}"]) == 2, "other weights"
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert commits[1] in error
+    assert main([*arguments, "run_dir=" + str(tmp_path / "missing"), "teacher.checkpoint=me/other"]) == 2

@@ -43,15 +43,13 @@ def test_a_start_of_which_some_died_early_does_not_disturb_the_next(server):
     ("environment", "wanted"),
     [
         ({}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
     ],
 )
-def test_only_where_ranks_may_be_started_again(server, monkeypatch, environment, wanted):
+def test_only_in_the_agents_store(server, monkeypatch, environment, wanted):
     own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (
-        own | {"TORCHELASTIC_USE_AGENT_STORE": "", "TORCHELASTIC_MAX_RESTARTS": ""} | environment
-    ).items():
+    for name, value in (own | {"TORCHELASTIC_USE_AGENT_STORE": ""} | environment).items():
         monkeypatch.setenv(name, value)
     store = own_part(SOON)
     assert (store is not None) == wanted

@@ -51,7 +51,7 @@ from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from models.files.shipped import find_shipped
+from models.files.shipped import find_shipped, parse_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class SetWriter:
             counts = {"rows": len(rows), "captions": len({caption for _, caption in rows}), "left_out": len(left_out)}
             counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
             description = {
-                "encoders": str(find_shipped(encoders).absolute()),
+                "encoders": encoders if parse_hub_name(encoders) else str(find_shipped(encoders).absolute()),
                 "format": FORMAT,
                 "parts": {part: (place.dtype, list(place.shape)) for part, place in first["clips"].items()},
                 "text_widths": {part: place.shape[1] for part, place in first["texts"].items()},

@@ -1,0 +1,228 @@
+"""Checkpoints by their name on the Hugging Face hub: ``owner/name`` or ``owner/name@revision``.
+
+A command resolves such a name once, at its start, to ``owner/name@COMMIT``, and downloads the files that it needs.
+:func:`models.files.shipped.find_shipped` finds them in the cache, without a network. Only settings, weights in
+safetensors and vocabularies are downloaded: no code, and nothing to unpickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+
+import torch
+import torch.distributed as dist
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import local_rank, process_group, world_size
+from fsdp_cp.reduce import on_all_ranks, on_first_rank
+from models.files.checkpoint_files import indexed_files, one_line
+from models.files.shipped import HubName, find_shipped, hub_folder, parse_hub_name
+
+log = logging.getLogger(__name__)
+
+_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
+"""Files that may be downloaded: settings, weights, vocabularies and chat templates."""
+_PATIENCE = timedelta(days=7)
+"""Time in which the other processes wait for downloads, without NCCL."""
+
+Wanted = Callable[[Iterable[str]], list[str]]
+"""Function that selects the needed files from those of a repository."""
+
+
+def network_files(files: Iterable[str]) -> list[str]:
+    """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders."""
+    files = [file for file in files if file.endswith((".json", ".safetensors"))]
+    if "transformer/config.json" in files:
+        return [
+            file for file in files if file == "model_index.json" or file.startswith(("transformer/", "transformer_2/"))
+        ]
+    return [file for file in files if "/" not in file]
+
+
+def encoder_files(files: Iterable[str]) -> list[str]:
+    """Select the files of a pipeline's encoders: all of its folders except the networks and the scheduler."""
+    networks = ("transformer", "transformer_2", "scheduler")
+    parts = [(file, PurePosixPath(file).parts) for file in files if file.endswith(_SUFFIXES)]
+    return [file for file, path in parts if file == "model_index.json" or (len(path) == 2 and path[0] not in networks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Snapshot:
+    """Commit of a repository that all nodes take, and its needed files."""
+
+    setting: str
+    text: str
+    name: HubName
+    commit: str
+    files: tuple[str, ...] | None
+    """``None`` if the hub could not be asked: those in the cache."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.setting}={self.text}"
+
+    @property
+    def folder(self) -> Path:
+        return hub_folder(HubName(self.name.repo, self.commit))
+
+    def missing(self) -> list[str]:
+        """Return the needed files that are not in the cache.
+
+        Raises:
+            UserError: an index of weights is damaged, or names a file that is missing although the hub lists it not.
+        """
+        return [file for file in self.files or () if not (self.folder / file).is_file()]
+
+    def check(self) -> None:
+        """Check that the cache holds the needed files, and every shard that an index of weights names.
+
+        Raises:
+            UserError: a file is missing.
+        """
+        if missing := self.missing():
+            raise UserError(
+                f"{self.where} lacks {missing[0]} in {self.folder}; start the same command again with a network"
+            )
+        indexes = sorted(self.folder.glob("**/*.safetensors.index*.json"))
+        for index in indexes:
+            if self.files is None or index.relative_to(self.folder).as_posix() in self.files:
+                indexed_files(index, f"{self.where} in {self.folder}")
+
+
+def resolve(
+    names: Mapping[str, tuple[str | None, Wanted]], *, recorded: Mapping[str, str] | None = None, download: bool = True
+) -> dict[str, str]:
+    """Resolve the hub names among settings to ``owner/name@COMMIT``, and download their files. All ranks must call it.
+
+    Rank 0 asks the hub, and all nodes take its commits. One process of each node downloads, under a lock, with a
+    progress bar. Without a network a snapshot in the cache is used.
+
+    Args:
+        names: value of each setting, and the files that it needs. Values that are paths here are left out.
+        recorded: values that an earlier start of the run resolved; a branch that has moved since is reported.
+        download: whether missing files may be downloaded.
+
+    Returns:
+        The new values of the settings that are hub names.
+
+    Raises:
+        UserError: on all ranks: an unknown or gated repository or revision, a failed download, missing files.
+    """
+    parsed = {setting: (text, parse_hub_name(text), wanted) for setting, (text, wanted) in names.items() if text}
+    named = {setting: (text, name, wanted) for setting, (text, name, wanted) in parsed.items() if name is not None}
+    if not named:
+        return {}
+
+    def look_up() -> list[_Snapshot]:
+        return [
+            _look_up(setting, text, name, parse_hub_name((recorded or {}).get(setting, "")), wanted)
+            for setting, (text, name, wanted) in named.items()
+        ]
+
+    def fetch() -> None:
+        for snapshot in snapshots if local_rank() == 0 else ():
+            _fetch(snapshot, download)
+
+    alone = dist.is_initialized() or world_size() == 1
+    with nullcontext() if alone else process_group(torch.device("cpu"), timeout=_PATIENCE):
+        snapshots = on_first_rank(look_up)
+        on_all_ranks(fetch)
+        on_all_ranks(lambda: [snapshot.check() for snapshot in snapshots])
+    return {snapshot.setting: f"{snapshot.name.repo}@{snapshot.commit}" for snapshot in snapshots}
+
+
+def resolve_path(text: str, setting: str, wanted: Wanted) -> Path:
+    """Return the folder of one path or hub name, as :func:`find_shipped`, after :func:`resolve`."""
+    return find_shipped(resolve({setting: (text, wanted)}).get(setting, text))
+
+
+def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wanted: Wanted) -> _Snapshot:
+    """Return the commit to take: the recorded one of the same repository, or the revision's."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = f"{setting}={text}"
+    kept = earlier.revision if earlier is not None and earlier.repo == name.repo and not name.is_commit else None
+
+    def unreachable(reason: object) -> _Snapshot:
+        folder = hub_folder(HubName(name.repo, kept or name.revision))
+        if not folder.is_dir():
+            raise UserError(
+                f"{where} is not a folder here, and the hub cannot be asked for it ({one_line(reason)}), nor is it in"
+                f" the cache; give a folder, or start once with a network"
+            )
+        return _Snapshot(setting=setting, text=text, name=name, commit=folder.name, files=None)
+
+    try:
+        info = HfApi().model_info(name.repo, revision=name.revision)
+        if kept is not None and kept != info.sha:
+            log.warning("%s: %s has moved to %s; this run continues with %s", where, name.revision, info.sha, kept)
+            info = HfApi().model_info(name.repo, revision=kept)
+    except GatedRepoError as error:
+        page = f"https://huggingface.co/{name.repo}"
+        raise UserError(f"{where} is gated; accept its terms at {page}, then log in with: hf auth login") from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"{where}: {name.repo} has no revision {name.revision}; give a branch, tag or commit"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"{where} is neither a folder here nor a repository on the hub that you can read; check the path, or the"
+            " name (for a private one log in with: hf auth login)"
+        ) from error
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise UserError(f"{where}: the hub refused ({one_line(error)}); try again, or give a folder") from error
+        return unreachable(error)
+    except Exception as error:  # offline, or no connection: errors of the HTTP library, which changes with versions
+        return unreachable(error)
+    files = wanted(file.rfilename for file in info.siblings or ())
+    if not any(file.endswith("config.json") for file in files):
+        raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
+    return _Snapshot(setting=setting, text=text, name=name, commit=str(info.sha), files=tuple(files))
+
+
+def _fetch(snapshot: _Snapshot, download: bool) -> None:
+    """Download the missing files of a snapshot, once for all processes that share the cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import WeakFileLock
+
+    if not snapshot.missing():
+        return
+    repo = snapshot.name.repo
+    if not download:
+        raise UserError(
+            f"{snapshot.where} is not whole in the cache of this machine, and dry_run and plan download nothing; start"
+            f" the run, or download it first: hf download {repo} --revision {snapshot.commit}"
+        )
+    storage = snapshot.folder.parents[1]
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(storage / ".fsdp_cp.lock"):
+            if missing := snapshot.missing():
+                log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
+                patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
+                snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
+            if not snapshot.name.is_commit:  # the hub's own layout: without a network the branch means this commit
+                branch = storage / "refs" / snapshot.name.revision
+                branch.parent.mkdir(parents=True, exist_ok=True)
+                branch.write_text(snapshot.commit)
+    except Exception as error:  # of the hub, the HTTP library and the disk
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        advice = "free space, or set HF_HOME to another disk" if full else "the same command continues the download"
+        raise UserError(
+            f"{snapshot.where} could not be downloaded to {storage} ({one_line(error)}); {advice}"
+        ) from error

@@ -1,0 +1,200 @@
+"""Names on the hub: a server on this machine answers as the hub does; what it holds comes into a cache."""
+
+import errno
+import hashlib
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from unittest import mock
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+import torch.distributed as dist
+from huggingface_hub import constants
+
+from fsdp_cp.errors import UserError
+from models.files.hub import encoder_files, network_files, resolve
+from models.files.shipped import find_shipped, parse_hub_name
+
+FIRST, SECOND = "1" * 40, "2" * 40
+SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+NEEDED = {"model_index.json", "transformer/config.json", "transformer/m.safetensors.index.json", *SHARDS}
+
+
+def repository(mark):
+    index = {"weight_map": {name: name.removeprefix("transformer/") for name in SHARDS}}
+    others = ("vae/config.json", "vae/v.safetensors", "text_encoder/t.bin", "transformer/code.py", "README.md")
+    texts = {name: f"{name} {mark}" for name in (*NEEDED, *others)}
+    texts["transformer/m.safetensors.index.json"] = json.dumps(index | {"mark": mark})
+    return {name: text.encode() for name, text in texts.items()}
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """The hub's answers for ``owner/net``; ``owner/gated`` is gated. ``state`` is shared with the test."""
+
+    def answer(self, code, body=b"", **headers):
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        state, parts = self.server.state, unquote(urlsplit(self.path).path).strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
+        if repo == "owner/gated":
+            return self.answer(403, X_Error_Code="GatedRepo")
+        if repo != "owner/net":
+            return self.answer(404, X_Error_Code="RepoNotFound")
+        commit = state.branches.get(rest[1], rest[1])
+        if (files := state.commits.get(commit)) is None:
+            return self.answer(404, X_Error_Code="RevisionNotFound")
+        if api and rest[0] == "revision":
+            body = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+            return self.answer(200, json.dumps(body).encode(), Content_Type="application/json")
+        if api:
+            tree = [
+                {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
+                for name, text in files.items()
+            ]
+            return self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+        name = "/".join(rest[2:])
+        if name == state.broken:
+            return self.answer(403)
+        if self.command == "GET":
+            state.sent.append(name)
+        tag = hashlib.sha1(files[name]).hexdigest()
+        return self.answer(200, files[name], ETag=f'"{tag}"', X_Repo_Commit=commit)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Serve a repository with two commits, of which ``main`` is the first; the cache is empty."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.state = SimpleNamespace(
+        commits={FIRST: repository("first"), SECOND: repository("second")}, branches={"main": FIRST}, broken="", sent=[]
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name, value in (
+        ("ENDPOINT", address),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ("HF_HUB_OFFLINE", False),
+    ):
+        monkeypatch.setattr(constants, name, value)
+    server.state.close = lambda: (server.shutdown(), server.server_close())
+    yield server.state
+    server.state.close()
+
+
+def take(name="owner/net", wanted=network_files, **options):
+    (value,) = resolve({"teacher.checkpoint": (name, wanted)}, **options).values()
+    folder = find_shipped(value)
+    return value, {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(UserError) as caught:
+        take(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_only_the_needed_files_come_and_only_once(hub):
+    assert take() == (f"owner/net@{FIRST}", NEEDED)
+    assert sorted(hub.sent) == sorted(NEEDED)
+    assert take()[1] == take(f"owner/net@{FIRST}")[1] == NEEDED and len(hub.sent) == len(NEEDED)
+    assert take(wanted=encoder_files)[1] == NEEDED | {"vae/config.json", "vae/v.safetensors"}, "no code, no pickle"
+
+
+def test_paths_are_no_names(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "net").mkdir(parents=True)
+    assert resolve({"a": ("owner/net", network_files), "b": (None, network_files), "c": ("/x/y", network_files)}) == {}
+    for text in ("assets/quickstart_teacher", "a/b/c", "net", "/a/b", "../b", "a/..", "", "a/b@", "~/b", "a b/c"):
+        assert parse_hub_name(text) is None, text
+    assert parse_hub_name("Wan-AI/Wan2.1-T2V-1.3B-Diffusers@refs/pr/1").revision == "refs/pr/1"
+
+
+def test_a_branch_that_moves(hub, caplog):
+    value, _ = take()
+    hub.branches["main"] = SECOND
+    assert take(recorded={"teacher.checkpoint": value})[0] == value
+    assert SECOND in caplog.text, "a run says that the branch moved, and continues with its commit"
+    assert take(recorded={"teacher.checkpoint": f"other/net@{FIRST}"})[0] == f"owner/net@{SECOND}"
+    assert take(f"owner/net@{FIRST}", recorded={"teacher.checkpoint": f"owner/net@{SECOND}"})[0] == value
+
+
+def test_a_cache_without_a_network(hub, monkeypatch):
+    value, _ = take()
+    hub.branches["main"] = SECOND
+    hub.close()
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        assert take()[0] == take(value)[0] == value
+        assert "owner/other" in refusal("owner/other")
+        assert SECOND in refusal(f"owner/net@{SECOND}")
+    shard = find_shipped(value) / SHARDS[1]
+    shard.unlink()
+    assert shard.name in refusal(), "a shard that the index names"
+
+
+def test_a_download_that_breaks_is_continued(hub):
+    hub.broken = SHARDS[1]
+    refusal()
+    came = len(hub.sent)
+    hub.broken = ""
+    assert take()[1] == NEEDED and len(hub.sent) - came < len(NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("owner/missing", "folder"), ("owner/gated", "hf auth login"), ("owner/net@later", "later")],
+)
+def test_what_the_hub_refuses_is_one_line(hub, name, said):
+    assert said in refusal(name)
+
+
+def test_no_space_left_and_no_download_wanted(hub):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(huggingface_hub, "snapshot_download", side_effect=full):
+        assert "HF_HOME" in refusal()
+    assert FIRST in refusal(download=False) and not hub.sent
+    take()
+    assert take(download=False)[1] == NEEDED
+
+
+def _on_ranks(endpoint, template, caches):
+    """Resolve on every rank; each rank is a node with the cache of its number in ``caches``."""
+    cache = caches[dist.get_rank()]
+    settings = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": cache}
+    with (
+        mock.patch.multiple(constants, **settings, HF_HUB_OFFLINE=False),
+        mock.patch.dict(os.environ, NO_PROXY="127.0.0.1"),
+    ):
+        return take()
+
+
+@pytest.mark.slow
+def test_nodes_take_one_commit_into_their_caches(hub, tmp_path):
+    """Two nodes share a cache, another has its own. Each file comes once into each cache."""
+    from tests.pools import Pools
+
+    caches = [str(tmp_path / name) for name in ("shared", "shared", "own")]
+    with Pools(timeout=120) as pools:
+        found = pools[3].run(_on_ranks, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE, caches)
+    assert found == [(f"owner/net@{FIRST}", NEEDED)] * 3
+    assert sorted(hub.sent) == sorted([*NEEDED, *NEEDED])
