@@ -32,12 +32,15 @@ from models.export_folder import write_folder
 from models.families.base import Family
 from models.families.registry import family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.originals import own_config, own_names
 from models.files.scheduler import few_step_scheduler
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OWN = "wan"
+"""Format of a whole network in the names of Wan's own code: one file for ComfyUI, with ``config.json``."""
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +87,8 @@ class RoleExport:
     ) -> None:
         """Write the role as a diffusers folder, or as an adapter file of a ``kind`` of :data:`FORMATS`. A collective.
 
-        ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`.
+        The ``kind`` :data:`OWN` writes one file in the names of Wan's own code. ``folder``, ``about`` and ``options``
+        are as for :func:`models.export_folder.write_folder`.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
         if kind in FORMATS:
@@ -96,7 +100,15 @@ class RoleExport:
             merged(base, self.trained[i], self.scale or 1.0) if i in self.trained else base
             for i, base in enumerate(self.bases())
         ]
-        write_folder(folder, networks, self.config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
+        config = self.config
+        if kind == OWN:
+            (network,) = networks
+            stored = {own: name for name, own in own_names(network.shapes).items()}
+            shapes = {own: network.shapes[name] for own, name in stored.items()}
+            networks = [Weights(shapes, lambda own: network.read(stored[own]))]
+            config, about = own_config(config), {"format": kind, **about}
+            options |= {"max_bytes": 2**62, "scheduler": None}
+        write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
 
 
 def exported_weights(setting: str, has_average: bool) -> str:
@@ -199,7 +211,7 @@ def export_checkpoint(
     name = f"the {role}"
     if boundaries:
         held = [EXPERTS[i] for i in trained]
-        takes_both = len(held) == len(EXPERTS) and kind not in FORMATS  # an adapter file holds one expert
+        takes_both = len(held) == len(EXPERTS) and kind not in (*FORMATS, OWN)  # one file holds one expert
         if expert not in held and not (expert is None and takes_both):
             raise UserError(
                 f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; add --expert"
@@ -208,7 +220,9 @@ def export_checkpoint(
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], options["scheduler"] = expert, None
-    if adapters is None and kind is not None:
+    if kind == OWN and exported.family.name != "wan":
+        raise UserError(f"--format {OWN} is for Wan, and the {role} is {exported.family.name}; leave it out")
+    if adapters is None and kind not in (None, OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind in FORMATS and (whole := exported.not_adapters):
         raise UserError(
@@ -249,9 +263,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
     parser.add_argument(
         "--format",
-        choices=("merged", *FORMATS),
-        help="of a role with adapters: merged into its base, as a diffusers folder (the default), as a file for"
-        " diffusers' load_lora_weights, or one with the keys of Wan's own code, as ComfyUI and LightX2V read it",
+        choices=("merged", *FORMATS, OWN),
+        help=f"{OWN}: the whole network as one file in the names of Wan's own code, for ComfyUI. Of a role with"
+        " adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
+        " load_lora_weights, or one with the keys of Wan's own code, as ComfyUI and LightX2V read it",
     )
     parser.add_argument(
         "--expert", choices=EXPERTS, help="of a role of two experts one alone, as a network of its own; both by default"

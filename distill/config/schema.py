@@ -75,7 +75,10 @@ class RoleSettings(ShardSettings):
     """Settings of all roles; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
-    """Path to a diffusers pipeline or transformer folder."""
+    """A diffusers pipeline or transformer folder, its name on the hub (``owner/name``, ``owner/name@revision``), or one
+    ``.safetensors`` file, also in the names of Wan's own code."""
+    config: str | None = None
+    """Folder whose ``config.json`` replaces the checkpoint's, for one file of which the heads are not known."""
     architecture: dict[str, Any] | None = None
     """Configuration of a network with random weights, instead of a checkpoint."""
     boundary: float | None = None

@@ -160,6 +160,7 @@ def _plan_role(
     role = plan_role(
         name,
         checkpoint=base.checkpoint,
+        config=base.config,
         architecture=base.architecture,
         boundary=base.boundary,
         family=settings.family,

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from models.files.originals import configure, diffusers_names, is_original
 from models.files.shipped import find_shipped
 
 ADDITIONS_FILE = "additions.safetensors"
@@ -38,7 +39,14 @@ class TransformerFolder:
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors in ``additions.safetensors``, by name."""
     stored: dict[str, str] = field(default_factory=dict)
-    """Names in the files, by name in ``shapes``, if a prefix was removed."""
+    """Names in the files, by name in ``shapes``, if they differ: a removed prefix, or names of Wan's own code."""
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """Files with the network's weights. ``path`` can be one file."""
+        if self.path.is_file():
+            return [self.path]
+        return [file for file in sorted(self.path.glob("*.safetensors")) if file.name != ADDITIONS_FILE]
 
 
 class Checkpoint(NamedTuple):
@@ -67,11 +75,12 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     return inspected.folders[0]
 
 
-def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
+def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, config: str | None = None) -> Checkpoint:
     """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
 
     Arguments are those of :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
-    read too. ``alone`` accepts the folder of the noisier expert as a network.
+    read too. ``alone`` accepts the folder of the noisier expert as a network. ``config`` is a folder whose
+    ``config.json`` replaces the network's own, for one file of weights or weights in the names of Wan's own code.
 
     Raises:
         UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
@@ -79,8 +88,13 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
+    given = None if config is None else _given_config(config, setting)
+    if root.is_file() and root.suffix == ".safetensors":
+        return Checkpoint((_inspect(root, where, given),), ())
     if not str(checkpoint).strip() or not root.is_dir():
-        raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder")
+        raise UserError(
+            f"{where} is not a folder; give a diffusers pipeline or transformer folder, or one .safetensors file"
+        )
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
     boundary = None
     if path != root:
@@ -95,35 +109,82 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
             f"{where} has neither transformer/config.json nor config.json"
             + (f"; there is one in {inside}" if inside else "")
         )
-    first = _inspect(path, where)
+    first = _inspect(path, where, given)
     if boundary is None:
         return Checkpoint((first,), ())
     return Checkpoint((first, _inspect(root / EXPERT_FOLDERS[1], where)), (boundary,))
 
 
-def _inspect(path: Path, where: str) -> TransformerFolder:
-    """Describe the folder of one network, which has a ``config.json``."""
+def _given_config(folder: str, setting: str) -> dict[str, Any]:
+    """Return the configuration of ``ROLE.config``, a transformer or pipeline folder."""
+    where, root = f"{setting.rpartition('.')[0]}.config={folder}", find_shipped(folder)
+    files = [file for file in (root / "transformer" / "config.json", root / "config.json") if file.is_file()]
+    if not files:
+        raise UserError(f"{where} has neither transformer/config.json nor config.json; give a folder that has one")
+    return _read_config(files[0], where)
+
+
+def _read_config(file: Path, where: str) -> dict[str, Any]:
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as error:
         reason = one_line(error.strerror if isinstance(error, OSError) else error)
-        raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
-    if "quantization_config" in config:
-        raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
+        raise UserError(f"{where}: {file} cannot be read as a JSON object ({reason})") from error
+    return config
+
+
+def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> TransformerFolder:
+    """Describe the network in a folder with a ``config.json``, or in one file, whose configuration may be ``given``."""
+    beside = (path.parent if path.is_file() else path) / "config.json"
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
     stored: dict[str, str] = {}
-    for file in _weight_files(path, where):
+    config = given
+    if config is None and not path.is_file():
+        config = _read_config(beside, where)
+    if config is not None and "quantization_config" in config:
+        raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
+    for file in [path] if path.is_file() else _weight_files(path, where):
         for in_file, shape in _read_shapes(file, where).items():
             name = _WRAPPERS.sub("", in_file)
             if name in shapes:  # the reader would take either tensor
                 raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; {_LINK}")
             shapes[name], files[name], stored[name] = shape, file.name, in_file
+    if config is None:
+        config = _header_config(path, where)
+    if config is None and beside.is_file():
+        config = _read_config(beside, where)
+    if is_original(shapes):
+        if config is None or "num_attention_heads" not in config:  # none, or one of Wan's own code
+            known = config is not None and "num_heads" in config
+            config = configure(shapes, config if known else None, where)
+        own = diffusers_names(shapes, where)
+        shapes = {name: shapes[other] for name, other in own.items()}
+        stored = {name: stored[other] for name, other in own.items()}
+    if config is None:
+        raise UserError(
+            f"{where} has no configuration, in its header or next to it, and not the names of Wan's own code; give a"
+            " diffusers folder, or set ROLE.config to a folder with its config.json"
+        )
     extra = path / ADDITIONS_FILE
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
+
+
+def _header_config(file: Path, where: str) -> dict[str, Any] | None:
+    """Return the configuration in the header of one file of weights, as Lightricks writes it; ``None`` without one."""
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get("config")
+    try:
+        config = None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}: the config in its header is not JSON ({one_line(error)}); set ROLE.config"
+        ) from error
+    config = config.get("transformer", config) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
@@ -163,9 +224,10 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
 def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
     """Return a function that reads a tensor of ``folder`` by name."""
     files: dict[str, Path] = {}
-    for path in sorted(folder.path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as opened:
-            files |= dict.fromkeys(opened.keys(), path)
+    for path in [*folder.weight_files, folder.path / ADDITIONS_FILE]:
+        if path.is_file():
+            with safe_open(path, framework="pt") as opened:
+                files |= dict.fromkeys(opened.keys(), path)
 
     def read(name: str) -> Tensor:
         stored = folder.stored.get(name, name)
@@ -177,7 +239,7 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
 
 def fingerprint(folder: TransformerFolder) -> str:
     """Return the :func:`fingerprint_of` the weight files in ``folder``; it does not depend on the folder's location."""
-    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS_FILE)
+    return fingerprint_of(folder.weight_files)
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,11 +206,22 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
     if not wanted:
         return
     try:
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder.path)))
+        dcp.load(wanted, storage_reader=_reader(folder.path))
     except CheckpointException as error:  # raised on all ranks if any rank cannot read
         reason = one_line(next(iter(error.failures.values()))[0])
         raise UserError(f"{where} cannot be read ({reason}); copy it again") from error
     _require_finite(wanted, where)
+
+
+def _reader(path: Path) -> HuggingFaceStorageReader:
+    """Return the reader of a folder's files, or of one file alone: its folder may hold other networks.
+
+    The reader lists its folder with the private ``fs`` (torch 2.11 to 2.13).
+    """
+    reader = HuggingFaceStorageReader(str(path.parent if path.is_file() else path))
+    if path.is_file():
+        reader.fs.ls = lambda _: [str(path)]
+    return reader
 
 
 def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:

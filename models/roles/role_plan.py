@@ -153,6 +153,7 @@ def plan_role(
     name: str,
     *,
     checkpoint: str | None,
+    config: str | None = None,
     architecture: dict[str, Any] | None = None,
     boundary: float | None = None,
     family: str = "wan",
@@ -168,7 +169,8 @@ def plan_role(
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
     Args:
-        checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
+        checkpoint: a diffusers pipeline or transformer folder, one file of weights, or ``None`` for random weights.
+        config: a folder whose ``config.json`` replaces the checkpoint's.
         architecture: the network's configuration if there is no checkpoint.
         boundary: time from which the first of two experts serves, without a checkpoint; a checkpoint has its own.
         sharding: sharding settings; plain fp32 by default.
@@ -183,7 +185,7 @@ def plan_role(
             the network cannot have these adapters or be causal.
     """
     chosen = family_of(family, name)
-    checkpoint_files = _inspected(name, checkpoint, architecture, boundary)
+    checkpoint_files = _inspected(name, checkpoint, config, architecture, boundary)
     boundaries, folders = checkpoint_files.boundaries, checkpoint_files.folders
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
@@ -200,13 +202,13 @@ def plan_role(
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
     settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network)
-    config = {"_class_name": chosen.class_name} | defining(config_of(network))
+    built = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in folders)
     return RolePlan(
         name=name,
         family=chosen,
-        config=config,
-        base=(chosen.name, weights or json.dumps([config, *boundaries], sort_keys=True)),
+        config=built,
+        base=(chosen.name, weights or json.dumps([built, *boundaries], sort_keys=True)),
         folders=folders,
         boundaries=boundaries,
         trained_experts=_trained_experts(name, boundaries, experts),
@@ -223,7 +225,7 @@ def plan_role(
 
 
 def _inspected(
-    name: str, checkpoint: str | None, architecture: dict[str, Any] | None, boundary: float | None
+    name: str, checkpoint: str | None, config: str | None, architecture: dict[str, Any] | None, boundary: float | None
 ) -> Checkpoint:
     """Return the files of a role and the boundary of its experts; no files for random weights."""
     if (checkpoint is None) == (architecture is None):
@@ -235,7 +237,9 @@ def _inspected(
     if boundary is not None and not 0 < boundary < 1:
         raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
     if checkpoint is not None:
-        return inspect_checkpoint(checkpoint, f"{name}.checkpoint")
+        return inspect_checkpoint(checkpoint, f"{name}.checkpoint", config=config)
+    if config is not None:
+        raise UserError(f"{name}.config={config} is for {name}.checkpoint; with {name}.architecture leave it out")
     return Checkpoint((), () if boundary is None else (boundary,))
 
 

@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.launch import ROOT
+from models.files.originals import own_names
+from tests.e2e.launch import ROOT, losses
 from train import main
 
 QUICK = (
@@ -67,3 +69,23 @@ def test_a_teacher_of_the_hub_stays_at_its_commit(tmp_path, monkeypatch, capsys)
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert commits[1] in error
     assert main([*arguments, "run_dir=" + str(tmp_path / "missing"), "teacher.checkpoint=me/other"]) == 2
+
+
+@pytest.mark.slow
+def test_one_file_in_the_names_of_wans_own_code_trains_as_its_folder(tmp_path):
+    """The file lies among others. Losses are those of the diffusers folder, and the run resumes."""
+    source = ROOT / "assets" / "quickstart_teacher" / "transformer"
+    tensors = load_file(source / "diffusion_pytorch_model.safetensors")
+    own = own_names(tensors)
+    file = tmp_path / "teacher.safetensors"
+    save_file({f"model.diffusion_model.{own[name]}": tensor for name, tensor in tensors.items()}, file)
+    save_file({own[name]: torch.zeros_like(tensor) for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    found = []
+    for name, words in (
+        ("folder", [f"teacher.checkpoint={source}"]),
+        ("file", [f"teacher.checkpoint={file}", f"teacher.config={source}"]),
+    ):
+        arguments = [*QUICK, f"run_dir={tmp_path / name}", *words]
+        assert main([*arguments, "steps=1"]) == 0 == main([*arguments, "steps=2"])
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1] and len(found[0]) == 2

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from fsdp_cp.errors import UserError
 from models.files.hub import encoder_files, network_files, resolve
 from models.files.shipped import find_shipped, parse_hub_name
+from tests.pools import Pools
 
 FIRST, SECOND = "1" * 40, "2" * 40
 SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -178,23 +179,19 @@ def test_no_space_left_and_no_download_wanted(hub):
 
 
 def _on_ranks(endpoint, template, caches):
-    """Resolve on every rank; each rank is a node with the cache of its number in ``caches``."""
-    cache = caches[dist.get_rank()]
-    settings = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": cache}
-    with (
-        mock.patch.multiple(constants, **settings, HF_HUB_OFFLINE=False),
-        mock.patch.dict(os.environ, NO_PROXY="127.0.0.1"),
-    ):
+    """Resolve on every rank, each with its cache: two ranks of one node, and two nodes of one rank each."""
+    rank = dist.get_rank()
+    settings = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": caches[rank]}
+    place = {"NO_PROXY": "127.0.0.1", "LOCAL_RANK": str(int(rank == 1))}
+    with mock.patch.multiple(constants, **settings, HF_HUB_OFFLINE=False), mock.patch.dict(os.environ, place):
         return take()
 
 
 @pytest.mark.slow
 def test_nodes_take_one_commit_into_their_caches(hub, tmp_path):
-    """Two nodes share a cache, another has its own. Each file comes once into each cache."""
-    from tests.pools import Pools
-
-    caches = [str(tmp_path / name) for name in ("shared", "shared", "own")]
+    """Two nodes share a cache at once, another has its own. Each file comes once into each cache."""
+    caches = [str(tmp_path / name) for name in ("shared", "shared", "shared", "own")]
     with Pools(timeout=120) as pools:
-        found = pools[3].run(_on_ranks, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE, caches)
-    assert found == [(f"owner/net@{FIRST}", NEEDED)] * 3
+        found = pools[4].run(_on_ranks, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE, caches)
+    assert found == [(f"owner/net@{FIRST}", NEEDED)] * 4
     assert sorted(hub.sent) == sorted([*NEEDED, *NEEDED])

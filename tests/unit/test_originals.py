@@ -1,0 +1,137 @@
+"""Networks in the names of Wan's own code: read from one file or from parts, and written back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp_cp.errors import UserError
+from models.export import OWN, RoleExport
+from models.families.base import config_of
+from models.families.wan import Wan
+from models.files.checkpoint_files import defining, tensor_reader
+from models.files.originals import RELEASED, configure, own_config, own_names
+from models.lora.merge import Weights
+from models.roles.role_plan import plan_role
+
+TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32, "freq_dim": 16,
+        "text_dim": 8, "in_channels": 4, "out_channels": 4, "cross_attn_norm": True}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return Wan().build(TINY | {"image_dim": 10, "added_kv_proj_dim": 24, "in_channels": 12}, "architecture")
+
+
+def written(network, file, prefix="", **header):
+    """Write the network as one file in its own names."""
+    tensors = network.state_dict()
+    own = own_names(tensors)
+    save_file({prefix + own[name]: tensor.contiguous() for name, tensor in tensors.items()}, file, header or None)
+    return file
+
+
+def check(plan, network):
+    (folder,) = plan.folders
+    read = tensor_reader(folder)
+    assert plan.config == {"_class_name": Wan.class_name} | defining(config_of(network))
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(read(name), tensor), name
+
+
+@pytest.mark.parametrize("name", sorted(Wan.planning.networks))
+def test_released_networks_are_known_by_their_shapes(name):
+    with torch.device("meta"):
+        network = Wan().build(dict(Wan.planning.networks[name]), "architecture")
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    own = own_names(shapes)
+    assert len({*own.values()}) == len(shapes)
+    by_own = {own[name]: shape for name, shape in shapes.items()}
+    found, wanted = configure(by_own, None, "FILE"), defining(config_of(network))
+    assert {key: found.get(key, wanted[key]) for key in wanted} == wanted
+    for changed in ("blocks.0.ffn.0.weight", "patch_embedding.weight"):
+        other = by_own | {changed: (by_own[changed][0] + 8, *by_own[changed][1:])}
+        if changed.startswith("patch"):
+            with pytest.raises(UserError) as caught:
+                configure(other, None, "FILE")
+            assert str(by_own[changed][0] + 8) in str(caught.value), "its shapes"
+        else:
+            assert configure(other, None, "FILE")["ffn_dim"] == by_own[changed][0] + 8
+    assert configure(by_own, own_config(wanted), "FILE") == found
+
+
+def test_the_table_has_every_published_network():
+    keys = set()
+    for settings in Wan.planning.networks.values():
+        network = {"num_attention_heads": 40, "in_channels": 16, "out_channels": 16} | settings
+        width = 128 * network["num_attention_heads"]
+        keys.add((network["num_layers"] if "num_layers" in network else 40, width, network["in_channels"],
+                  network["out_channels"], "image_dim" in network))  # fmt: skip
+    assert keys == RELEASED.keys()
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_one_file_with_a_configuration(network, tmp_path, prefix):
+    """The user's configuration comes first, then the header's, then Wan's own next to the file."""
+    file, settings = tmp_path / "wan.safetensors", defining(config_of(network))
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "config.json").write_text(json.dumps(settings))
+    save_file({"other": torch.ones(1)}, tmp_path / "other.safetensors")  # a neighbor is not read
+    written(network, file, prefix)
+    with pytest.raises(UserError) as caught:
+        plan_role("teacher", checkpoint=str(file))
+    assert "24" in str(caught.value) and "\n" not in str(caught.value)
+    check(plan_role("teacher", checkpoint=str(file), config=str(tmp_path / "given")), network)
+    (tmp_path / "config.json").write_text(json.dumps(own_config(settings)))
+    check(plan_role("teacher", checkpoint=str(file)), network)
+    (tmp_path / "config.json").write_text(json.dumps({"num_heads": 3}))
+    assert plan_role("teacher", checkpoint=str(file)).config["num_attention_heads"] == 3
+    written(network, file, prefix, config=json.dumps({"transformer": settings}))
+    check(plan_role("teacher", checkpoint=str(file)), network)
+
+
+def test_parts_with_an_index_in_a_folder(network, tmp_path):
+    whole = load_file(written(network, tmp_path / "whole.safetensors"))
+    (tmp_path / "whole.safetensors").unlink()
+    names, parts = sorted(whole), [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, part in enumerate(parts):
+        save_file({name: whole[name] for name in names[i::2]}, tmp_path / part)
+    index = {"weight_map": {name: parts[i % 2] for i, name in enumerate(names)}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(own_config(defining(config_of(network)))))
+    check(plan_role("teacher", checkpoint=str(tmp_path)), network)
+
+
+def test_a_whole_network_is_exported_to_its_own_names(network, tmp_path):
+    tensors, settings = network.state_dict(), defining(config_of(network))
+    weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
+    config = {"_class_name": Wan.class_name} | settings
+    export = RoleExport(family=Wan(), config=config, trained={0: weights}, bases=lambda: [weights])
+    export.write(tmp_path / "out", OWN, dtype=torch.float32, about={})
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    assert {"blocks.1.cross_attn.norm_k_img.weight", "head.modulation", "img_emb.proj.0.bias"} <= load_file(file).keys()
+    for place in (file, file.parent):
+        check(plan_role("teacher", checkpoint=str(place)), network)
+
+
+def test_other_files_are_refused(network, tmp_path):
+    file = written(network, tmp_path / "wan.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(own_config(defining(config_of(network)))))
+    whole = load_file(file)
+
+    def refused(tensors):
+        save_file(tensors, file)
+        with pytest.raises(UserError) as caught:
+            plan_role("teacher", checkpoint=str(file))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "F8_E4M3" in refused(whole | {"head.head.weight": whole["head.head.weight"].to(torch.float8_e4m3fn)})
+    assert "vace" in refused(whole | {"vace_blocks.0.before_proj.weight": torch.ones(2)})
+    refused({name: tensor for name, tensor in whole.items() if name != "blocks.1.ffn.2.bias"})
+    (tmp_path / "config.json").unlink()
+    assert "ROLE.config" in refused({"double_blocks.0.img_attn.qkv.weight": torch.ones(2, 2)})
+    with pytest.raises(UserError):
+        own_config(TINY | {"rope_max_seq_len": 32})
