@@ -26,6 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RAISED = 1
 """Exit code of a process whose part raised an error, after writing the error to a row."""
+TINY_PATIENCE = 5
+"""Factor on all time limits at test size: CPUs that also run other tests are slower than a GPU."""
 GRACE = 30
 """Seconds after its limit at which a process ends itself, if no other process has ended it."""
 
@@ -119,7 +121,7 @@ class Context:
 
         Its rows belong to this part. A failure or a hang becomes a row called ``what``. Its GPU memory is then free.
         """
-        limit = min(seconds, self.left() - 5)
+        limit = min(seconds * (TINY_PATIENCE if self.tiny else 1), self.left() - 5)
         if limit <= 0:
             self.row(what, error="left out: the part's time was over")
             return False

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.arguments import above_0
-from benchmarks.gpu.child import ROOT
+from benchmarks.gpu.child import ROOT, TINY_PATIENCE
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import FINISHED, run_part
 from benchmarks.gpu.report import NOT_RUN, Results
@@ -121,8 +121,9 @@ def _measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[str]:
             if left < LEAST_SECONDS:
                 results.parts.setdefault(part.name, _not_run(args.minutes))
                 continue
-            print(f"{part.name}: {min(part.seconds, left):.0f} s at most", file=sys.stderr, flush=True)
-            outcome = run_part(part, device_type=args.device, tiny=args.tiny, seconds=min(part.seconds, left))
+            limit = min(part.seconds * (TINY_PATIENCE if args.tiny else 1), left)
+            print(f"{part.name}: {limit:.0f} s at most", file=sys.stderr, flush=True)
+            outcome = run_part(part, device_type=args.device, tiny=args.tiny, seconds=limit)
             if outcome.status != FINISHED:
                 print(*outcome.printed, f"{part.name}: {outcome.error}", sep="\n", file=sys.stderr, flush=True)
             record = {key: value for key, value in asdict(outcome).items() if key != "printed"}

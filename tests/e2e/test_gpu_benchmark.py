@@ -48,7 +48,7 @@ def until(holds, seconds=30.0) -> bool:
 @pytest.mark.slow
 def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     """The other parts are measured, earlier rows of a failed part are kept, and no process of a part survives."""
-    parts = [part("crashing"), part("hanging", seconds=3), part("raising"), part("empty"), part("good")]
+    parts = [part("crashing"), part("hanging", seconds=1), part("raising"), part("empty"), part("good")]
     assert main([*CPU, "--out", str(tmp_path)], parts) == 1
     printed = capsys.readouterr().out
     found = results(tmp_path)
