@@ -102,7 +102,9 @@ class TrainedRoleSettings(RoleSettings):
     """``fake.*``, and the base of ``student.*``."""
 
     checkpoint: str | None = II("teacher.checkpoint")
-    """Path to a diffusers pipeline or transformer folder; the teacher's if not set."""
+    """As of the teacher, which is the default."""
+    config: str | None = II("teacher.config")
+    """As of the teacher, which is the default."""
     family: str = II("teacher.family")
     """Model family; the teacher's if not set."""
     ema: EmaSettings = field(default_factory=EmaSettings)

@@ -136,14 +136,15 @@ def _read_config(file: Path, where: str) -> dict[str, Any]:
 
 
 def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> TransformerFolder:
-    """Describe the network in a folder with a ``config.json``, or in one file, whose configuration may be ``given``."""
+    """Describe the network in a folder with a ``config.json``, or in one file.
+
+    The configuration may be ``given`` for one file, and for names of Wan's own code; a diffusers folder has its own.
+    """
     neighbor = (path.parent if path.is_file() else path) / "config.json"
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
     stored: dict[str, str] = {}
-    config = given
-    if config is None and not path.is_file():
-        config = _read_config(neighbor, where)
+    config = given if path.is_file() else _read_config(neighbor, where)
     if config is not None and "quantization_config" in config:
         raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
     for file in [path] if path.is_file() else _weight_files(path, where):
@@ -157,6 +158,7 @@ def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> Tra
     if config is None and neighbor.is_file():
         config = _read_config(neighbor, where)
     if is_original(shapes):
+        config = given or config
         if config is None or "num_attention_heads" not in config:  # none, or one of Wan's own code
             known = config is not None and "num_heads" in config
             config = configure(shapes, config if known else None, where)

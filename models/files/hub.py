@@ -130,11 +130,15 @@ def resolve(
         for snapshot in snapshots if local_rank() == 0 else ():
             _fetch(snapshot, download)
 
+    def check() -> None:
+        for snapshot in snapshots:
+            snapshot.check()
+
     alone = dist.is_initialized() or world_size() == 1
     with nullcontext() if alone else process_group(torch.device("cpu"), timeout=_PATIENCE):
         snapshots = on_first_rank(look_up)
         on_all_ranks(fetch)
-        on_all_ranks(lambda: [snapshot.check() for snapshot in snapshots])
+        on_all_ranks(check)
     return {snapshot.setting: f"{snapshot.name.repo}@{snapshot.commit}" for snapshot in snapshots}
 
 

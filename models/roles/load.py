@@ -220,7 +220,7 @@ def _reader(path: Path) -> HuggingFaceStorageReader:
     """
     reader = HuggingFaceStorageReader(str(path.parent if path.is_file() else path))
     if path.is_file():
-        reader.fs.ls = lambda _: [str(path)]
+        vars(reader.fs)["ls"] = lambda _: [str(path)]
     return reader
 
 

@@ -238,8 +238,6 @@ def _inspected(
         raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
     if checkpoint is not None:
         return inspect_checkpoint(checkpoint, f"{name}.checkpoint", config=config)
-    if config is not None:
-        raise UserError(f"{name}.config={config} is for {name}.checkpoint; with {name}.architecture leave it out")
     return Checkpoint((), () if boundary is None else (boundary,))
 
 
