@@ -75,10 +75,9 @@ class RoleSettings(ShardSettings):
     """Settings of all roles; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
-    """A diffusers pipeline or transformer folder, its name on the hub (``owner/name``, ``owner/name@revision``), or one
-    ``.safetensors`` file, also in the names of Wan's own code."""
+    """Diffusers folder, its name on the hub (``owner/name@revision``), or one file in Wan's own names."""
     config: str | None = None
-    """Folder whose ``config.json`` replaces the checkpoint's, for one file of which the heads are not known."""
+    """Folder of the ``config.json`` of one file, if its heads are not known."""
     architecture: dict[str, Any] | None = None
     """Configuration of a network with random weights, instead of a checkpoint."""
     boundary: float | None = None
@@ -102,9 +101,9 @@ class TrainedRoleSettings(RoleSettings):
     """``fake.*``, and the base of ``student.*``."""
 
     checkpoint: str | None = II("teacher.checkpoint")
-    """As of the teacher, which is the default."""
+    """Path to a diffusers pipeline or transformer folder; the teacher's if not set."""
     config: str | None = II("teacher.config")
-    """As of the teacher, which is the default."""
+    """Folder of the ``config.json`` of one file; the teacher's if not set."""
     family: str = II("teacher.family")
     """Model family; the teacher's if not set."""
     ema: EmaSettings = field(default_factory=EmaSettings)
