@@ -70,7 +70,17 @@ _ORIGINAL_NAMES = (
 )
 """Patterns of diffusers' names of linear layers, and the names in Wan's repository, which ComfyUI and LightX2V use."""
 _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit)\.")
-_ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
+_ORIGINAL_LAYER = re.compile(r"blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
+_DOT_OF_KOHYA = re.compile(r"_(?!attn|img$|embedding|projection|emb_)")
+"""Underscores of kohya's names that are dots in Wan's own; others are within parts, as in ``self_attn``, ``k_img``."""
+
+
+def _original_of_kohya(name: str) -> str:
+    """Return Wan's own name of a tensor with kohya's name; return others unchanged."""
+    layer, dot, matrix = name.partition(".")
+    if not layer.startswith("lora_unet_"):
+        return name
+    return _DOT_OF_KOHYA.sub(".", layer.removeprefix("lora_unet_")) + dot + matrix
 
 
 class WanPlanning(FamilyPlanning):
@@ -177,16 +187,16 @@ class Wan(DiffusersFamily):
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert names with the prefixes of musubi and kohya (``lora_unet_``), DiffSynth (``pipe.dit.`` or none) and
-        ComfyUI (``diffusion_model.``)."""
+        ComfyUI (``diffusion_model.``).
+
+        diffusers' own conversion of kohya's names expects all layers of all blocks, each with its alpha.
+        """
         from diffusers import WanPipeline
 
-        bare = {name: _PREFIX.sub("", name) for name in tensors}
-        if not any(_ORIGINAL_LAYER.match(name) for name in bare.values()):
+        bare = {_PREFIX.sub("", _original_of_kohya(name)): tensor for name, tensor in tensors.items()}
+        if not any(_ORIGINAL_LAYER.match(name) for name in bare):
             return tensors
-        theirs = {
-            name if name.startswith("lora_unet_") else f"diffusion_model.{bare[name]}": tensor
-            for name, tensor in tensors.items()
-        }
+        theirs = {f"diffusion_model.{name}": tensor for name, tensor in bare.items()}
         return WanPipeline.lora_state_dict(theirs, use_safetensors=True)
 
     def check_causal(self, config: NetworkConfig, setting: str) -> None:

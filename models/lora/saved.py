@@ -94,7 +94,7 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     """Return the tensors of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``,
     ``.lora_B.bias``, ``LAYER.alpha``."""
     try:
-        tensors = load_file(file)
+        tensors = _kohya_scaled(file, load_file(file))
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
@@ -113,6 +113,25 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
     return {_peft_name(name): tensor for name, tensor in converted.items()}
+
+
+def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` with the scale of kohya's adapters (``lora_unet_``), alpha / rank, multiplied into B.
+
+    Alpha is the layer's tensor, or else ``ss_network_alpha`` of the metadata, or else the rank. For other names
+    the metadata do not count: a conversion can keep them though it merged the scale.
+    """
+    with safe_open(file, framework="pt") as opened:
+        written = (opened.metadata() or {}).get("ss_network_alpha", "None")
+    default = 0.0 if written == "None" else float(written)
+    scaled = {name: x for name, x in tensors.items() if not (name.startswith("lora_unet_") and name.endswith(".alpha"))}
+    for name, tensor in scaled.items():
+        layer, up, _ = name.partition(".lora_up.weight")
+        if name.startswith("lora_unet_") and up:
+            rank = tensor.shape[-1]
+            alpha = float(tensors[f"{layer}.alpha"]) if f"{layer}.alpha" in tensors else default or rank
+            scaled[name] = tensor.float() * (alpha / rank)
+    return scaled
 
 
 def _peft_name(name: str) -> str:

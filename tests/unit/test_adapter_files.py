@@ -73,6 +73,18 @@ def kohya(base):
     return tensors
 
 
+def kohya_some(base):
+    """Return adapters of some layers. One has no alpha: its scale is 1."""
+    tensors = {name: x for name, x in kohya(base).items() if "ffn" not in name and "blocks_0_self" not in name}
+    del tensors["lora_unet_blocks_1_cross_attn_o.alpha"]
+    return tensors
+
+
+def kohya_metadata(base):
+    """Return adapters of some layers, whose alpha is in the metadata alone."""
+    return {name: x for name, x in kohya_some(base).items() if not name.endswith(".alpha")}
+
+
 def diffsynth(base):
     return named("pipe.dit.{}.lora_{}.default.weight", original(base))
 
@@ -120,9 +132,9 @@ def by_diffusers(base, file):
     return says(lambda x, t, text: network(x, 1000 * t, text, return_dict=False)[0])
 
 
-def write(folder, tensors, name="my_style-step00001000.safetensors"):
+def write(folder, tensors, name="my_style-step00001000.safetensors", metadata=None):
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name, metadata=metadata)
     return folder / name
 
 
@@ -131,12 +143,22 @@ def planned(base, checkpoint, **settings):
     return plan_role("student", checkpoint=str(base), lora=LoraSettings(**settings), saved=found)
 
 
-@pytest.mark.parametrize("make", [diffusers, kohya, diffsynth, diffsynth_bare, distilled, head])
+@pytest.mark.parametrize(
+    "make", [diffusers, kohya, kohya_some, kohya_metadata, diffsynth, diffsynth_bare, distilled, head]
+)
 def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
     tensors = make(base)
-    file = oracle = write(tmp_path / "adapters", tensors)
+    metadata = {"ss_network_alpha": "3.0"} if make is kohya_metadata else None
+    file = oracle = write(tmp_path / "adapters", tensors, metadata=metadata)
     if ".default." in next(iter(tensors)):  # diffusers does not know DiffSynth's names
         renamed = named("diffusion_model.{}.lora_{}.weight", original(base))
+        oracle = write(tmp_path / "renamed", renamed)
+    if make in (kohya_some, kohya_metadata):  # diffusers reads kohya's names only with all layers and alphas
+        units = {f"lora_unet_{name.replace('.', '_')}": f"diffusion_model.{name}" for name in original(base)}
+        parts = {name: name.partition(".") for name in tensors}
+        renamed = {f"{units[unit]}.{matrix}": tensors[name] for name, (unit, _, matrix) in parts.items()}
+        if metadata:
+            renamed |= {f"{units[unit]}.alpha": torch.tensor(3.0) for unit, _, _ in parts.values()}
         oracle = write(tmp_path / "renamed", renamed)
     truth = by_diffusers(base, oracle)
     assert not torch.allclose(truth, by_diffusers(base, None), rtol=1e-2, atol=1e-2), "nothing to compare"
@@ -207,9 +229,3 @@ def test_biases_are_refused_where_the_base_has_none(tmp_path):
     with pytest.raises(UserError, match="no bias"):
         file = write(tmp_path, pair | {f"{layer}.lora_B.bias": torch.ones(16)})
         inspect_adapters(file, network, LTX(), "student.checkpoint")
-
-
-def test_kohyas_names_of_some_layers_are_refused_by_format(base, tmp_path):
-    some = {name: tensor for name, tensor in kohya(base).items() if "ffn" not in name}
-    with pytest.raises(UserError, match="lora_unet_"):
-        planned(base, write(tmp_path / "adapters", some))
