@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
 from functools import cache
@@ -34,6 +35,9 @@ from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+
+log = logging.getLogger(__name__)
 
 PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""
@@ -205,7 +209,7 @@ def method_settings(values: dict[str, Any]) -> Any:
 
 
 def load_config(path: Path) -> Config:
-    """Load a run's ``config.yaml``. Settings that this version does not have are left out.
+    """Load a run's ``config.yaml``. Settings that this version does not have are left out, with a line.
 
     Raises:
         UserError: the file does not exist, or this version cannot read it.
@@ -213,17 +217,25 @@ def load_config(path: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:
-        return _typed(_known(OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
+        left_out: list[str] = []
+        config = _typed(_known(OmegaConf.to_container(OmegaConf.load(path), resolve=True), left_out))
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError,
             RecursionError) as error:  # fmt: skip
         reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
+    if left_out and rank() == 0:
+        log.warning("%s has settings that this version does not have, left out: %s", path, ", ".join(left_out))
+    return config
 
 
-def _known(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without settings that this version does not have."""
-    return {
-        name: _known(value, f"{key}.") if isinstance(value, dict) and not SETTINGS[key][0].is_mapping else value
-        for name, value in values.items()
-        if (key := f"{prefix}{name}") in SETTINGS
-    }
+def _known(values: dict[str, Any], left_out: list[str], prefix: str = "") -> dict[str, Any]:
+    """Return ``values`` without settings that this version does not have, whose names ``left_out`` receives."""
+    known = {}
+    for name, value in values.items():
+        if (key := f"{prefix}{name}") not in SETTINGS:
+            left_out.append(key)
+        elif isinstance(value, dict) and not SETTINGS[key][0].is_mapping:
+            known[name] = _known(value, left_out, f"{key}.")
+        else:
+            known[name] = value
+    return known

@@ -71,7 +71,7 @@ def plan_sampling(config: Config, name: str, folder: Path) -> RunPlan:
     config = replace(
         config,
         **of_training,
-        **{name: type(trained)(checkpoint=str(folder), **kept)},
+        **{name: type(trained)(checkpoint=str(folder), config=None, **kept)},
         mesh=MeshSettings(),
         attention=AttentionSettings(),
         export=ExportSettings(at_end=False),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import LTX2VideoTransformer3DModel
@@ -77,8 +77,8 @@ class LTX2(DiffusersFamily):
         return [1 - i / steps for i in range(steps)]
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
-        for key, wanted in _LATER.items():
-            yield key, values[key] == wanted, f"{wanted}, as in LTX-2.0 and 2.3; LTX-2.5 is not known"
+        for key, earlier in _LATER.items():
+            yield key, values[key] == earlier, f"{earlier}, as in LTX-2.0 and 2.3; LTX-2.5 is not known"
         for key in ("patch_size_t", "audio_patch_size", "audio_patch_size_t"):
             yield key, values[key] == 1, "1: a token is one latent frame, or one row of sound"
         for prefix in ("", "audio_"):
@@ -216,7 +216,6 @@ class LTX2(DiffusersFamily):
             "audio_proj_out": GatherTokens(gather_dim=1, source=AUDIO_TOKENS),
         }
         parallelize_context(network, mesh=mesh, plan=plan)
-        options = {"mesh": mesh, "backend": backend, "head_groups": head_groups}
         for block in network.transformer_blocks:
             for attention, queries, keys in (
                 (block.attn1, VIDEO_TOKENS, VIDEO_TOKENS),
@@ -226,7 +225,7 @@ class LTX2(DiffusersFamily):
                 (block.audio_to_video_attn, VIDEO_TOKENS, AUDIO_TOKENS),
                 (block.video_to_audio_attn, AUDIO_TOKENS, VIDEO_TOKENS),
             ):
-                attention.set_processor(LTX2SplitAttention(queries, keys, **options))
+                attention.set_processor(LTX2SplitAttention(queries, keys, mesh, backend, head_groups))
         # Cast the time embeddings: under bf16 an addition makes them fp32, but the following layers are bf16.
         for module in network.modules():
             if isinstance(module, LTX2AdaLayerNormSingle):
@@ -240,7 +239,8 @@ class LTX2(DiffusersFamily):
         count, (frames, height, width) = len(video), video.shape[2:]
         # Times in the network's unit, of each stream; diffusers takes them as ``sigma`` too, unscaled.
         times, audio_times = (self.time_scale * sample.time(part, t) for part in (VIDEO, AUDIO))
-        coordinates = network.rope.prepare_video_coords(count, frames, height, width, video.device, fps=1.0)
+        plain = cast(LTX2VideoTransformer3DModel, network)
+        coordinates = plain.rope.prepare_video_coords(count, frames, height, width, video.device, fps=1.0)
         coordinates[:, 0] /= tensors["fps"].float()[:, :, None]
         v, audio_v = network(
             hidden_states=rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch, q=patch),
@@ -252,7 +252,7 @@ class LTX2(DiffusersFamily):
             sigma=times,
             audio_sigma=audio_times,
             video_coords=coordinates,
-            audio_coords=network.audio_rope.prepare_audio_coords(count, audio.shape[2], audio.device),
+            audio_coords=plain.audio_rope.prepare_audio_coords(count, audio.shape[2], audio.device),
             use_cross_timestep=True,
             return_dict=False,
         )[:2]
@@ -278,7 +278,7 @@ class LTX2SplitAttention(LTX2AudioVideoAttnProcessor):
     all tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
-    def __init__(self, queries: str, keys: str | None, *, mesh: Mesh, backend: str, head_groups: int):
+    def __init__(self, queries: str, keys: str | None, mesh: Mesh, backend: str, head_groups: int):
         super().__init__()
         self.queries, self.keys, self.mesh = queries, keys, mesh
         self.backend, self.head_groups = backend, head_groups
@@ -314,7 +314,7 @@ class LTX2SplitAttention(LTX2AudioVideoAttnProcessor):
             assert isinstance(whole, Tensor)  # without joint text
             out = whole
         else:
-            totals = {"total_tokens": self.queries, "total_keys": self.keys}
+            totals: dict[str, Any] = {"total_tokens": self.queries, "total_keys": self.keys}
             out = cross_attention(q, k, v, mesh=self.mesh, **totals, **options)
         out = out.type_as(q)
         if attn.to_gate_logits is not None:

@@ -1,7 +1,5 @@
 """Refusals suggest the intended setting, name or command."""
 
-import logging
-
 import pytest
 
 from distill.config import compose_config
@@ -23,17 +21,6 @@ def test_a_refusal_names_what_was_meant(word, named, not_named):
         compose_config([word])
     (line,) = str(caught.value).splitlines()
     assert named in line and not_named not in line
-
-
-@pytest.mark.parametrize(("device", "announced"), [("cuda", False), ("cpu", True)])
-def test_a_dry_run_for_gpus_announces_no_kernel_of_the_cpu(caplog, device, announced):
-    from fsdp_cp.attention.kernels import choose as kernels
-
-    kernels._explain.cache_clear()
-    config = compose_config([f"device={device}", "dry_run=true", "world=2"])
-    with caplog.at_level(logging.INFO):
-        plan_run(config)
-    assert ("cpu_flash" in caplog.text) == announced
 
 
 def test_a_missing_earlier_stage_is_named_with_its_command(tmp_path, monkeypatch):

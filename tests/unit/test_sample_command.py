@@ -226,7 +226,6 @@ def test_folders_that_are_no_run(run_dir, tmp_path, capsys):
 def test_configurations_of_others(run_dir, capsys):
     text = (run_dir / "config.yaml").read_text()
     for old, new, named in (
-        ("steps:", "stepz:", "config.yaml"),
         ("seed: 0", "seed: zero", "config.yaml"),
         ("name: dmd2", "name: dmd9", "config.yaml"),
         ("device: cpu", "device: tpu", "device=tpu"),
@@ -238,6 +237,12 @@ def test_configurations_of_others(run_dir, capsys):
         assert old in text
         (run_dir / "config.yaml").write_bytes(text.replace(old, new, 1).encode("utf-8", "surrogateescape"))
         check_refused(capsys, named, run_dir, "--count", 1)
+
+
+def test_a_setting_of_another_version_is_left_out_with_a_line(run_dir, caplog):
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text().replace("seed: 0", "seed: 0\nearlier: 3"))
+    assert load_config(file).seed == 0 and "earlier" in caplog.text
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from distill.data import DATA
 from distill.methods import METHODS
 from tests.unit.refused import refused
 
-LINES, COLUMNS = 140, 120
+LINES, COLUMNS = 150, 120
 
 
 @pytest.mark.parametrize("method", ["dmd2", pytest.param("rcm", marks=pytest.mark.slow)])
