@@ -21,7 +21,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     from distill.train.mesh_check import check_meshes
     from distill.train.trainer import build_trainer
 
-    with run_log():
+    with run_log(), recorded_stop(config):
         resolve_hub_names(config)
         if config.plan == "suggest":
             from distill.planning.suggest import suggest_command
@@ -31,18 +31,17 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             from distill.planning.command import plan_command
 
             return plan_command(config, command_line(arguments))
-        with recorded_stop(config):
-            device = open_device(config)
-            plan = plan_run(config)  # check as much as possible before anything is built
-            refuse_foreign_run(plan.run_dir)
-            if config.dry_run:
-                return dry_run(config, plan)
-            with open_run(config, plan, device=device, arguments=arguments) as run:
-                shown = {"captions": config.sample.captions, "images": config.sample.images}
-                data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-                if config.mesh_check and run.start.resume_from is None:
-                    run.facts |= check_meshes(run, data)
-                build_trainer(run, data).run(run, stop)
+        device = open_device(config)
+        plan = plan_run(config)  # check as much as possible before anything is built
+        refuse_foreign_run(plan.run_dir)
+        if config.dry_run:
+            return dry_run(config, plan)
+        with open_run(config, plan, device=device, arguments=arguments) as run:
+            shown = {"captions": config.sample.captions, "images": config.sample.images}
+            data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
+            if config.mesh_check and run.start.resume_from is None:
+                run.facts |= check_meshes(run, data)
+            build_trainer(run, data).run(run, stop)
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

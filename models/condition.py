@@ -15,6 +15,7 @@ Tensor names:
 - ``image_embeds`` ``(B, N, D)``: features of an image encoder.
 - ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has separate channels.
 - ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
+- ``audio_text`` ``(B, L, D)``, ``fps`` ``(B, 1)`` fp32: the sound's text, frames a second (``models/families/ltx2.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 
 FIRST_FRAME = "first_frame"
-EXACT = ("latent_spacing",)
-"""Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s."""
+EXACT = ("latent_spacing", "fps")
+"""Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second."""
 
 
 def has_image(names: Collection[str]) -> bool:

@@ -198,7 +198,12 @@ def export_checkpoint(
             causal=state.get("causal", {}).get(role),
             scale=None if adapters is None else adapters["scale"],
             trained=trained,
-            bases=lambda: [*trained.values()] if adapters is None else _bases(adapters["base"], role, base, out),
+            # Without adapters every network that is exported trained, and none needs its base.
+            bases=lambda: (
+                [trained.get(i, next(iter(trained.values()))) for i in range(len(boundaries) + 1)]
+                if adapters is None
+                else _bases(adapters["base"], role, base, out)
+            ),
             few_steps=state.get("few_steps") if role == "student" else None,
         )
         about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}

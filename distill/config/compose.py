@@ -205,7 +205,7 @@ def _typed(values: dict[str, Any]) -> Config:
 
 def method_settings(values: dict[str, Any]) -> Any:
     """Build the settings ``method.*`` from plain values; settings that this version does not have are left out."""
-    return make(METHODS[values["name"]][1], _known(values, "method."), "method.")
+    return make(METHODS[values["name"]][1], _known(values, [], "method."), "method.")
 
 
 def load_config(path: Path) -> Config:

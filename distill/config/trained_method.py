@@ -33,7 +33,13 @@ def trained_method(folder: Path) -> Any | None:
 def sampling_in_words(method: Any) -> str:
     """Describe the method ``method.*`` by all that decides how its student is sampled."""
     if not hasattr(method, "student_times"):
-        chosen = [f"{name}={getattr(method, name)}" for name in ("sampler", "shift") if hasattr(method, name)]
+        chosen = [
+            f"{name}={getattr(method, name)}"
+            for name in ("sampler", "shift", "guidance_scale")
+            if hasattr(method, name)
+        ]
         return " ".join([f"method={method.name}", *chosen])
-    times = ", ".join(f"{time:.6g}" for time in method.student_times())
-    return f"method={method.name} at the times {times} by {method.student_sampler} (shift {method.shift:g})"
+    lists = [method.student_times(), getattr(method, "step_list_first", None)]
+    times = ", first chunk ".join(", ".join(f"{time:.6g}" for time in times) for times in lists if times)
+    sound = "" if method.audio_shift_ratio is None else f", sound at {method.audio_shift_ratio:g} of it"
+    return f"method={method.name} at the times {times} by {method.student_sampler} (shift {method.shift:g}{sound})"

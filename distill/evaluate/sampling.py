@@ -120,9 +120,11 @@ def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     frames = _in_order(gathered(lambda: data.decode(mine) if len(mine) else None), len(latents))
     if AUDIO not in latents.parts:
         return None if frames is None else Clips(frames)
-    heard = _in_order(gathered(lambda: data.decode_sound(mine)[0] if len(mine) else None), len(latents))
-    rate = data.decode_sound(mine[:1])[1] if heard is not None else 0
-    return None if frames is None or heard is None else Clips(frames, [Sound(samples, rate) for samples in heard])
+    heard = gathered(lambda: data.decode_sound(mine) if len(mine) else (None, 0))
+    if frames is None or heard is None:
+        return None
+    waves = _in_order([wave for wave, _ in heard], len(latents))
+    return Clips(frames, [Sound(wave, heard[0][1]) for wave in waves])
 
 
 def _in_order(decoded: list[Tensor] | None, count: int) -> np.ndarray | None:

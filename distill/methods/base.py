@@ -193,8 +193,8 @@ class Method(ABC):
             UserError: by default.
         """
         raise UserError(
-            f"method={settings.name} does not know {' and '.join(parts)} yet; use method=dmd2 without GAN,"
-            " flow_matching or ode_regression, or a model of video alone"
+            f"method={settings.name} does not know {' and '.join(parts)} yet; use method=dmd2 without GAN"
+            " or flow_matching, or a model of video alone"
         )
 
     @classmethod

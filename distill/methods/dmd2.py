@@ -260,8 +260,9 @@ class Dmd2(FewStepMethod):
         if not self.settings.data_forcing:
             return False
         coin = replace(random, part=0).shared.uniform("dmd2/data_forcing", torch.float64)
-        self.observations.add("data_forced", (coin < self.settings.data_forcing).double())
-        return bool(coin < self.settings.data_forcing)
+        forced = coin < self.settings.data_forcing
+        self.observations.add("data_forced", forced.double().to(random.device))  # shared draws are on the CPU
+        return bool(forced)
 
     def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
         """Draw times at which ``roles`` are evaluated."""

@@ -86,7 +86,8 @@ class FlowMatching(Method):
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
-        return
+        if settings.weight != "none":
+            raise UserError(f"method.weight={settings.weight} is for models of video alone; use method.weight=none")
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:

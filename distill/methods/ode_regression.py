@@ -56,7 +56,10 @@ class OdeRegression(FewStepMethod):
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
-        return
+        if settings.audio_shift_ratio is not None:  # stored states are on the clock of the teacher
+            raise UserError(
+                f"method.audio_shift_ratio={settings.audio_shift_ratio} does not fit the teacher's states; leave it out"
+            )
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:

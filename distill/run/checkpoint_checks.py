@@ -152,6 +152,10 @@ def check_resume(
             log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
         for key in sorted(other.difference(changed)):
             log.warning("resumed with other contents of %s=%s", key, now[key])
+        neutral = (None, False, 1.0, "auto", "own", "default", [], {})
+        for key in sorted(before.keys() - now.keys()):
+            if key.startswith((*_OF_TRAINING, "student.", "fake.")) and before[key] not in neutral:
+                log.warning("%s had %s=%s, which this version does not have: not used", checkpoint, key, before[key])
         if unknown := [key for key in sources if key not in earlier]:
             log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
         if done:

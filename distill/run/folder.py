@@ -54,7 +54,8 @@ def refuse_foreign_run(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a directory that cannot be written, or in which a run would overwrite files of other programs."""
 
     def refuse(names: Sequence[str], record: str) -> None:
-        refuse_foreign(run_dir, setting, names, record=record, is_ours=lambda it: "started" in it, maker="a run")
+        keys = {"started", "state", "exit_code", "job"} if record == STATUS else {"started"}
+        refuse_foreign(run_dir, setting, names, record=record, is_ours=lambda it: keys <= it.keys(), maker="a run")
 
     names = OUTPUTS
     with suppress(UserError):
@@ -253,12 +254,19 @@ def recorded_stop(config: Config) -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        if rank() == 0 and not config.dry_run:
+        if rank() == 0 and not (config.dry_run or config.plan):
             with suppress(UserError, OSError):
                 refuse_foreign_run(run_dir)
                 with locked_directory(run_dir, "run_dir"):
-                    _write_status(run_dir, started, "stopped", STOPPED, str(stopped))
+                    if not _has_finished(run_dir):  # the command was repeated: nothing is left to resume
+                        _write_status(run_dir, started, "stopped", STOPPED, str(stopped))
         raise
+
+
+def _has_finished(run_dir: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return json.loads((run_dir / STATUS).read_text(encoding="utf-8")).get("state") == "finished"
+    return False
 
 
 def _write_status(run_dir: Path, started: str, state: str, exit_code: int | None, error: str | None = None) -> None:

@@ -127,6 +127,12 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         method.check_parts(config.method, others)
         if not config.method.audio_weight and rank() == 0:
             log.warning("method.audio_weight=0: parameters that only the audio's output reaches change by decay alone")
+    else:
+        for name, default in (("audio_weight", 1.0), ("audio_shift_ratio", None), ("audio_guidance_scale", None)):
+            if (value := getattr(config.method, name, default)) != default:
+                raise UserError(
+                    f"method.{name}={value} is for models that make sound, and this one does not; leave it out"
+                )
     shapes = shapes or config.data.sample_shapes()
     unused = shapes[0].keys() - {*made}
     if unused and rank() == 0:

@@ -14,7 +14,14 @@ from fsdp_cp.errors import UserError, paths_of_the_user
 
 @paths_of_the_user()
 def refuse_foreign(
-    folder: Path, setting: str, names: Iterable[str], *, record: str, is_ours: Callable[[Any], object], maker: str
+    folder: Path,
+    setting: str,
+    names: Iterable[str],
+    *,
+    record: str,
+    is_ours: Callable[[Any], object],
+    maker: str,
+    is_read: bool = False,
 ) -> Any:
     """Refuse a folder that cannot be made or written, or in which a command would overwrite files of other programs.
 
@@ -26,6 +33,7 @@ def refuse_foreign(
         names: files in it that the command replaces.
         record: file that marks the folder as the command's; ``is_ours`` tells so from its first JSON value.
         maker: noun for the command, for messages.
+        is_read: whether the folder is complete, so that the command only reads it.
 
     Returns:
         The first JSON value of ``record``; ``None`` for a folder that the command has not written yet.
@@ -33,7 +41,7 @@ def refuse_foreign(
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not nearest.is_dir():
         raise UserError(f"{setting}={folder}: {nearest} is not a directory; choose another {setting}")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if not is_read and not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{setting}={folder} cannot be written (permission denied); choose another {setting}")
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         value, _ = json.JSONDecoder().raw_decode((folder / record).read_text(encoding="utf-8"))

@@ -406,10 +406,12 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
             "the last micro-batch had no backward; give is_last=True to the last one that has a backward"
         )
     if is_last and (units := state.unreduced_units(root)):
-        raise RuntimeError(f"the last micro-batch's backward did not reach {', '.join(units)}; set reduce_unused=true")
+        raise RuntimeError(
+            f"the last micro-batch's backward did not reach {', '.join(units)}; give shard_module reduce_unused=True"
+        )
     # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
     if not is_last and (units := state.partly_reduced_units(root)):
-        raise RuntimeError(f"a parameter of {', '.join(units)} got no gradient; accumulation needs reduce_unused=true")
+        raise RuntimeError(f"a parameter of {', '.join(units)} got no gradient; give shard_module reduce_unused=True")
 
 
 def _root(model: nn.Module) -> ShardedModule:

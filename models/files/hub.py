@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import local_rank, process_group, world_size
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.files.checkpoint_files import indexed_files, one_line
-from models.files.shipped import HubName, find_shipped, hub_folder, parse_hub_name
+from models.files.shipped import HubName, find_shipped, hub_folder, is_hub_text, parse_hub_name
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class _Snapshot:
     commit: str
     files: tuple[str, ...] | None
     """``None`` if the hub could not be asked: those in the cache."""
+    is_head: bool = False
+    """Whether the commit is the revision's newest, which the cache may record."""
 
     @property
     def where(self) -> str:
@@ -117,7 +120,9 @@ def resolve(
     """
     parsed = {setting: (text, parse_hub_name(text), wanted) for setting, (text, wanted) in names.items() if text}
     named = {setting: (text, name, wanted) for setting, (text, name, wanted) in parsed.items() if name is not None}
-    if not named:
+    # Nodes may not see the same paths. All ranks must come here or none, so the text decides, then rank 0.
+    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size()
+    if not (any(is_hub_text(text) for text, *_ in parsed.values()) if several_nodes else named):
         return {}
 
     def look_up() -> list[_Snapshot]:
@@ -172,6 +177,7 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
 
     try:
         info = HfApi().model_info(name.repo, revision=name.revision)
+        head = info.sha
         if kept is not None and kept != info.sha:
             log.warning("%s: %s has moved to %s; this run continues with %s", where, name.revision, info.sha, kept)
             info = HfApi().model_info(name.repo, revision=kept)
@@ -196,7 +202,8 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
     files = wanted(file.rfilename for file in info.siblings or ())
     if not any(file.endswith("config.json") for file in files):
         raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
-    return _Snapshot(setting=setting, text=text, name=name, commit=str(info.sha), files=tuple(files))
+    is_head = kept is None or kept == head
+    return _Snapshot(setting=setting, text=text, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)
 
 
 def _fetch(snapshot: _Snapshot, download: bool) -> None:
@@ -220,7 +227,9 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
                 log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
                 patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
                 snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
-            if not snapshot.name.is_commit:  # the hub's own layout: without a network the branch means this commit
+            if (
+                snapshot.is_head and not snapshot.name.is_commit
+            ):  # the hub's own layout: without a network the branch means this commit
                 branch = storage / "refs" / snapshot.name.revision
                 branch.parent.mkdir(parents=True, exist_ok=True)
                 branch.write_text(snapshot.commit)

@@ -43,9 +43,14 @@ def find_shipped(path: str | Path) -> Path:
 def parse_hub_name(text: str) -> HubName | None:
     """Read ``owner/name`` or ``owner/name@revision``; ``None`` for any other text, and for a path that exists here."""
     match = _HUB_NAME.fullmatch(text)
-    if match is None or ".." in text or Path(text).exists() or (PROJECT / text).exists():
+    if match is None or not is_hub_text(text) or Path(text).exists() or (PROJECT / text).exists():
         return None
     return HubName(match[1], match[2] or "main")
+
+
+def is_hub_text(text: str) -> bool:
+    """Return whether ``text`` reads as ``owner/name`` or ``owner/name@revision``, though it may be a path too."""
+    return _HUB_NAME.fullmatch(text) is not None and ".." not in text
 
 
 def hub_folder(name: HubName) -> Path:

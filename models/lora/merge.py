@@ -13,7 +13,7 @@ class Weights(NamedTuple):
     """Weights of a network or of adapters, read tensor by tensor."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes by public name (models/roles/network.py)."""
+    """Shapes by public name (models/owner.py)."""
     read: Callable[[str], Tensor]
     """Function that returns a whole tensor by name. On a mesh every rank must call it."""
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distill.data.videos.colors import ClipError
-from distill.data.videos.sound import read_sound
 from distill.report.media import Sound, write_mp4
+from tests.oracles.read_sound import read_sound
 
 
 def video(path, *, samples=None, rate=48000, codec="aac", layout="mono", picture_at=0.0, sound_at=0.0, seconds=2):

@@ -247,17 +247,23 @@ class SetWriter:
         return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, first
 
 
+_LEFT_BEHIND = (".encoding.tmp.json", ".encoding.json.tmp")
+"""Names of the unfinished record that a kill can leave, of this version and of earlier ones."""
+
+
 @paths_of_the_user()
 def refuse_other_set(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``)."""
     # Where no encoding began, all files are the user's, files with a set's names too.
-    names = sorted({*os.listdir(path)} - {LOCK, ".encoding.tmp.json"}) if path.is_dir() else []
+    names = sorted({*os.listdir(path)} - {LOCK, *_LEFT_BEHIND}) if path.is_dir() else []
 
     def recorded(value: Any) -> dict[str, Any]:
         return dict((value["settings"] if SET in names else value).items())
 
     record, setting = SET if SET in names else _BEGUN, where.split("=")[0]
-    made = refuse_foreign(path, setting, names, record=record, is_ours=recorded, maker="an encoding")
+    made = refuse_foreign(
+        path, setting, names, record=record, is_ours=recorded, maker="an encoding", is_read=SET in names
+    )
     for key, now in (settings or {}).items() if made else ():
         was = recorded(made).get(key)
         while was != now and isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs

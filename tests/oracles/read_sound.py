@@ -1,4 +1,4 @@
-"""Read the sound of a video file (PyAV, no process group, no cache)."""
+"""Sound of a video file, read by PyAV from the first frame's time stamp on: the oracle of written clips with sound."""
 
 from __future__ import annotations
 
