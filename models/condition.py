@@ -15,7 +15,7 @@ Tensor names:
 - ``image_embeds`` ``(B, N, D)``: features of an image encoder.
 - ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has separate channels.
 - ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
-- ``audio_text`` ``(B, L, D)``, ``fps`` ``(B, 1)`` fp32: the sound's text, frames a second (``models/families/ltx2.py``).
+- ``audio_text`` ``(B, L, D)``, ``fps`` ``(B, 1)`` fp32: text of the sound, frames a second (LTX-2).
 """
 
 from __future__ import annotations

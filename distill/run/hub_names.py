@@ -8,11 +8,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from distill.config import Config
+from fsdp_cp.errors import paths_of_the_user
 from models.files.hub import encoder_files, network_files, resolve
 
 ROLES = ("teacher", "student", "fake")
 
 
+@paths_of_the_user()
 def resolve_hub_names(config: Config, roles: Collection[str] = ROLES) -> None:
     """Replace hub names in ``config`` by ``owner/name@COMMIT``, and download what they need. All ranks must call it.
 

@@ -12,7 +12,7 @@ from distill.config.checks import check, micro_batch_size
 from distill.config.errors import CONFIGS
 from distill.config.schema import RoleSettings
 from distill.data.order import Batching
-from distill.data.settings import CaptionsSettings, MovingShapesSettings, VideoFolderSettings
+from distill.data.settings import CaptionsSettings, EncodedSettings, MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
@@ -32,7 +32,7 @@ def test_every_experiment_composes(experiment):
     config = compose_config([f"experiment={experiment}"])
     assert type(config) is Config and config.run_dir == f"runs/{experiment}"
     assert type(config.method) is METHODS[config.method.name][1]
-    assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings))
+    assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings, EncodedSettings))
     assert config.steps >= 1 and config.batch_size >= 1
 
 
