@@ -93,7 +93,7 @@ MISTAKES = {
         ("experiment=quickstart_rcm student.fp8=torchao student.fp8_gather=true", "student.fp8_gather"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
         ("experiment=quickstart_ode_regression", "distill.teacher_clips"),
-        ("experiment=quickstart_ode_regression method.trajectories=x", "distill.teacher_clips"),
+        ("experiment=quickstart_ode_regression method.trajectories=x", "method.trajectories"),
         ("experiment=quickstart_teacher method.history=clean", "method.history"),
         ("student.causal.chunk=1", "method=dmd2"),
         ("experiment=quickstart_rcm student.causal.chunk=1 teacher.causal.chunk=1", "method=rcm"),
