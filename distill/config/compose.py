@@ -35,7 +35,6 @@ from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ def load_config(path: Path) -> Config:
             RecursionError) as error:  # fmt: skip
         reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
-    if left_out and rank() == 0:
+    if left_out:
         log.warning("%s has settings that this version does not have, left out: %s", path, ", ".join(left_out))
     return config
 

@@ -126,7 +126,7 @@ def test_another_mesh(pools, checkpoints, straight, tmp_path, meshes):
 
 def _clips(setup, folder, run_dir, first, last):
     steps = _trainer(setup, folder, run_dir, first, last)._steps_of_data()
-    return torch.cat([batch.latents for step in steps for batch in step])
+    return torch.cat([batch.latents.video for step in steps for batch in step])
 
 
 def test_another_batch_size(pools, checkpoints, straight, tmp_path):

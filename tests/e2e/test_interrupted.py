@@ -135,9 +135,9 @@ def test_a_full_disk_keeps_what_was_written(tmp_path):
     train(0, *words, "steps=3")
     assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
     assert export.main([str(run_dir), str(out)]) == 0
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     refused("models.export", str(run_dir), str(out), "--weights", "ema", kilobytes=1_000)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
     refused("train", *words, "steps=3", kilobytes=3_000)
     assert sorted(p.name for p in (run_dir / "export").iterdir()) == ["scheduler", "student"]

@@ -135,4 +135,6 @@ def make_config(setup: Setup, folder: Path) -> Config:
         data=None,
     )
     config.student.ema = replace(setup.ema)  # a copy: tests change a configuration
+    for role in (config.teacher, config.student, config.fake):  # composing would resolve what refers to the teacher
+        role.family, role.config = setup.family, None
     return config

@@ -133,7 +133,8 @@ def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     written = numbers(PAIR_FILES[name])
     assert "steps" in written and "optim.student.lr" in written and "optim.clip" in written
     assert {key: reduce(getattr, key.split("."), config) for key in written} == written, "nothing else sets them"
-    assert re.search(r"\w+/[\w-]+ [0-9a-f]{7}|config_sft|arXiv:\d", PAIR_FILES[name].read_text()), "a source at a commit"
+    source = r"\w+/[\w-]+ [0-9a-f]{7}|config_sft|arXiv:\d"
+    assert re.search(source, PAIR_FILES[name].read_text()), "a source at a commit"
 
 
 def test_segments_that_grow_are_refused_with_registered_buffers():

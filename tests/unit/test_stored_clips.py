@@ -35,7 +35,7 @@ def test_stored_clips_are_what_the_teacher_makes():
         assert sampling_batch(trainer.method.roles.values(), trainer.mesh, CPU) > 1
         how = {"steps": 50, "captions": sample_captions(trainer.data, CLIPS), "seed": SAMPLE_SEED, "batch": CLIPS}
         latents = generate(trainer.method, "teacher", **how, data=trainer.data, mesh=trainer.mesh, device=CPU)
-        made = decode(trainer.data, latents).astype(int)
+        made = decode(trainer.data, latents).frames.astype(int)
     assert np.abs(stored() - made).max() <= 1, "rounded to 256 levels"
     assert len(stored(first=compose_config([]).sample.report_clips)) == 256, "as many as the report wants"
 

@@ -22,7 +22,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import local_rank
 from fsdp_cp.measure.fake_world import device_type
 from fsdp_cp.mesh import ContextGroups, group_by_name
-from fsdp_cp.reduce import on_all_ranks
 
 log = logging.getLogger("fsdp_cp.attention")
 
@@ -147,6 +146,8 @@ def _check_on_all_ranks(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, required: bool = False
 ) -> None:
     """Store the reason why ``kernel`` must not be used, the same on all ranks. A collective."""
+    from fsdp_cp.reduce import on_all_ranks  # lazily: DTensor takes most of the time of --help
+
     key = (kernel.name, dtype, head_dim)
     if key in _checked_kernels:
         return
