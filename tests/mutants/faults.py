@@ -451,11 +451,8 @@ FAULTS = (
         name="refused_run_leaves_folder",
         room="command line: writes before refusal",
         harm="a dry run, or a run that is refused later, leaves an empty folder",
-        old="            refuse_foreign_run(plan.run_dir)\n",
-        new=(
-            "            refuse_foreign_run(plan.run_dir)\n"
-            "            plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
-        ),
+        old="        refuse_foreign_run(plan.run_dir)\n",
+        new=("        refuse_foreign_run(plan.run_dir)\n        plan.run_dir.mkdir(parents=True, exist_ok=True)\n"),
         killed_by="e2e/test_mistakes.py::test_a_dry_run_writes_nothing",
     ),
     Fault(
