@@ -8,7 +8,7 @@ C++. Each tensor's result is the same as if it were processed alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -157,13 +157,6 @@ def full_tensor(x: Tensor) -> Tensor:
     return moved.to_local().clone() if x.device_mesh.size() == 1 else moved.full_tensor()
 
 
-@torch.no_grad()
-def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by ``factor``, in place. On the CPU torch rounds ``factor`` to the dtype of bf16 ones."""
-    if grads := local_shards(p.grad for p in parameters if p.grad is not None):
-        torch._foreach_mul_(grads, factor)
-
-
 def local_shard(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; return another tensor unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -183,18 +176,6 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     Call this for each use and do not keep the result.
     """
     return [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-
-
-def in_pieces(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield slices of neighbors whose ``sizes`` sum to at most ``most``. A larger item gets a separate slice."""
-    first = total = 0
-    for i, size in enumerate(sizes):
-        if i > first and total + size > most:
-            yield slice(first, i)
-            first, total = i, 0
-        total += size
-    if sizes:
-        yield slice(first, len(sizes))
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from distill.config.schema import Config, OptimizerSettings
 from distill.methods import Method
 from distill.methods.base import ANY_SAMPLE
 from distill.run.parameter_groups import parameter_groups
-from fsdp_cp.reduce import in_pieces, local_shards, scale_grads
+from fsdp_cp.reduce import local_shards
 from fsdp_cp.rng import StepRandom
 from models.roles.ema import Ema
 from models.roles.role import Role
@@ -35,10 +35,6 @@ def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> flo
     progress = min(1.0, (update - settings.warmup) / max(1, updates - settings.warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return settings.lr * (settings.final_lr + (1 - settings.final_lr) * cosine)
-
-
-_PIECE = 2**25
-"""Number of elements per call of torch's ``foreach`` kernel, which allocates a temporary of that size."""
 
 
 class RoleOptimizer:
@@ -62,49 +58,51 @@ class RoleOptimizer:
         """Adam's state by parameter name. Loading into these live tensors restores the state."""
         for name, parameter in named.items():
             self.state[name] = {
-                "step": torch.zeros((), dtype=torch.float32),  # on the CPU, where torch's foreach kernel expects it
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Make one update with rate ``lr`` times each group's ``lr_scale``, then clear the gradients.
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Make one update with the gradients times ``scale``, then clear the gradients.
 
-        A parameter without a gradient keeps its value and its step count.
+        The rate is ``lr`` times each group's ``lr_scale``. A parameter without a gradient keeps its value and its step
+        count.
         """
         named = self.role.named_parameters()
         for group, names in self.groups.items():
             trained = {name: named[name] for name in names if named[name].grad is not None}
-            self._update(lr * group.lr_scale, group.weight_decay, trained)
+            self._update(lr * group.lr_scale, group.weight_decay, trained, scale)
         self.clear_gradients()
 
-    def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:
+    def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter], scale: float) -> None:
         weights = local_shards(named.values())
+        if not weights:
+            return
         grads = local_shards(parameter.grad for parameter in named.values() if parameter.grad is not None)
         means, squares = (local_shards(self.state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
-        # Advance the step counter of empty shards too: a checkpoint must hold the same count on every rank to load on
-        # another mesh.
-        steps = [self.state[name]["step"] for name in named]
-        for piece in in_pieces([weight.numel() for weight in weights], _PIECE):
-            adamw(
-                weights[piece],
-                grads[piece],
-                means[piece],
-                squares[piece],
-                [],
-                steps[piece],
-                foreach=True,
-                fused=False,
-                amsgrad=False,
-                # Convert to float: an integer 0 raises in torch 2.13.
-                beta1=float(self.settings.betas[0]),
-                beta2=float(self.settings.betas[1]),
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=self.settings.eps,
-                maximize=False,
-            )
+        # The fused kernel reads and writes each tensor once and needs no temporary. It counts steps of empty shards
+        # too: a checkpoint must hold the same count on every rank to load on another mesh.
+        adamw(
+            weights,
+            grads,
+            means,
+            squares,
+            [],
+            [self.state[name]["step"] for name in named],
+            fused=True,
+            # The kernel divides gradients by it.
+            grad_scale=torch.full((), 1 / scale, device=weights[0].device) if scale != 1 else None,
+            amsgrad=False,
+            # Convert to float: an integer 0 raises in torch 2.13.
+            beta1=float(self.settings.betas[0]),
+            beta2=float(self.settings.betas[1]),
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
 
     def clear_gradients(self) -> None:
         """Clear the gradients without an update."""
@@ -142,11 +140,9 @@ class Trained:
         """Return the learning rate of the next update."""
         return learning_rate(self.optimizer.settings, self.updates, self.all_updates)
 
-    def update(self, scale: float | None = None) -> None:
+    def update(self, scale: float = 1.0) -> None:
         """Update the weights with the gradients times ``scale``, update the average, and clear the gradients."""
-        if scale is not None:
-            scale_grads(self.single.parameters(), scale)
-        self.optimizer.step(self.rate())
+        self.optimizer.step(self.rate(), scale)
         if self.average is not None:
             self.average.update(self.updates)
         self.updates += 1

@@ -413,7 +413,7 @@ class Trainer:
         self.skipped_in_a_row[name] = 0
         clip = self.config.optim.clip
         for network in trained:
-            network.update(clip / norm if clip is not None and norm > clip else None)
+            network.update(clip / norm if clip is not None and norm > clip else 1.0)
 
     def _skip(self, name: str, norm: float) -> None:
         """Skip the update of role ``name``, and log which gradient is not finite.

@@ -17,7 +17,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.launch import process_group
-from fsdp_cp.reduce import grad_norm, scale_grads
+from fsdp_cp.reduce import grad_norm
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.export_folder import sharded, write_folder
@@ -123,9 +123,7 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
     for update in range(2):
         _backward(role, device)
         norms.append(grad_norm(role.parameters()))
-        scale_grads(role.parameters(), 0.5)
-        norms.append(grad_norm(role.parameters()))
-        optimizer.step(1e-3)
+        optimizer.step(1e-3, 0.5)
         ema.update(update)
     tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state, "ema": ema.weights}}
     Checkpoints(out / "checkpoints", keep=1).save(1, tensors, {"configs": {"student": role.config}})
@@ -160,7 +158,7 @@ def test_every_piece_works_on_offloaded_shards(pools, checkpoints, tmp_path):
     plain = pools[WORLD].run(_pieces, checkpoints, tmp_path / "plain", "none")
     offloaded = pools[WORLD].run(_pieces, checkpoints, tmp_path / "cpu", "cpu")
     for (norms, _, weights), (our_norms, _, our_weights) in zip(plain, offloaded, strict=True):
-        assert our_norms == norms and norms[1] == pytest.approx(norms[0] / 2, rel=1e-6)
+        assert our_norms == norms
         assert all(torch.equal(w, our_weights[name]) for name, w in weights.items())
     assert len({tuple(norms) for norms, _, _ in offloaded}) == 1, "ranks disagree about the gradient norm"
     assert _same_export(tmp_path / "plain", tmp_path / "cpu")

@@ -8,9 +8,7 @@ from torch import nn
 
 from distill.config.schema import OptimizerSettings
 from distill.run.parameter_groups import parameter_groups
-from distill.train import optimizers
 from distill.train.optimizers import RoleOptimizer, learning_rate
-from fsdp_cp.measure.memory import LiveStorages
 from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.network import Network
@@ -70,16 +68,18 @@ def test_updates_equal_torch_adamw_with_a_changing_rate():
     adamw = torch.optim.AdamW(
         reference.network.parameters(), lr=1e-2, betas=tuple(map(float, betas)), eps=1e-7, weight_decay=0.1
     )
-    for step, lr in enumerate([1e-2, 5e-3, 2e-2, 0.0, 1e-3]):
+    for step, (lr, scale) in enumerate([(1e-2, 1), (5e-3, 0.3), (2e-2, 1), (0.0, 0.7), (1e-3, 1)]):
         backward(ours.network, step)
         backward(reference.network, step)
-        optimizer.step(lr)
+        for parameter in reference.parameters():
+            parameter.grad *= scale
+        optimizer.step(lr, scale)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         adamw.zero_grad()
         assert all(p.grad is None for p in ours.parameters()), "gradients are cleared"
         for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_state_is_complete_before_the_first_update_and_named_by_parameter():
@@ -138,26 +138,6 @@ def test_what_a_method_adds_has_a_rate_of_its_own():
 def test_a_pattern_without_effect_is_refused_by_name(settings, named):
     with refused(named):
         groups(**settings)
-
-
-@pytest.mark.parametrize("most", [1, 40])
-def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypatch, most):
-    """Neighbors among 32, 8, 32 and 4 elements join up to ``most``, and each is updated once."""
-    settings = OptimizerSettings(lr=1e-2, weight_decay=0.1, lr_scale={"2.bias": 0.5})
-    whole, pieces = (RoleOptimizer(role(), settings) for _ in range(2))
-    peaks = []
-    for step in range(3):
-        for each, size in ((whole, 2**25), (pieces, most)):
-            monkeypatch.setattr(optimizers, "_PIECE", size)
-            backward(each.role.network, step)
-            with LiveStorages() as live:
-                each.step(1e-2)
-            peaks.append(live.peak_bytes)
-    for mine, theirs in zip(pieces.role.parameters(), whole.role.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    for name, state in whole.state.items():
-        assert all(torch.equal(pieces.state[name][key], value) for key, value in state.items())
-    assert max(peaks[1::2]) < max(peaks[::2]) - 4 * 20, "bytes: a temporary of all but the largest parameters less"
 
 
 def test_a_parameter_without_a_gradient_stays_and_does_not_count():
