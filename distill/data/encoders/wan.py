@@ -26,9 +26,10 @@ from distill.data.encoders.folder import (
     whole_number,
 )
 from distill.data.encoders.image import ImageInput, inspect_image_encoder
-from distill.data.videos.decode import ClipFormat
+from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
+from models.sample import VIDEO, PartShapes, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,23 @@ class VideoCodec:
         """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
         z = self.vae.encode(video[None].to(self.device, self.dtype)).latent_dist.mode().float()
         return ((z - self.mean) / self.std)[0].cpu()
+
+    def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None = None) -> Sample:
+        """Encode a clip to a sample of it alone, on the CPU, fp32.
+
+        Args:
+            video: (3, T, H, W) in [-1, 1].
+            sound: (channels, samples) in [-1, 1] as :meth:`EncoderFolder.sound_format` has it, if it has one.
+        """
+        assert sound is None
+        return Sample({VIDEO: self.encode(video)[None]})
+
+    def decode_sound(self, latents: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU; return samples per second too.
+
+        Only families with sound have it.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -223,6 +241,14 @@ class EncoderFolder:
         self.check(clip)
         frames = (clip.num_frames - 1) // self.temporal + 1
         return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
+
+    def latent_shapes(self, clip: ClipFormat) -> PartShapes:
+        """Return the shape of each part of one encoded clip; see :meth:`latent_shape`."""
+        return {VIDEO: self.latent_shape(clip)}
+
+    def sound_format(self, clip: ClipFormat) -> SoundFormat | None:
+        """Return the sound that :meth:`VideoCodec.encode_clip` takes with a clip; ``None`` if the family has none."""
+        return None
 
     def condition_shapes(
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None

@@ -33,7 +33,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import FIRST_FRAME
 from models.files.checkpoint_files import fingerprint_of
-from models.sample import VIDEO, PartShapes
+from models.sample import PartShapes
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Encoding(ClipSettings):
     def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
         """Return the shapes of the parts' latents and of the tensors of a condition, as :meth:`inspect`."""
         folder, image = self.inspect()
-        return {VIDEO: folder.latent_shape(self.clip)}, folder.condition_shapes(self.clip, self.max_text_tokens, image)
+        return folder.latent_shapes(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
 
     def clip_bytes(self, latents: int = 1) -> int:
         """Return the stored bytes of a clip with so many ``latents`` (0 for captions with images, more for states)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,17 @@ class ClipFormat:
     def __post_init__(self) -> None:
         check_range(self, "num_frames", "height", "width", most=MAX_SIZE, where="data.")
         check_range(self, "fps", least=FPS[0], most=FPS[1], where="data.")
+
+
+class SoundFormat(NamedTuple):
+    """Waveform that goes with a clip. It begins with the first frame."""
+
+    rate: int
+    """Samples per second."""
+    samples: int
+    """Samples of each channel: those of exactly the clip's audio latents, which the clip's length rounds to."""
+    channels: int
+    """1 or 2."""
 
 
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
