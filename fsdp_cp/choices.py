@@ -41,9 +41,6 @@ def check_choices(settings: Any, where: str = "") -> None:
     messages.
 
     Fields that also take numbers or lists (``auto`` or a number) are not checked here.
-
-    Raises:
-        UserError: a value is not allowed.
     """
     owner: type = type(settings)
     for name, hint in _choices(owner).items():
@@ -70,9 +67,6 @@ def check_range(
 
     ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones. ``where`` is the prefix of
     names.
-
-    Raises:
-        UserError: a number is outside of the range.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     inside = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
@@ -91,9 +85,6 @@ def user_path(text: str, setting: str) -> Path:
     """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
 
     ``setting`` is its name in messages.
-
-    Raises:
-        UserError: the home directory of an unknown user, or a path so long that file calls would raise ``OSError``.
     """
     try:
         path = Path(text).expanduser()
@@ -113,9 +104,6 @@ def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -
     """Import the object that a package registers as ``name`` in an entry-point group, and ``make`` a part of it.
 
     ``word`` is the setting and its value, for messages.
-
-    Raises:
-        UserError: the package's import or ``make`` fails.
     """
     (point, *_) = (point for point in entry_points(group=group) if point.name == name)
     try:

@@ -355,12 +355,7 @@ class Planned:
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
-    """Return the plan's modules in its order, with wildcards expanded; each module once, even if several keys name it.
-
-    Raises:
-        UserError: the plan is not a mapping.
-        ValueError: names, arguments or entries do not fit the model.
-    """
+    """Return the plan's modules in its order, with wildcards expanded, each module once though several keys name it."""
     if not isinstance(plan, Mapping):
         raise UserError(f"plan must be {{module name: SplitTokens, GatherTokens, ...}}, got a {type(plan).__name__}")
     modules: dict[int, Planned] = {}

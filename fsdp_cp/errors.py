@@ -14,7 +14,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 class UserError(ValueError):
     """Mistake of a user. The message is one line that names the setting and a value that works.
 
-    ``train.py`` and the other commands print it without a traceback and exit with code 2.
+    ``train.py`` and the other commands print it without a traceback and exit with code 2. Every function that reads or
+    checks what a user gave may raise it; docstrings repeat this only for the library and for collectives.
     """
 
 
@@ -28,9 +29,6 @@ def paths_of_the_user() -> Iterator[None]:
 
     Use it only around code that reads paths. ``Path.exists`` returns ``False`` for a missing path, but raises for one
     in a folder without permission. ``Path.resolve`` raises for circular links (Python 3.11 and 3.12).
-
-    Raises:
-        UserError: a path cannot be accessed.
     """
     try:
         yield

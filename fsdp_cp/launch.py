@@ -63,11 +63,7 @@ def world_size() -> int:
 
 
 def refuse_separate_worlds() -> None:
-    """Refuse several tasks of srun or MPI without torchrun: each would be rank 0 of a world of one.
-
-    Raises:
-        UserError: more than one task, but the environment lacks ``RANK`` or ``WORLD_SIZE``.
-    """
+    """Refuse several tasks of srun or MPI without torchrun: each would be rank 0 of a world of one."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
     for name, launcher in _TASKS.items():
@@ -306,9 +302,6 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
     Rank 0 makes the name and sends it to each rank that wrote a hello. It also answers the hello of an earlier process,
     but nobody waits for that answer. The ranks have agreed when all have confirmed the name.
-
-    Raises:
-        RuntimeError: not all ranks confirmed within ``timeout``.
     """
     if rank != 0:
         hello = uuid.uuid4().hex

@@ -208,11 +208,7 @@ class Mesh:
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse a mesh that :func:`build_mesh` did not make, such as a plain ``DeviceMesh``.
-
-    Raises:
-        UserError: ``mesh`` is not a :class:`Mesh`.
-    """
+    """Refuse a mesh that :func:`build_mesh` did not make, such as a plain ``DeviceMesh``."""
     # Accept any object with `context`: a single process without a process group has no Mesh.
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "context"):
         raise UserError(f"mesh is a {type(mesh).__name__}; use the whole mesh that fsdp_cp.build_mesh(...) returns")
@@ -224,9 +220,6 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     Args:
         mesh: a :class:`Mesh`, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``, in this order. A missing
             axis has size 1.
-
-    Raises:
-        UserError: a ``DeviceMesh`` with other axes or another order.
     """
     if isinstance(mesh, Mesh):
         return mesh.context
@@ -279,11 +272,7 @@ def build_mesh(
 
 
 def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
-    """Build the mesh of a shape that :func:`resolve_mesh` returned, over the initialized process group.
-
-    Raises:
-        UserError: an unknown device type, or no GPU for ``cuda``.
-    """
+    """Build the mesh of a shape that :func:`resolve_mesh` returned, over the initialized process group."""
     device_type = str(device_type).partition(":")[0]
     if device_type not in ("cpu", "cuda"):
         raise UserError(f"device_type must be 'cpu' or 'cuda', got {device_type!r}")
@@ -360,9 +349,6 @@ def first_collectives(groups: Iterable[dist.ProcessGroup], device: torch.device)
 
     NCCL's first ``batch_isend_irecv`` on a group needs all ranks, but a ring step may leave some out. Waiting for each
     sum makes a communicator that cannot be created fail here and not in a step.
-
-    Raises:
-        RuntimeError: not all ranks of a group answer.
     """
     for group in groups:
         count = torch.ones(1, device=device)

@@ -30,11 +30,7 @@ def is_count(x: Any) -> bool:
 
 
 def local_token_count(total: int, cp: int) -> int:
-    """Return the number of tokens on each rank, pads included: ``ceil(total / cp)``.
-
-    Raises:
-        UserError: ``total`` is not an integer of at least 1.
-    """
+    """Return the number of tokens on each rank, pads included: ``ceil(total / cp)``."""
     if not is_count(total):
         raise UserError(f"total must be a number of tokens >= 1, got {total!r}")
     return -(-total // cp)

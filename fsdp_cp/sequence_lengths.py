@@ -109,9 +109,6 @@ def segments_of(
 
     ``total_tokens`` are counts, or names from the plan; ``None`` stands for the only sequence of the plan that fits.
     ``tensor`` and ``argument`` are for messages.
-
-    Raises:
-        UserError: ``total_tokens`` is neither counts nor names, or does not determine the counts.
     """
     names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
     if total_tokens is None:

@@ -68,9 +68,6 @@ class CausalSettings:
         """Return the number of latent frames in each chunk of a clip of ``frames`` latent frames.
 
         ``where`` is the prefix of the settings in messages, e.g. ``"student.causal."``.
-
-        Raises:
-            UserError: the frames are not whole chunks.
         """
         first, later = self.size(0), self.size(1)
         if frames < first:
@@ -107,9 +104,6 @@ class CausalSettings:
         """Return the settings ``saved`` with a checkpoint, which these must not contradict.
 
         Messages name the settings with the prefix ``where`` and the checkpoint's ``folder``.
-
-        Raises:
-            UserError: a setting that is not at its default has another value in the checkpoint.
         """
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(saved, item.name)
@@ -119,11 +113,7 @@ class CausalSettings:
 
 
 def read_causal(folder: Path, where: str) -> tuple[CausalSettings, int] | None:
-    """Return the settings in a folder's ``causal.json`` and the latent frames in training; ``None`` without the file.
-
-    Raises:
-        UserError: the file is damaged; ``where`` names the setting and the folder.
-    """
+    """Return the settings in a folder's ``causal.json`` and the frames in training; ``None`` without the file."""
     file = folder / FILE
     if not file.is_file():
         return None

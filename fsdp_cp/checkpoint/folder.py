@@ -56,11 +56,7 @@ def unfinished_folders(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the saved ``state``. Its ``step`` defaults to the step in the folder's name.
-
-    Raises:
-        UserError: the file cannot be read or does not hold a state.
-    """
+    """Return the saved ``state``. Its ``step`` defaults to the step in the folder's name."""
     file = checkpoint / STATE
     try:
         state = json.loads(file.read_text())
@@ -90,9 +86,6 @@ def damage(checkpoint: Path) -> str | None:
 def find_checkpoint(folder: str | Path, setting: str) -> Path:
     """Return ``folder`` if it is a step folder, else the newest whole checkpoint of the run folder; ``setting`` is for
     messages.
-
-    Raises:
-        UserError: the folder has no whole checkpoint.
     """
     path = Path(folder).expanduser()
     if _STEP.fullmatch(path.name) and (path / STATE).is_file():
@@ -128,10 +121,6 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
     Args:
         setting: ``auto`` (the newest whole checkpoint in ``checkpoints``), ``never``, a run folder or a step folder.
         checkpoints: checkpoint folder of this run.
-
-    Raises:
-        UserError: the folder has no whole checkpoint; this run has checkpoints but the folder belongs to another run;
-            or all checkpoints of this run are damaged.
     """
     if setting == "never":
         return None

@@ -57,11 +57,7 @@ def held_directory(directory: Path, setting: str, *, check: Callable[[], None] =
 
 @contextmanager
 def locked_directory(directory: Path, setting: str) -> Iterator[str]:
-    """Make a directory and lock it for the duration of the context, by one process; yield the lock file's content.
-
-    Raises:
-        UserError: a directory that cannot be made or written, or that another process holds.
-    """
+    """Make a directory and lock it for the duration of the context, by one process; yield the lock file's content."""
     with ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -132,11 +132,7 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until the pending checkpoint is published. Called by all ranks.
-
-        Raises:
-            UserError: on all ranks, if it cannot be written.
-        """
+        """Wait until the pending checkpoint is published. Called by all ranks."""
         if self._writing is None:
             return
         (step, future), self._writing = self._writing, None
@@ -154,9 +150,6 @@ class Checkpoints:
 
         After an exception, wait only if it is a ``UserError``, which all ranks raise, or if the world has one rank.
         After any other error the other ranks may never wait for the checkpoint.
-
-        Raises:
-            UserError: on all ranks, if it cannot be written.
         """
         try:
             yield
@@ -254,11 +247,7 @@ def _sync(folder: Path) -> None:
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
-    """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of another shape, or a file is damaged.
-    """
+    """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks."""
     saved = on_first_rank(lambda: reader(checkpoint).read_metadata().state_dict_metadata)
     shapes = {name: tuple(cast(TensorStorageMetadata, about).size) for name, about in saved.items()}
     wanted = _flat(tensors)

@@ -46,11 +46,7 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
 
 
 def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
-    """Refuse to write over one of ``inputs`` (by the user's name for it): an input can be an earlier export.
-
-    Raises:
-        UserError: ``folder`` is an input, or contains an input or the target of a link in an input.
-    """
+    """Refuse to write over one of ``inputs`` (by the user's name for it): an input can be an earlier export."""
     real = folder.resolve()
     for name, source in inputs.items():
         # Follow links: in a folder of links, such as a snapshot in a hub's cache, the files lie elsewhere.
@@ -119,9 +115,6 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
         move_aside: only for folders in a run directory that this process has locked. Renames an existing folder that is
             not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
             Removes unfinished exports, since those of a run that is killed repeatedly would fill the disk.
-
-    Raises:
-        UserError: as for :func:`refuse_occupied`; or the folder cannot be written.
     """
     if not move_aside:
         refuse_occupied(folder, "the folder", about)

@@ -29,9 +29,6 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     Yields a mode to enter, once or several times: tensors created inside have shapes, dtypes and storage sizes, but no
     memory. They are on the CPU; attention's derivative uses the tile sizes of the device type ``stands_for``. AdamW
     reads its step count from a tensor, which has no value here; it gets 1, which changes no shape.
-
-    Raises:
-        RuntimeError: a process group already exists.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

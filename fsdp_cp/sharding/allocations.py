@@ -33,10 +33,8 @@ def watch_allocations(network: nn.Module, report: Callable[[str, Tensor], None])
     """Within this context, call ``report(kind, tensor)`` for each tensor that FSDP2 allocates for a root ``network``.
 
     Tensors that exist on entry are reported too. ``gathered`` tensors are reported only then: FSDP2 keeps them, resized
-    to 0 between uses. A tensor may be reported twice.
-
-    Raises:
-        RuntimeError: the network has not run: FSDP2 makes its buffers in the first forward.
+    to 0 between uses. A tensor may be reported twice. The network must have run: FSDP2 makes its buffers in the first
+    forward.
     """
     with ExitStack() as stack:
         for unit in fsdp_modules(network):

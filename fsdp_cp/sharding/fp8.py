@@ -46,10 +46,6 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
     """Refuse fp8 where it cannot run, before anything is built; ``where`` is the prefix of the setting's name.
 
     On a CPU torchao emulates fp8: it rounds to fp8 and multiplies in the compute dtype.
-
-    Raises:
-        UserError: the package is missing or too old, the device does not support fp8 products, or the package does not
-            compile under ``compile=true``.
     """
     if settings.fp8 == "none":
         return
@@ -71,9 +67,6 @@ def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()
 
     Layers of the first and last unit are left out, since they are the most sensitive, and those of ``excluded``
     modules. A unit that is a linear layer itself cannot be replaced.
-
-    Raises:
-        UserError: no layer can compute in fp8.
     """
     left_out = {id(inner) for module in excluded for inner in module.modules()}
     layers = [
@@ -103,9 +96,6 @@ def apply_fp8(
 
     Returns:
         The fp8 layers: new modules with the same parameters under the same names.
-
-    Raises:
-        UserError: as for :func:`require_fp8` and :func:`linear_layers`; or a layer has hooks, which would be lost.
     """
     if settings.fp8 == "none":
         return []

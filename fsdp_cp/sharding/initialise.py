@@ -91,11 +91,7 @@ def _full_values(
 
 
 def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
-    """Copy this rank's part of ``full`` into the ``parameter`` of that shape, a DTensor or a plain tensor.
-
-    Raises:
-        ValueError: ``parameter``, called ``name``, is on the meta device.
-    """
+    """Copy this rank's part of ``full`` into the ``parameter`` of that shape, a DTensor or a plain tensor."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device; call materialise before initialise")
     if not isinstance(parameter, DTensor):

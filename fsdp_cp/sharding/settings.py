@@ -110,11 +110,7 @@ class ShardSettings:
         return replace(self, **{name: getattr(ShardSettings(), name) for name in idle})
 
     def copies(self, shape: MeshShape, where: str = "") -> int:
-        """Return the number of copies of the network on a mesh; gradients are summed over copies.
-
-        Raises:
-            UserError: ``shard_ranks`` does not divide the world.
-        """
+        """Return the number of copies of the network on a mesh; gradients are summed over copies."""
         if self.strategy == "no_shard":
             return shape.world
         if self.shard_ranks is None:
@@ -133,9 +129,6 @@ class ShardSettings:
         """Refuse values and combinations that do not work, before anything is built.
 
         ``where`` is the prefix of the setting's name in messages, e.g. ``"student."``.
-
-        Raises:
-            UserError: a value or combination is refused.
         """
         check_choices(self, where)
         least = {"forward_prefetch": 1, "backward_prefetch": 1, "gradient_buffers": 1}
@@ -208,9 +201,6 @@ def require_compiler(device_type: str, setting: str) -> None:
     """Check for the C or C++ compiler of Triton (``cuda``) or inductor (``cpu``), before all weights are loaded.
 
     ``setting`` enables compilation, e.g. ``student.compile``.
-
-    Raises:
-        UserError: the compiler that ``CC`` or ``CXX`` names, or any default one, is not on the ``PATH``.
     """
     language, variable, usual = ("C", "CC", ("gcc", "clang")) if device_type == "cuda" else ("C++", "CXX", ("g++",))
     command = os.environ.get(variable)
@@ -222,11 +212,7 @@ def require_compiler(device_type: str, setting: str) -> None:
 
 
 def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
-    """Return the overload that ``"namespace.operator"`` or ``"namespace.operator.overload"`` names.
-
-    Raises:
-        UserError: the operator does not exist, or autograd decomposes it.
-    """
+    """Return the overload that ``"namespace.operator"`` or ``"namespace.operator.overload"`` names."""
     import fsdp_cp.attention.cached  # noqa: F401  registers the operators of attention
 
     namespace, operator, variant, *rest = [*name.replace("::", ".").split("."), "", "", ""]

@@ -282,11 +282,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 
 def settings_of(model: nn.Module) -> ShardSettings:
-    """Return the settings with which :func:`shard_module` sharded ``model``; settings without effect are the defaults.
-
-    Raises:
-        ValueError: :func:`shard_module` did not shard ``model``.
-    """
+    """Return the settings of a ``model`` of :func:`shard_module`; settings without effect are the defaults."""
     settings = getattr(model, "_shard_settings", None)
     if settings is None:
         raise ValueError(f"{type(model).__name__} was not sharded by fsdp_cp.shard_module")

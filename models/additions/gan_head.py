@@ -48,9 +48,6 @@ class GanHead(Addition):
 
     Args:
         blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
-
-    Raises:
-        UserError: the network does not have one of ``blocks``.
     """
 
     full_precision = True

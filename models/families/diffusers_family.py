@@ -45,11 +45,7 @@ class DiffusersFamily(Family):
         return {name: parameter.default for name, parameter in parameters_of(cls.transformer).items()}
 
     def check_values(self, config: NetworkConfig, setting: str) -> None:
-        """Refuse values of a type that the class does not declare, sizes out of range, and unmet :meth:`requirements`.
-
-        Raises:
-            UserError: a value is refused.
-        """
+        """Refuse values of undeclared types, sizes out of range, and unmet :meth:`requirements`."""
         checked_arguments(self.transformer, config, setting)
         values = self.defaults() | dict(config)
         for key, fits, wanted in self.requirements(values):
@@ -61,11 +57,7 @@ class DiffusersFamily(Family):
         return iter(())
 
     def build(self, config: NetworkConfig, setting: str) -> Any:
-        """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
-
-        Raises:
-            UserError: ``config`` is for another class or an unsupported network, or diffusers cannot build it.
-        """
+        """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device."""
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
             shown = " ".join(str(name).split())[:80]
@@ -82,11 +74,7 @@ class DiffusersFamily(Family):
             raise UserError(f"{setting}: cannot build a {self.label} network of {reason}") from error
 
     def check_keys(self, architecture: NetworkConfig, setting: str) -> None:
-        """Refuse unknown keys: diffusers would only warn, and build the default instead.
-
-        Raises:
-            UserError: a key is unknown.
-        """
+        """Refuse unknown keys: diffusers would only warn, and build the default instead."""
         known = list(self.defaults())
         for key in architecture:
             if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # keys that diffusers writes
@@ -106,12 +94,7 @@ class DiffusersFamily(Family):
     def check_data(
         self, config: NetworkConfig, latent_shape: LatentShape, needed: Shapes, condition: Shapes, setting: str
     ) -> None:
-        """Compare the shapes of the data, latents ``(C, T, H, W)`` and condition, with the ``needed`` tensors.
-
-        Raises:
-            UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
-                a first frame is given for a clip of one latent frame.
-        """
+        """Compare the shapes of the data, latents ``(C, T, H, W)`` and condition, with the ``needed`` tensors."""
         use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
             channels = self.latent_channels(config)
@@ -135,11 +118,7 @@ class DiffusersFamily(Family):
     def check_patches(
         self, config: NetworkConfig, latent_shape: LatentShape, setting: str, most: int | None = None
     ) -> None:
-        """Check the numbers of tokens along each axis.
-
-        Raises:
-            UserError: the patch size does not divide the latents, or an axis has more than ``most`` patches.
-        """
+        """Check the numbers of tokens along each axis."""
         keys = ("data.num_frames", "data.height", "data.width")
         for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
             fitting = min(size - size % patch or patch, patch * (most or size))
@@ -175,11 +154,7 @@ def parameters_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
 
 
 def checked_arguments(cls: type[Any], config: NetworkConfig, setting: str) -> dict[str, Any]:
-    """Return the arguments of a class of diffusers by a ``config.json``, with the defaults of the others.
-
-    Raises:
-        UserError: a value of a type that the class does not declare, or a size out of range.
-    """
+    """Return the arguments of a class of diffusers by a ``config.json``, with the defaults of the others."""
     arguments = {}
     for key, parameter in parameters_of(cls).items():
         value, hint = config.get(key, parameter.default), parameter.annotation

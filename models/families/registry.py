@@ -30,11 +30,7 @@ def family_names() -> list[str]:
 
 
 def family_of(name: str, setting: str) -> Family:
-    """Return the family called ``name``; ``setting`` is the role's name, for messages.
-
-    Raises:
-        UserError: the family does not exist, cannot be imported, or is not a :class:`Family`.
-    """
+    """Return the family called ``name``; ``setting`` is the role's name, for messages."""
     if name in FAMILIES:
         return FAMILIES[name]
     if name not in installed_names(ENTRY_POINTS):

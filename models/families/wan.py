@@ -234,12 +234,7 @@ class Wan(DiffusersFamily):
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
-        """Check that the network accepts such samples. A text-to-video Wan accepts a first frame.
-
-        Raises:
-            UserError: channels or sizes do not fit, an axis has more positions than ``rope_max_seq_len``, text
-                embeddings have another size, or an image is missing or not accepted.
-        """
+        """Check that the network accepts such samples. A text-to-video Wan accepts a first frame."""
         latent_shape, text_tokens = shapes[VIDEO], condition["text"][0]
         needed = self.condition_shapes(config, latent_shape, text_tokens)
         if text_tokens != needed["text"][0]:

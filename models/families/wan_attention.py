@@ -179,9 +179,6 @@ def own_rotary_tables(
 
     Returns:
         Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; and ``S``.
-
-    Raises:
-        ValueError: an axis has more positions than ``rope_max_seq_len``.
     """
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
     bounded = sizes if frames is None else sizes[1:]

@@ -64,10 +64,6 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     Args:
         checkpoint: a diffusers pipeline folder (its ``transformer/`` is read) or a transformer folder.
         setting: the setting it came from, for messages ("teacher.checkpoint").
-
-    Raises:
-        UserError: the folder or its ``config.json`` is missing, the pipeline has two experts, the safetensors files are
-            missing or broken, or an index names files outside the folder.
     """
     inspected = inspect_checkpoint(checkpoint, setting, alone=True)
     if inspected.boundaries:
@@ -81,10 +77,6 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, co
     Arguments are those of :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
     read too. ``alone`` accepts the folder of the noisier expert as a network. ``config`` is a folder whose
     ``config.json`` replaces the network's own, for one file of weights or weights in the names of Wan's own code.
-
-    Raises:
-        UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
-            folder of the noisier expert, which does not serve all times.
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
@@ -277,11 +269,7 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
-    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages.
-
-    Raises:
-        UserError: ``index`` is not an index, or a file is missing or outside the folder of ``index``.
-    """
+    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages."""
     try:
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         names = sorted(set(named))
@@ -320,11 +308,7 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_pointer(file: Path, where: str) -> None:
-    """Refuse a pointer file that ``git clone`` without git-lfs leaves instead of weights.
-
-    Raises:
-        UserError: ``file`` is a git-lfs pointer.
-    """
+    """Refuse a pointer file that ``git clone`` without git-lfs leaves instead of weights."""
     with file.open("rb") as opened:
         if not opened.read(100).startswith(b"version https://git-lfs"):
             return
@@ -337,11 +321,7 @@ def one_line(error: object) -> str:
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Compare the tensors in the files with the ``expected`` names and shapes; ``setting`` is for messages.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape.
-    """
+    """Compare the tensors in the files with the ``expected`` names and shapes; ``setting`` is for messages."""
     shapes = folder.shapes
     problems = [
         f"has {name} of shape {shapes[name]}, but the network of its config.json needs {expected[name]}"

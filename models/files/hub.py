@@ -76,19 +76,11 @@ class _Snapshot:
         return hub_folder(HubName(self.name.repo, self.commit))
 
     def missing(self) -> list[str]:
-        """Return the needed files that are not in the cache.
-
-        Raises:
-            UserError: an index of weights is damaged, or names a file that is missing although the hub lists it not.
-        """
+        """Return the needed files that are not in the cache."""
         return [file for file in self.files or () if not (self.folder / file).is_file()]
 
     def check(self) -> None:
-        """Check that the cache holds the needed files, and every shard that an index of weights names.
-
-        Raises:
-            UserError: a file is missing.
-        """
+        """Check that the cache holds the needed files, and every shard that an index of weights names."""
         if missing := self.missing():
             raise UserError(
                 f"{self.where} lacks {missing[0]} in {self.folder}; start the same command again with a network"

@@ -41,9 +41,6 @@ def diffusers_names(shapes: Mapping[str, Shape], where: str) -> dict[str, str]:
     """Return the own name of each tensor by its name in diffusers, by diffusers' own converter on the meta device.
 
     ``diffusers.loaders.single_file_utils.convert_wan_transformer_to_diffusers`` is no public interface (0.42).
-
-    Raises:
-        UserError: a network whose tensors the converter computes instead of renaming (Wan Animate).
     """
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
@@ -66,9 +63,6 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         shapes: shape of each tensor by its own name.
         given: a configuration of Wan's own code (``dim``, ``num_heads``), or ``None`` for a released network.
         where: the setting and its value, for messages.
-
-    Raises:
-        UserError: not a Wan network, or one of which the number of heads is not known.
     """
     if missing := [name for name in _NEEDED if name not in shapes or len(shapes[name]) < 2]:
         raise UserError(f"{where} has no {missing[0]} as Wan's networks have; give a diffusers folder")
@@ -108,11 +102,7 @@ _FIXED = {"rope_max_seq_len": 1024, "qk_norm": "rms_norm_across_heads", "pos_emb
 
 
 def own_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of Wan's own code for a configuration of diffusers.
-
-    Raises:
-        UserError: a network that Wan's own code cannot describe.
-    """
+    """Return the ``config.json`` of Wan's own code for a configuration of diffusers."""
     for name, value in _FIXED.items():
         if config.get(name, value) != value:
             raise UserError(f"Wan's own code has no {name}={config[name]}; leave out --format wan")
@@ -150,11 +140,7 @@ def _own_stems(layers: int, image: bool) -> dict[str, str]:
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the own name of each tensor by its name in diffusers: the converter, read backwards.
-
-    Raises:
-        UserError: a tensor that Wan's own code does not have.
-    """
+    """Return the own name of each tensor by its name in diffusers: the converter, read backwards."""
     names = list(names)
     layers = 1 + max((int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))), default=-1)
     known = _own_stems(layers, any("image_embedder" in name for name in names))

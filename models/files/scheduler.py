@@ -58,9 +58,6 @@ def few_step_scheduler(
             ``None`` if it passes none.
         boundaries: times between the student's experts, descending.
         experts: position of the expert that each of ``times`` was trained with.
-
-    Raises:
-        UserError: no scheduler of diffusers has these times.
     """
 
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -37,9 +37,6 @@ def extract(
     """Return the best least-squares approximation of the given rank for each layer (Eckart & Young 1936).
 
     ``network`` has the folders' configuration and is on the meta device.
-
-    Raises:
-        UserError: shapes differ, weights are equal, or :func:`models.lora.plan.target_layers` raises.
     """
     for folder in (full, base):
         if folder.additions:

@@ -34,9 +34,6 @@ def file_tensors(
 
     ``read`` returns a whole adapter by one of ``names``. The ``family`` knows the original code's names, ``scale`` is
     ``alpha / rank``, and ``dtype`` is that of the file.
-
-    Raises:
-        UserError: the original code has no name for a layer.
     """
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -103,10 +103,6 @@ def plan_lora(
     """Check a role's adapters against its base, a plain ``network`` on any device.
 
     ``settings.rank`` is above 0 unless ``saved``, the file that the adapters come from, determines it.
-
-    Raises:
-        UserError: the file has another rank or other layers, or :func:`target_layers` or
-            :func:`models.lora.saved.inspect_adapters` raises.
     """
     where, inspected = f"{role}.lora.", None
     if saved is not None:
@@ -132,10 +128,6 @@ def target_layers(
 
     ``where`` is the prefix of the settings in messages. Adapters from a file are not ``fresh``: the largest rank in it
     can exceed the size of a small layer.
-
-    Raises:
-        UserError: a pattern matches no linear layer, or only layers that no gradient reaches; or the rank exceeds a
-            layer's size.
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     if settings.targets:

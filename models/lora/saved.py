@@ -26,11 +26,7 @@ _MATRICES = ("A.weight", "B.weight", "B.bias")
 
 
 def find_adapters(checkpoint: str | None) -> Path | None:
-    """Return the adapter file that ``checkpoint`` is or contains; ``None`` without such a file.
-
-    Raises:
-        UserError: the folder has several, or the file is a git-lfs pointer.
-    """
+    """Return the adapter file that ``checkpoint`` is or contains; ``None`` without such a file."""
     path = find_shipped(checkpoint) if checkpoint and checkpoint.strip() else None
     if path is None:
         return None
@@ -141,12 +137,7 @@ def _peft_name(name: str) -> str:
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
-    """Compare the adapters of ``file`` (:func:`find_adapters`) with their base, a plain ``network`` on any device.
-
-    Raises:
-        UserError: the file is unreadable, holds other tensors than adapters, or has layers that the base lacks or has
-            in other sizes.
-    """
+    """Compare the adapters of ``file`` (:func:`find_adapters`) with their base, a plain ``network`` on any device."""
     where = f"{setting}={file.parent}"
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     try:

@@ -31,9 +31,6 @@ def whole_clip(
         t: ``(B,)`` or ``(B, T)``.
         clean: clean clip, the history of every chunk; ``None`` for the noisy history in ``x``.
         tokens: number of tokens in a latent frame.
-
-    Raises:
-        ValueError: frames that are not whole chunks, or clips of different shapes.
     """
     frames = x.video.shape[2]
     history = WholeClip(settings.mask(frames, tokens, clean=clean is not None))
@@ -75,9 +72,6 @@ class Cache(ABC):
 
         Args:
             x0: latents of the finished chunk.
-
-        Raises:
-            ValueError: ``x0`` has another number of frames or samples.
         """
 
     @property

@@ -128,9 +128,6 @@ def _build_network(
 
     Arguments are those of :func:`build_roles`; ``plans`` are the group's, for experts those of one expert.
     ``allocate=False`` leaves the network on the meta device.
-
-    Raises:
-        UserError: the network cannot take data of these shapes.
     """
     plan, family = plans[0], plans[0].family
     adapted = {role.name: role.lora for role in plans if role.lora is not None}

@@ -30,9 +30,6 @@ def parallelize(
     The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units. The ``network`` is on the
     meta device and has the adapters and additions of its ``roles``, of which the ``trained`` ones train it.
     ``precision`` replaces theirs.
-
-    Raises:
-        UserError: settings that exclude each other.
     """
     family, settings = roles[0].family, _shard_settings(roles, trained, precision)
     if settings.precision == "fp64":

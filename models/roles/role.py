@@ -134,9 +134,6 @@ class Role:
         """Return the position of the network that serves ``time``.
 
         A boundary belongs to the network before it, as in diffusers' pipelines.
-
-        Raises:
-            ValueError: ``time`` is ``None`` for a role with experts.
         """
         if not self.has_experts:
             return 0
@@ -251,9 +248,6 @@ class Role:
             condition: condition of the B samples.
             training: whether chunks are computed with gradients, or again later (:class:`TrainingCache`). A cache
                 without gradient is a buffer that is changed in place (:class:`StreamCache`).
-
-        Raises:
-            ValueError: the role is not causal.
         """
         if self.causal is None:
             raise ValueError(f"{self.name} is not causal and has no cache; set {self.name}.causal.chunk")
@@ -280,9 +274,6 @@ class Role:
 
         Returns:
             Velocity of the chunk, in the dtype of ``x``.
-
-        Raises:
-            ValueError: ``x`` has another number of frames or samples than the next chunk.
         """
         causal, (network,) = cache.forward(history or cache.history()), self.networks
         samples, frames = len(cache.condition), len(causal.positions)

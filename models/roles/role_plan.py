@@ -97,11 +97,7 @@ class RolePlan:
         return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
 
     def tokens(self, shapes: PartShapes, condition_shapes: Mapping[str, Shape]) -> int:
-        """Return the number of tokens of the video of a sample with parts and a condition of these shapes.
-
-        Raises:
-            UserError: the network cannot take these shapes, or they are not whole chunks of a causal role.
-        """
+        """Return the number of tokens of the video of a sample with parts and a condition of these shapes."""
         setting = f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
         for part in self.family.parts.keys() - {VIDEO}:
             if part not in shapes:
@@ -179,10 +175,6 @@ def plan_role(
         saved: file with the adapters' first values.
         experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
         causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own.
-
-    Raises:
-        UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
-            the network cannot have these adapters or be causal.
     """
     chosen = family_of(family, name)
     checkpoint_files = _inspected(name, checkpoint, config, architecture, boundary)

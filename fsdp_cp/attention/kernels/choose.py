@@ -46,11 +46,7 @@ def _explain(name: str, what: str, why: str) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a ``backend`` that is neither ``"auto"`` nor the name of a kernel.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Refuse a ``backend`` that is neither ``"auto"`` nor the name of a kernel."""
     if backend == "flash_attn_2":
         raise UserError("backend='flash_attn_2' was removed; use flash, torch's own FlashAttention 2")
     names = ("auto", *KERNELS)
@@ -59,11 +55,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> None:
-    """Refuse a ``backend`` that cannot run such tensors.
-
-    Raises:
-        UserError: an unknown name, or a kernel that cannot run these tensors.
-    """
+    """Refuse a ``backend`` that cannot run such tensors."""
     _choose(backend, device, dtype, head_dim, masked, tokens=0, gradients=False)
 
 
@@ -84,9 +76,6 @@ def choose_kernel(
     Args:
         tokens: number of queries or of keys of the call, the smaller one.
         gradients: whether the call is part of a forward and backward.
-
-    Raises:
-        UserError: an unknown name, or a kernel that cannot run these tensors.
     """
     kernel, reasons = _choose(backend, device, dtype, head_dim, masked, tokens, gradients)
     if backend == "auto":
@@ -198,9 +187,6 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
 
     On CUDA, ``auto`` selects the fused kernel if it passes a self-check on every rank of the ``cp`` axis. The check
     runs once per device, dtype and head size. All ranks of the axis must call this function.
-
-    Raises:
-        ValueError: ``backend`` names a kernel without a forward-mode derivative.
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"backend={backend!r} has no forward-mode derivative (JVP); use backend='auto' or 'reference'")
