@@ -112,7 +112,7 @@ class _Sampling:
 
         writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
         text = self.data.embeddings("")
-        bytes_per_text = sum(4 * self.settings.max_text_tokens * t.shape[1] for t in text.values())
+        bytes_per_text = sum(self.settings.max_text_tokens * t.shape[1] * t.itemsize for t in text.values())
         writer.write("texts", len(texts), bytes_per_text, "caption", copy_texts)
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 

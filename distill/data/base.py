@@ -97,7 +97,7 @@ class ClipDataset(Protocol):
         ...
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
-        """Return the embeddings of a caption, fp32 ``(tokens, D)`` by name, as encoded sets store them.
+        """Return the embeddings of a caption, ``(tokens, D)`` by name, as encoded sets store them.
 
         Only ``distill.teacher_clips`` asks for them.
 

@@ -7,13 +7,17 @@ from pathlib import Path
 from distill.data.encoders.folder import check_weight_files, part_settings, require_class
 from distill.data.encoders.hunyuan import HunyuanEncoderFolder
 from distill.data.encoders.ltx import LtxEncoderFolder
+from distill.data.encoders.ltx2 import Ltx2EncoderFolder
 from distill.data.encoders.wan import EncoderFolder
 from distill.data.encoders.words import WordFolder, WordTable, table_file
 from fsdp_cp.errors import UserError
 from models.families.diffusers_family import checked_arguments
 from models.files.shipped import find_shipped
 
-FAMILIES = {kind.codec_class.vae_class: kind for kind in (EncoderFolder, LtxEncoderFolder, HunyuanEncoderFolder)}
+FAMILIES = {
+    kind.codec_class.vae_class: kind
+    for kind in (EncoderFolder, LtxEncoderFolder, Ltx2EncoderFolder, HunyuanEncoderFolder)
+}
 """Kinds of pipeline folders, by the class of their VAE."""
 
 
@@ -35,7 +39,7 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
     vae = part_settings(folder, "vae", where)
     require_class(where, "vae", [vae.get("_class_name")], " or ".join(FAMILIES))
     family = FAMILIES[vae["_class_name"]]
-    for part in ("vae", *family.text_parts):
+    for part in (*family.codec_parts, *family.text_parts):
         if not (folder / part).is_dir():
             raise UserError(f"{where} has no {part}/; give a diffusers pipeline folder that has one")
         if part.startswith("tokenizer"):

@@ -64,6 +64,23 @@ class LtxTextEncoder(TextEncoder):
         return caption
 
 
+def video_sizes(folder: Path, where: str, vae: dict[str, Any]) -> dict[str, Any]:
+    """Return ``channels``, ``temporal``, ``spatial`` and ``patch`` of a folder with a VAE of LTX-Video or LTX-2.
+
+    Raises:
+        UserError: a transformer with patches of more than one latent.
+    """
+    ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
+    # As diffusers' VAEs compute them, where their settings leave them open.
+    scaling = vae["spatio_temporal_scaling"]
+    doublings = sum(scaling) if not isinstance(scaling, bool) else scaling * (len(vae["layers_per_block"]) - 1)
+    spatial, temporal = (vae[key] or vae[patch] * 2**doublings for key, patch in ratios.items())
+    transformer = part_settings(folder, "transformer", where, optional=True)
+    for key in ratios.values():
+        whole_number(transformer, key, f"{where}: transformer/config.json", default=1, most=1)
+    return {"channels": vae["latent_channels"], "temporal": temporal, "spatial": spatial, "patch": (1, 1, 1)}
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LtxEncoderFolder(EncoderFolder):
     """Settings of the encoders in an LTX pipeline folder, without weights."""
@@ -77,19 +94,9 @@ class LtxEncoderFolder(EncoderFolder):
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
         """Return the settings of a folder; refuse patches of more than one latent too."""
-        ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
-        # As AutoencoderKLLTXVideo computes them, where its settings leave them open.
-        doublings = sum(vae["spatio_temporal_scaling"])
-        spatial, temporal = (vae[key] or vae[patch] * 2**doublings for key, patch in ratios.items())
-        transformer = part_settings(folder, "transformer", where, optional=True)
-        for key in ratios.values():
-            whole_number(transformer, key, f"{where}: transformer/config.json", default=1, most=1)
         return cls(
             path=folder,
-            channels=vae["latent_channels"],
-            temporal=temporal,
-            spatial=spatial,
-            patch=(1, 1, 1),
+            **video_sizes(folder, where, vae),
             text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
             pipeline=part_settings(folder, ".", where, "model_index.json", optional=True).get("_class_name"),
         )

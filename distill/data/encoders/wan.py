@@ -29,6 +29,7 @@ from distill.data.encoders.image import ImageInput, inspect_image_encoder
 from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
+from models.families.diffusers_family import parameters_of
 from models.sample import VIDEO, PartShapes, Sample
 
 logger = logging.getLogger(__name__)
@@ -163,8 +164,8 @@ class TextEncoder:
         import diffusers
 
         kind = getattr(diffusers, self.pipeline)
-        parts = dict.fromkeys(("scheduler", "vae", "transformer"))
-        return kind(**parts, text_encoder=self.model, tokenizer=self.tokenizer)
+        required = [name for name, parameter in parameters_of(kind).items() if parameter.default is parameter.empty]
+        return kind(**dict.fromkeys(required) | {"text_encoder": self.model, "tokenizer": self.tokenizer})
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
@@ -172,6 +173,14 @@ class TextEncoder:
 
         Captions go through the encoder one at a time: in a batch, the last bits would depend on the other captions.
         """
+        count = self._check_caption(caption)
+        embeddings = self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
+        )
+        return embeddings[0][0, :count].float().cpu()
+
+    def _check_caption(self, caption: str) -> int:
+        """Return the number of tokens of a caption, before it is cut. A folder that cannot encode it is refused."""
         ids = self.tokenizer(self.cleaned(caption), add_special_tokens=True).input_ids
         self._check_words(ids, self.model, "tokenizer", "text_encoder")
         if not ids:
@@ -179,10 +188,7 @@ class TextEncoder:
                 f"data.encoders={self.folder}: tokenizer/ makes no token of the caption {caption[:60]!r}; use T5's"
             )
         self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
-        embeddings = self._pipeline.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
-        )
-        return embeddings[0][0, : len(ids)].float().cpu()
+        return len(ids)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -191,8 +197,12 @@ class EncoderFolder:
 
     codec_class: ClassVar[type[VideoCodec]] = VideoCodec
     text_class: ClassVar[type[TextEncoder]] = TextEncoder
+    codec_parts: ClassVar[tuple[str, ...]] = ("vae",)
+    """Sub-folders that decide the latents of a clip."""
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     """Sub-folders that decide the embedding of a caption."""
+    text_dtype: ClassVar[torch.dtype] = torch.float32
+    """Dtype in which the text encoder computes, and embeddings are stored."""
 
     path: Path
     """The pipeline folder."""
@@ -311,7 +321,7 @@ class EncoderFolder:
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
         """Return the text tensors of a condition from the embeddings of a caption (:meth:`text_sizes`)."""
-        return {"text": pad_text(texts["text"], max_tokens)}
+        return {name: pad_text(text, max_tokens) for name, text in texts.items()}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
         """Return the tensors of a condition that are the same for all clips of one format."""

@@ -109,7 +109,7 @@ class EncodedDataset:
         return data
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up."""
+        """Return the embeddings of a caption as the set stores them: (tokens, D), not filled up."""
         where, text = self._find(caption)
         return where.text(text)
 
@@ -163,7 +163,8 @@ class EncodedDataset:
         )
 
     def _text_tensors(self, where: EncodedSet, text: int) -> dict[str, torch.Tensor]:
-        return self.encoders.text_tensors(where.text(text), self.condition_shapes["text"][0])
+        texts = {name: tensor.float() for name, tensor in where.text(text).items()}
+        return self.encoders.text_tensors(texts, self.condition_shapes["text"][0])
 
     def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return latents and image tensors; image latents come with the mask of the frames that are given."""

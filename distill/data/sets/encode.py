@@ -49,7 +49,7 @@ class Encoding(ClipSettings):
     """Everything that decides what the encoders make of a source, apart from the source."""
 
     latents: Literal["fp32", "bf16"] = "fp32"
-    """Stored type of latents. Embeddings are stored in fp32."""
+    """Stored type of latents. Embeddings are stored in the type in which their encoder computes."""
 
     def __post_init__(self) -> None:
         check_choices(self, "data.")
@@ -85,7 +85,7 @@ class Encoding(ClipSettings):
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
         folder = choose_encoders(self.encoders)
         image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
-        parts = [*(["vae"] if has_clips else []), *folder.text_parts]
+        parts = [*(folder.codec_parts if has_clips else []), *folder.text_parts]
         if image is not None and image.encoder is not None:
             parts += ["image_encoder", image.encoder.processor]
         return fingerprint_of(folder.files(*parts))
@@ -194,7 +194,7 @@ class _Job:
         self.clip = settings.clip
         self._clip_bytes = settings.clip_bytes(latents=int(source.has_latents))
         sizes = self.folder.text_sizes(settings.max_text_tokens)
-        self._text_bytes = sum(4 * most * width for most, width in sizes.values())
+        self._text_bytes = sum(self.folder.text_dtype.itemsize * most * width for most, width in sizes.values())
         self.files = source.files if source.has_latents or self.image is not None else []
         if rank() == 0:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
@@ -223,7 +223,7 @@ class _Job:
     @cached_property
     def _text_encoder(self) -> TextEncoder:
         tokens = self.settings.max_text_tokens
-        return self.folder.text_encoder(max_tokens=tokens, device=self.device, dtype=torch.float32)
+        return self.folder.text_encoder(max_tokens=tokens, device=self.device, dtype=self.folder.text_dtype)
 
     def _free_encoders(self) -> None:
         for name in ("_codec", "_image_encoder", "_text_encoder"):
@@ -315,6 +315,7 @@ class _Job:
         made = encoder.embeddings(self._texts[number])
         if not all(text.isfinite().all() for text in made.values()):
             raise UserError("the text encoder's output is not finite; give weights in fp32")
+        made = {name: text.to(self.folder.text_dtype) for name, text in made.items()}
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
 
 

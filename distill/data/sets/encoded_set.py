@@ -127,10 +127,11 @@ class EncodedSet:
         }
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
-        """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up."""
+        """Return the embeddings ``(tokens, D)`` of a text by part as stored, without the zeros that fill them up."""
         get = self._columns.get
+        dtype = self.about["settings"].get("text", {}).get("dtype", "F32")
         shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
-        return {part: self._tensor("text", text, part, "F32", shape) for part, shape in shapes.items()}
+        return {part: self._tensor("text", text, part, dtype, shape) for part, shape in shapes.items()}
 
     def _tensor(self, kind: str, number: int, part: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         get = self._columns.get

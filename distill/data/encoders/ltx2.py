@@ -1,0 +1,275 @@
+"""The encoders of an LTX-2 pipeline folder (2.0, 2.3), as ``LTX2Pipeline`` of diffusers (0.42) uses them.
+
+A VAE for the video; another for the sound's log-mel spectrogram, with a vocoder back to a waveform; Gemma 3 for the
+caption, with a connector for each stream of the transformer. A connector fills a caption up with learned registers, so
+its embeddings have no mask. diffusers has no way from a waveform to a spectrogram; :func:`log_mel` is that of
+Lightricks' ``AudioProcessor`` (https://github.com/Lightricks/LTX-2, ``ltx_core``).
+
+Shape legend: T H W pixels, C L F channels, rows and bands of the sound's latents, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.data.encoders.folder import load_part, part_settings, require_class, shown, whole_number
+from distill.data.encoders.image import ImageInput
+from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec, video_sizes
+from distill.data.encoders.wan import EncoderFolder
+from distill.data.videos.decode import ClipFormat, SoundFormat
+from fsdp_cp.errors import UserError
+from models.families.diffusers_family import checked_arguments
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
+
+WINDOW = 1024
+"""Samples of a window of the spectrogram, and of its transform: ``filter_length`` in the preprocessing of Lightricks'
+checkpoints, which a diffusers folder does not hold."""
+QUIETEST = 1e-5
+"""Least magnitude of the spectrogram, before its logarithm."""
+SOUND_CHANNELS = 2
+PIPELINE_TOKENS = 1024
+"""``max_sequence_length`` of LTX2Pipeline."""
+VOCODERS = ("LTX2Vocoder", "LTX2VocoderWithBWE")
+"""Of 2.0, and of 2.3."""
+
+
+class Ltx2Codec(LtxVideoCodec):
+    """LTX-2's two VAEs and its vocoder between a clip and the normalized latents that the transformer sees.
+
+    The sound's networks are small and compute in fp32 whatever the VAE's precision. They take sound at
+    :attr:`Ltx2EncoderFolder.rate`.
+    """
+
+    vae_class = "AutoencoderKLLTX2Video"
+
+    def __init__(
+        self, folder: Ltx2EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
+    ) -> None:
+        super().__init__(folder, device=device, dtype=dtype, tiling=tiling)
+        import diffusers
+
+        self.folder = folder
+        self.sound_vae: Any = load_part(
+            diffusers.AutoencoderKLLTX2Audio, folder.path, "audio_vae", torch_dtype=torch.float32
+        ).to(device)
+        vocoder = getattr(_parts(), folder.vocoder)
+        self.vocoder: Any = load_part(vocoder, folder.path, "vocoder", torch_dtype=torch.float32).to(device)
+        # One number for each channel and band, in the order in which LTX2Pipeline packs them into a row.
+        statistics = (self.sound_vae.latents_mean, self.sound_vae.latents_std)
+        self.sound_mean, self.sound_std = (x.view(-1, 1, folder.bands) for x in statistics)
+        if not (self.sound_std > 0).all():
+            raise UserError(f"data.encoders={folder.path}: audio_vae/ has latents_std of 0 or less; copy it again")
+
+    @torch.no_grad()
+    def encode_clip(self, video: Tensor, sound: Tensor | None = None) -> Sample:
+        assert sound is not None
+        folder = self.folder
+        mel = log_mel(sound.to(self.device, torch.float32), folder.rate, folder.hop, folder.mel_bins)
+        z = self.sound_vae.encode(mel[None]).latent_dist.mode()
+        # Centered windows give one latent more than the sound has rows: its last frame is centered on the sound's end.
+        rows = z[:, :, : sound.shape[1] // folder.samples_of_row]
+        audio = (rows - self.sound_mean) / self.sound_std
+        return Sample({VIDEO: self.encode(video)[None], AUDIO: audio.cpu()})
+
+    @torch.no_grad()
+    def decode_sound(self, latents: Tensor) -> tuple[Tensor, int]:
+        waves = []
+        for one in latents.split(1):
+            z = one.to(self.device, torch.float32) * self.sound_std + self.sound_mean
+            waves.append(self.vocoder(self.sound_vae.decode(z).sample)[0].float().cpu())
+        return torch.stack(waves), self.vocoder.config["output_sampling_rate"]
+
+
+def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
+    """Return the log-mel spectrogram of a waveform: magnitudes in Slaney's bands up to half the rate, then a logarithm.
+
+    Frames are centered on every ``hop``-th sample; the sound is mirrored at its ends.
+
+    Args:
+        sound: fp32 ``(channels, samples)``.
+        rate: samples per second.
+
+    Returns:
+        ``(channels, samples // hop + 1, bins)``.
+    """
+    from transformers.audio_utils import mel_filter_bank
+
+    window = torch.hann_window(WINDOW, device=sound.device)
+    spectrum = torch.stft(sound, WINDOW, hop_length=hop, window=window, return_complex=True).abs()
+    slaney = {"norm": "slaney", "mel_scale": "slaney"}
+    filters = mel_filter_bank(WINDOW // 2 + 1, bins, 0.0, rate / 2, rate, **slaney)
+    return (spectrum.mT @ torch.from_numpy(filters).to(spectrum)).clamp_min(QUIETEST).log()
+
+
+class Ltx2TextEncoder(LtxTextEncoder):
+    """Gemma 3 and the two connectors."""
+
+    class_name = "Gemma3ForConditionalGeneration"
+
+    def __init__(self, folder: Ltx2EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        super(LtxTextEncoder, self).__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+        self.pipeline = "LTX2Pipeline"
+        self.connectors = load_part(_parts().LTX2TextConnectors, folder.path, "connectors", torch_dtype=dtype).to(
+            device
+        )
+
+    @staticmethod
+    def encode_zeros(model: Any, tokens: int) -> None:
+        ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
+        torch.stack(model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states, dim=-1)
+
+    @torch.no_grad()
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return ``text`` and ``audio_text`` (``max_tokens``, D), of the two streams."""
+        self.cuts = []
+        self._check_caption(caption)
+        hidden, mask, *_ = self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
+        )
+        video, audio, _ = self.connectors(hidden, mask, padding_side=self.tokenizer.padding_side)
+        return {"text": video[0].float().cpu(), "audio_text": audio[0].float().cpu()}
+
+    def cleaned(self, caption: str) -> str:
+        return caption.strip()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Ltx2EncoderFolder(EncoderFolder):
+    """Settings of the encoders in an LTX-2 pipeline folder, without weights."""
+
+    codec_class = Ltx2Codec
+    text_class = Ltx2TextEncoder
+    codec_parts = ("vae", "audio_vae", "vocoder")
+    text_parts = ("text_encoder", "tokenizer", "connectors")
+    text_dtype = torch.bfloat16
+
+    audio_width: int
+    """D of the embeddings for the sound's stream."""
+    registers: int
+    """Number of registers that fill captions up. It divides the number of tokens."""
+    rate: int
+    """Samples per second of the sound that is encoded."""
+    hop: int
+    """Samples from one frame of the spectrogram to the next."""
+    mel_bins: int
+    """Bands of the spectrogram."""
+    sound_channels: int
+    """C."""
+    ratio: int
+    """Frames of the spectrogram in a row of latents, and its bands in a band of them."""
+    vocoder: str
+    """Class of the vocoder."""
+
+    @classmethod
+    def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> Ltx2EncoderFolder:
+        """Return the settings of a folder; refuse parts that do not fit each other too."""
+        from diffusers import AutoencoderKLLTX2Audio
+        from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR as ratio
+
+        vocoder = part_settings(folder, "vocoder", where)
+        require_class(where, "vocoder", [vocoder.get("_class_name")], " or ".join(VOCODERS))
+        file = f"{where}: audio_vae/config.json"
+        sound = checked_arguments(AutoencoderKLLTX2Audio, part_settings(folder, "audio_vae", where), file)
+        bins, channels = sound["mel_bins"], sound["latent_channels"]
+        if bins is None or bins % ratio or sound["base_channels"] != channels * bins // ratio:
+            raise UserError(
+                f"{file} has base_channels={shown(sound['base_channels'])}, but {shown(channels)} channels of"
+                f" {shown(bins)} / {ratio} bands have as many statistics; give the folder's own"
+            )
+        if sound["in_channels"] != SOUND_CHANNELS:
+            raise UserError(f"{file} has in_channels={shown(sound['in_channels'])}; use {SOUND_CHANNELS}, for stereo")
+        file = f"{where}: connectors/config.json"
+        named = part_settings(folder, "connectors", where)
+        connectors = checked_arguments(_parts().LTX2TextConnectors, named, file)
+        gemma = text.get("text_config") if isinstance(text.get("text_config"), dict) else text
+        given = [
+            whole_number(gemma, key, f"{where}: text_encoder/config.json")
+            for key in ("hidden_size", "num_hidden_layers")
+        ]
+        wanted = [connectors["caption_channels"], connectors["text_proj_in_factor"] - 1]
+        if given != wanted:
+            raise UserError(
+                f"{file} takes {wanted[1]} layers of width {wanted[0]}, but text_encoder/ has {given[1]} of {given[0]};"
+                " give connectors/ and text_encoder/ of one folder"
+            )
+        streams = ("video_connector", "audio_connector")
+        registers = [whole_number(connectors, f"{stream}_num_learnable_registers", file) for stream in streams]
+        if len(set(registers)) > 1:
+            raise UserError(
+                f"{file} has connectors of {registers[0]} and {registers[1]} registers; give the folder's own"
+            )
+        widths = [connectors[f"{s}_num_attention_heads"] * connectors[f"{s}_attention_head_dim"] for s in streams]
+        return cls(
+            path=folder,
+            **video_sizes(folder, where, vae),
+            text_width=widths[0],
+            audio_width=widths[1],
+            registers=registers[0],
+            rate=sound["sample_rate"],
+            hop=sound["mel_hop_length"],
+            mel_bins=bins,
+            sound_channels=channels,
+            ratio=ratio,
+            vocoder=vocoder["_class_name"],
+        )
+
+    @property
+    def bands(self) -> int:
+        """F."""
+        return self.mel_bins // self.ratio
+
+    @property
+    def samples_of_row(self) -> int:
+        """Samples of sound in a row of latents."""
+        return self.hop * self.ratio
+
+    def latent_shapes(self, clip: ClipFormat) -> PartShapes:
+        # LTX2Pipeline's expression: another order of the operations could round otherwise.
+        rows = round(clip.num_frames / clip.fps * (self.rate / self.hop / float(self.ratio)))
+        if rows < 1:
+            raise UserError(
+                f"data.num_frames={clip.num_frames} gives no row of sound at data.fps={clip.fps:g}; use more"
+            )
+        return {VIDEO: self.latent_shape(clip), AUDIO: (self.sound_channels, rows, self.bands)}
+
+    def sound_format(self, clip: ClipFormat) -> SoundFormat:
+        rows = self.latent_shapes(clip)[AUDIO][1]
+        return SoundFormat(rate=self.rate, samples=rows * self.samples_of_row, channels=SOUND_CHANNELS)
+
+    def inspect_image(self, where: str) -> ImageInput:
+        raise UserError(f"{where}: LTX-2 makes clips of text alone here; set data.image=null")
+
+    def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
+        if max_text_tokens == PIPELINE_TOKENS:
+            return []
+        return [
+            f"data.max_text_tokens={max_text_tokens}, but LTX2Pipeline fills captions up to {PIPELINE_TOKENS}, and the"
+            f" transformer sees what fills them; use {PIPELINE_TOKENS}"
+        ]
+
+    def text_key(self) -> dict[str, Any]:
+        return {"dtype": "BF16"}
+
+    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int]]:
+        if max_tokens % self.registers:
+            raise UserError(
+                f"data.max_text_tokens={max_tokens} must be a multiple of the connectors' {self.registers} registers;"
+                f" use {PIPELINE_TOKENS}"
+            )
+        return {"text": (max_tokens, self.text_width), "audio_text": (max_tokens, self.audio_width)}
+
+    def clip_tensors(self, clip: ClipFormat) -> dict[str, Tensor]:
+        """Return ``fps`` (1,); see models/families/ltx2.py."""
+        return {"fps": torch.tensor([float(clip.fps)])}
+
+
+def _parts() -> Any:
+    """Return the module (diffusers 0.42) with the classes of the connectors and of the vocoders."""
+    from diffusers.pipelines import ltx2
+
+    return ltx2
