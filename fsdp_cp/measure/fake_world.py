@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from math import prod
 from unittest import mock
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
-_ADAM = import_module("torch.optim.adam")  # torch.optim deletes its attribute adam
 _LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
 
 
@@ -27,8 +26,8 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     """Initialize a process group of ``size`` ranks, of which this process is the first and only one.
 
     Yields a mode to enter, once or several times: tensors created inside have shapes, dtypes and storage sizes, but no
-    memory. They are on the CPU; attention's derivative uses the tile sizes of the device type ``stands_for``. AdamW
-    reads its step count from a tensor, which has no value here; it gets 1, which changes no shape.
+    memory. They are on the CPU; attention's derivative uses the tile sizes of the device type ``stands_for``, and
+    the choice of a kernel for the CPU is not logged.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,7 +36,7 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     with (
         mock.patch.dict(os.environ, env),
-        mock.patch.object(_ADAM, "_get_value", return_value=1.0),
+        mock.patch.object(logging.getLogger("fsdp_cp.attention"), "disabled", True),
         mock.patch.object(nn.functional, "layer_norm", layer_norm),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
