@@ -34,7 +34,7 @@ from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.joint_self_forcing import JointSelfForcing
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.written_out import WrittenOut
 
 _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
@@ -81,20 +81,10 @@ class _PlainRole(Role):
         return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
 
 
-class _PlainCausalRole(_PlainRole):
+class _PlainCausalRole(Stub, _PlainRole):
     """Causal role that calls its diffusers network with dense masks."""
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        *,
-        clean: Tensor | None = None,
-        at: float | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, r, clean):
         chosen, text, frame = self.causal, condition.tensors["text"], condition.tensors.get("first_frame")
         oracle = CausalWan(self.network, chosen.chunks(x.shape[2]), chosen.window, chosen.sink)
         if frame is not None:

@@ -1,7 +1,7 @@
 """Samples of the video alone, for tests whose formulas are of tensors."""
 
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
 
 from torch import Tensor
 
@@ -12,14 +12,14 @@ def video(x: Tensor) -> Sample:
     return Sample({VIDEO: x})
 
 
-def takes_samples(velocity):
-    """Let a stand-in's ``velocity``, written for tensors, take samples of the video alone, and tensors too."""
+class Stub:
+    """Stand-in for a role of one network. Subclasses define ``of_video(x, t, condition, r, clean)`` for tensors."""
 
-    @wraps(velocity)
-    def wrapped(self, x, *arguments, clean=None, **more):
+    has_experts, causal, kept_gathered, boundaries = False, None, nullcontext, ()
+
+    def velocity(self, x, t, condition, r=None, *, at=None, clean=None):
+        """Take samples of the video alone, as methods call it, and tensors too."""
         if isinstance(x, Tensor):
-            return velocity(self, x, *arguments, clean=clean, **more)
+            return self.of_video(x, t, condition, r=r, clean=clean)
         clean = None if clean is None else clean.video
-        return replace(x, parts={VIDEO: velocity(self, x.video, *arguments, clean=clean, **more)})
-
-    return wrapped
+        return replace(x, parts={VIDEO: self.of_video(x.video, t, condition, r=r, clean=clean)})

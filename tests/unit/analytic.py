@@ -3,8 +3,6 @@
 Shapes: x is ``(B, *SHAPE)``, t and s are ``(B,)``. Flow maps are made of differentiable operations, forward mode too.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from distill.methods import Batch
 from distill.methods.common.schedules import widen
 from fsdp_cp.rng import StepRandom, stream
 from models.condition import Condition
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 
 TEXT = (1, 2)
@@ -27,10 +25,8 @@ def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
     return (1 - t) ** 2 * variance + t**2
 
 
-class Gaussian:
+class Gaussian(Stub):
     """Data distributed as N(mean, covariance) over all N elements of a sample, with a full covariance matrix."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), seed=0):
         self.shape = shape
@@ -43,16 +39,7 @@ class Gaussian:
         z = normal(count, len(self.mean), seed=seed) * self.variance.sqrt()
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        at: float | None = None,
-        clean: Tensor | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, **_):
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
         slope = (t - (1 - t) * self.variance) / marginal_variance(self.variance, t)
@@ -66,10 +53,8 @@ class Gaussian:
         return ((1 - s) * self.mean + z @ self.basis.T).view_as(x)
 
 
-class Mixture:
+class Mixture(Stub):
     """Data whose elements are all drawn from one mixture of Gaussians in one dimension."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, shape=(2, 2, 2, 2), weights=(0.3, 0.7), means=(-1.2, 0.8), stds=(0.3, 0.5)):
         self.shape = shape
@@ -97,16 +82,7 @@ class Mixture:
         z, _, _ = self._standardized(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        at: float | None = None,
-        clean: Tensor | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, **_):
         z, deviation, t = self._standardized(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
         return (posterior * ((t - (1 - t) * self.stds**2) / deviation * z - self.means)).sum(-1)
@@ -137,10 +113,8 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 """Milder problems, which a small network learns in seconds."""
 
 
-class ExactStudent(nn.Module):
+class ExactStudent(Stub, nn.Module):
     """Consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem):
         super().__init__()
@@ -148,28 +122,17 @@ class ExactStudent(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        at: float | None = None,
-        clean: Tensor | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, **_):
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / widen(t, x) + self.offset
 
 
-class SmallNet(nn.Module):
+class SmallNet(Stub, nn.Module):
     """Velocity of ``problem`` plus a network, zero at first: a student that starts as its teacher, of any mode.
 
     The network sees each element with the time, and the whole sample if the elements of ``problem`` depend on each
     other.
     """
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=48, seed=0):
         super().__init__()
@@ -186,16 +149,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        at: float | None = None,
-        clean: Tensor | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, **_):
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)
         features = features if self.joint else features.repeat_interleave(len(rows) // len(x), 0)

@@ -3,7 +3,6 @@ times. All in fp64; B samples of N elements.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,7 @@ from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition
-from models.sample import Sample
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 
 SHAPE = (2, 3, 4, 4)  # C, T, H, W
@@ -38,26 +35,15 @@ class Call:
     r: Tensor | None = None
 
 
-class Recorder(nn.Module):
+class Recorder(Stub, nn.Module):
     """Role that records its calls."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self):
         super().__init__()
         self.calls: list[Call] = []
         self.logit_calls: list[Call] = []
 
-    @takes_samples
-    def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        condition: Condition,
-        r: Tensor | None = None,
-        at: float | None = None,
-        clean: Tensor | None = None,
-    ) -> Tensor:
+    def of_video(self, x, t, condition, r, clean):
         assert clean is None
         text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
@@ -65,9 +51,7 @@ class Recorder(nn.Module):
         self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled(), r))
         return v
 
-    def logits(
-        self, x: Sample, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
-    ) -> Tensor:
+    def logits(self, x, t, condition, r=None, at=None):
         x, text = x.video, condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         d = self.judge(x, t, text)

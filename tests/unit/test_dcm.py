@@ -1,6 +1,6 @@
 """DCM in float64, against its formulas and against the map of its own Euler grid."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from distill.methods import build_method
 from distill.methods.common.schedules import euler_times, widen
 from distill.methods.dcm import Dcm, DcmSettings
 from fsdp_cp.rng import StepRandom
-from tests.oracles.samples import takes_samples
+from tests.oracles.samples import Stub
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, make_batch, normal
 from tests.unit.method_roles import text_of
@@ -20,10 +20,8 @@ from tests.unit.method_roles import text_of
 STEPS, SHIFT = 6, 3.0
 
 
-class EulerMap(nn.Module):
+class EulerMap(Stub, nn.Module):
     """Student whose ``x0`` is the end of Euler's method on the grid. Its parameters are 0."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, teacher, steps=STEPS):
         super().__init__()
@@ -31,8 +29,7 @@ class EulerMap(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, **_):
         y = x
         for time, following in zip(self.grid, self.grid[1:], strict=False):
             started = widen(t >= time - 1e-9, x)
@@ -41,18 +38,15 @@ class EulerMap(nn.Module):
         return (1 + self.scale) * (x - y) / widen(t.clamp_min(1e-3), x) + self.offset
 
 
-class Net(nn.Module):
+class Net(Stub, nn.Module):
     """Nonlinear network of time and caption that records its calls."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, seed):
         super().__init__()
         self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
         self.calls = []
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, **_):
         text = condition.tensors["text"]
         self.calls.append((x, t, text, torch.is_grad_enabled()))
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))

@@ -1,12 +1,10 @@
 """``first_role`` names the role whose forward is the first of a step. Only its gather may start early."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from distill.methods import METHODS, Batch, build_method
-from tests.oracles.samples import video
+from tests.oracles.samples import Stub, video
 from tests.unit.method_roles import SHAPE, make_batch, normal, random_at
 
 SETTINGS = {
@@ -26,17 +24,15 @@ class Called(Exception):
     pass
 
 
-class Alarm(torch.nn.Module):
+class Alarm(Stub, torch.nn.Module):
     def __init__(self, name):
         super().__init__()
         self.name = name
 
-    has_experts, causal, kept_gathered = False, None, nullcontext
-
-    def velocity(self, *arguments, at=None, clean=None):
+    def of_video(self, *_, **__):
         raise Called(self.name)
 
-    logits = velocity
+    logits = of_video
 
 
 @pytest.mark.parametrize("case", SETTINGS)

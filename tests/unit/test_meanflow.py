@@ -1,6 +1,5 @@
 """meanflow in fp64 against the formulas, and against data whose mean velocities are known in closed form."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from distill.methods import build_method
 from distill.methods.common.schedules import widen
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.rng import StepRandom
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
@@ -21,10 +20,8 @@ from tests.unit.refused import refuses_all
 IDS = ["gaussian", "mixture"]
 
 
-class ExactMean(nn.Module):
+class ExactMean(Stub, nn.Module):
     """``u(x_t, r, t)`` of ``problem``, which is the velocity at r = t. Its parameters are 0."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem):
         super().__init__()
@@ -32,8 +29,7 @@ class ExactMean(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, r, **_):
         instant = r == t
         interval = widen(torch.where(instant, 1.0, t - r), x)
         u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
@@ -41,10 +37,8 @@ class ExactMean(nn.Module):
         return (1 + self.scale) * u + self.offset
 
 
-class SmallNet(nn.Module):
+class SmallNet(Stub, nn.Module):
     """Velocity of ``problem`` plus a network of each element and both times, zero at first. It records its calls."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, problem, width=32, seed=0, zero=True):
         super().__init__()
@@ -58,8 +52,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(self.body[-1].weight)
             nn.init.zeros_(self.body[-1].bias)
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, r, **_):
         assert r.shape == t.shape == (len(x),) and (r <= t).all()
         self.calls.append((x, t, r, torch.is_grad_enabled()))
         rows = torch.stack([x, *(widen(time, x).expand_as(x) for time in (t, r, t * r))], -1)
@@ -102,8 +95,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     """The test above can fail: the teacher's velocity is not the mean velocity."""
 
     class Velocity(ExactMean):
-        @takes_samples
-        def velocity(self, x, t, condition, r=None, at=None, clean=None):
+        def of_video(self, x, t, condition, **_):
             return (1 + self.scale) * self.problem.velocity(x, t, condition) + self.offset
 
     student = Velocity(PROBLEMS[0])
@@ -196,9 +188,8 @@ def test_gradient_equals_a_dense_reference(velocity, power):
 
 
 def test_the_velocity_is_the_teachers_with_guidance():
-    class Captioned(nn.Module):
-        @takes_samples
-        def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    class Captioned(Stub, nn.Module):
+        def of_video(self, x, t, condition, **_):
             return widen(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
 
     student = SmallNet(PROBLEMS[0], zero=False)

@@ -13,7 +13,7 @@ from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import (
     SHAPE,
@@ -85,8 +85,7 @@ class CausalNet(Recorder):
 
     causal = CausalSettings(chunk=2, first_chunk=1, context_time=0.25)
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, r, clean):
         self.calls.append((x, t, clean))
         return torch.zeros_like(x)
 

@@ -1,6 +1,5 @@
 """Samples of two parts with different clocks: arithmetic, DMD2 against a reference, and what is refused."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from models.families.ltx2 import LTX2
 from models.roles.role_plan import plan_role
 from models.sample import Sample, shift_time
 from tests.oracles.dmd2_of_parts import Dmd2OfParts, wide
+from tests.oracles.samples import Stub
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import close, gradients, normal
 from tests.unit.refused import refused
@@ -32,10 +32,9 @@ CHOSEN = {
 }  # fmt: skip
 
 
-class Duet(nn.Module):
+class Duet(Stub, nn.Module):
     """Stand-in for a role whose parts depend on each other, on their own times and on the caption."""
 
-    has_experts, causal, kept_gathered, boundaries = False, None, nullcontext, ()
     family = SimpleNamespace(parts={"video": 1.0, "audio": 0.25})
 
     def __init__(self, seed):

@@ -1,13 +1,11 @@
 """The teacher's samplers: UniPC against diffusers' own pipeline and against the exact flow of a Gaussian."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
 from distill.methods.common.sampling import guided, integrate, unipc_sample
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
@@ -16,16 +14,13 @@ from tests.unit.refused import refused
 # ---------------------------------------------------------------- against diffusers
 
 
-class Wan:
+class Wan(Stub):
     """Plain diffusers network as a role. ``truncated``: it gets times as diffusers' UniPC loop passes them."""
-
-    has_experts, causal, kept_gathered = False, None, nullcontext
 
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, **_):
         t = (1000 * t).floor() if self.truncated else 1000 * t
         return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
 

@@ -1,6 +1,5 @@
 """Training times of each recipe: the share of draws near each sampling time of the student must be large enough."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
 from models.causal import CausalSettings
-from tests.oracles.samples import takes_samples, video
+from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.analytic import BatchRandom
 
@@ -33,10 +32,8 @@ RECIPES = [
 ]
 
 
-class Recorder(nn.Module):
+class Recorder(Stub, nn.Module):
     """Role that records the times at which it trains."""
-
-    has_experts, kept_gathered = False, nullcontext
 
     def __init__(self, causal):
         super().__init__()
@@ -44,8 +41,7 @@ class Recorder(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
-    @takes_samples
-    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+    def of_video(self, x, t, condition, r, **_):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
