@@ -179,10 +179,6 @@ def export_checkpoint(
 
     Returns:
         Description of the export.
-
-    Raises:
-        UserError: the checkpoint lacks the role or its EMA or is damaged, ``out`` cannot be replaced, or the base is
-            not the one that the adapters were trained on.
     """
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)

@@ -266,9 +266,6 @@ def verify(
 
     Arguments are those of :class:`Case`; ``causal`` compares a causal role in all :data:`HISTORIES`, with itself on one
     rank.
-
-    Raises:
-        UserError: the folder's network is not of the family, or does not fit this host's memory.
     """
     plan = planned(folder, family, expert)
     size = sum(p.numel() for p in plan.network.parameters())

@@ -92,11 +92,7 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
 
 
 def run(target: str, family: str | None, ranks: int) -> bool:
-    """Print the tables of a folder, or of a family's examples; return whether all errors are within the bound.
-
-    Raises:
-        UserError: ``target`` is neither a folder nor a family, or the folder's network is not of the family.
-    """
+    """Print the tables of a folder, or of a family's examples; return whether all errors are within the bound."""
     folder = resolve_path(str(user_path(target, "FOLDER_OR_FAMILY")), "FOLDER_OR_FAMILY", network_files)
     for name in (family, None if folder.is_dir() else target):
         if name is not None and name not in family_names():

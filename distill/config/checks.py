@@ -71,11 +71,7 @@ def check_images(config: Config) -> None:
 
 
 def micro_batch_size(config: Config, dp_size: int) -> int:
-    """Return the number of samples per data-parallel rank and forward.
-
-    Raises:
-        UserError: ranks, parts (``expert_draws``) and micro-batches do not divide the batch.
-    """
+    """Return the number of samples per data-parallel rank and forward."""
     if config.batch_size % dp_size:
         raise UserError(
             f"batch_size={config.batch_size} is not a multiple of the {dp_size} data-parallel ranks;"

@@ -43,11 +43,7 @@ PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
 
 
 def wanted_information(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the option that ``arguments`` contain (``"help"``, ``"help all"``, ``"cfg"`` or ``None``) and the words.
-
-    Raises:
-        UserError: another option.
-    """
+    """Return the option in ``arguments`` (``"help"``, ``"help all"``, ``"cfg"`` or ``None``) and the other words."""
     wanted, words = None, []
     rest = iter(arguments)
     for word in rest:
@@ -69,11 +65,7 @@ def wanted_information(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Return key and value of a word, without Hydra's ``+`` or ``++``.
-
-    Raises:
-        UserError: a word without ``=``, a deletion, a control character or line break, an empty value.
-    """
+    """Return key and value of a word, without Hydra's ``+`` or ``++``."""
     key, equals, value = word.partition("=")
     wrong = next((c for c in word if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
     if wrong is not None:
@@ -121,9 +113,6 @@ def compose_config(words: list[str]) -> Config:
 
     Hydra composes the groups. This function then sets single settings one by one, so that each error names the wrong
     word. Their values are in Hydra's grammar, but text needs no quotes.
-
-    Raises:
-        UserError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
     _register()
     groups, settings = {}, []
@@ -208,11 +197,7 @@ def method_settings(values: dict[str, Any]) -> Any:
 
 
 def load_config(path: Path) -> Config:
-    """Load a run's ``config.yaml``. Settings that this version does not have are left out, with a line.
-
-    Raises:
-        UserError: the file does not exist, or this version cannot read it.
-    """
+    """Load a run's ``config.yaml``. Settings that this version does not have are left out, with a line."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:

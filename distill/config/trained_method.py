@@ -17,9 +17,6 @@ def trained_method(folder: Path) -> Any | None:
     """Return the settings of the method that trained the export in ``folder``; ``None`` if nothing records them.
 
     ``folder`` may also be one of the two experts of an export.
-
-    Raises:
-        UserError: this version cannot read them.
     """
     values = (description(folder) or description(folder.parent)).get(METHOD)
     if values is None:

@@ -44,11 +44,7 @@ class _Row(NamedTuple):
 
 
 def information(arguments: list[str]) -> str | None:
-    """Return the text for ``--help`` or ``--cfg job`` in ``arguments``; ``None`` without either.
-
-    Raises:
-        UserError: settings that do not compose; an option that train.py does not have.
-    """
+    """Return the text for ``--help`` or ``--cfg job`` in ``arguments``; ``None`` without either."""
     wanted, words = wanted_information(arguments)
     if wanted is None:
         return None

@@ -48,9 +48,6 @@ class MovingShapes:
 
     Arguments are the settings of :class:`distill.data.settings.MovingShapesSettings`, which checks them. ``seed``
     renders the clips; :meth:`heldout` is another stream of it.
-
-    Raises:
-        UserError: shares that do not sum to 1, an unknown word in the negative prompt, a missing word table.
     """
 
     def __init__(

@@ -53,13 +53,7 @@ _GPU_ONLY = ("compile", "communication_buffers", "fp8", "fp8_gather")
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
-    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``. The page shows ``command``.
-
-    Raises:
-        UserError: settings that a run would refuse before it loads weights, except those that need a GPU (kernels,
-            compiled graphs, NCCL's communication buffers); a start by torchrun; existing files with these names that no
-            plan wrote; a directory that cannot be written.
-    """
+    """Print the plan and write ``plan.json`` and ``plan.html`` into ``RUN_DIR``. The page shows ``command``."""
     require_plannable(config)
     config, plan = plan_without_gpus(config)
     refuse_other_files(plan.run_dir, FILE, PAGE)
@@ -107,11 +101,7 @@ def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
 
 
 def as_planned(config: Config) -> Config:
-    """Return ``config`` without settings that need a GPU, and with published networks for roles that name none.
-
-    Raises:
-        UserError: the role's family has no published network ``planning.model``.
-    """
+    """Return ``config`` without settings that need a GPU, and with published networks for roles that name none."""
     config = deepcopy(config)
     config.device, config.attention.backend, config.log.wandb = "cpu", "auto", False
     if getattr(config.method, "guidance_scale_2", None) is not None:  # the simulation runs one expert

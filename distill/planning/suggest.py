@@ -80,9 +80,6 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
 
     ``suggestions.json`` has the same at the end. ``overrides`` are the user's words, which compose ``config``.
-
-    Raises:
-        UserError: see :func:`distill.planning.command.plan_command`; or ``planning.hardware`` is not set.
     """
     command.require_plannable(config)
     if config.planning.hardware is None:

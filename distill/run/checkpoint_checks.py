@@ -55,9 +55,6 @@ def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
     """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
 
     Rank 0 calls it alone, so nothing in it may communicate.
-
-    Raises:
-        UserError: a faulty table, a checkpoint that cannot be resumed, or too little disk space.
     """
     # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
     data = config.data.table_in_words()
@@ -73,10 +70,6 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
     """Return ``value`` and ``fingerprint`` of each setting in :data:`BY_CONTENT`, or ``None`` for an unused one.
 
     The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
-
-    Raises:
-        UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
-            cannot be read.
     """
     values = _flat(asdict(config))
     for name in config.checkpoint.accept:
@@ -109,9 +102,6 @@ def check_resume(
 
     Trained ``roles`` must have the checkpoint's networks. Return ``sources``, the result of :func:`find_sources`, for
     later checkpoints. An accepted difference has the former source as ``earlier``.
-
-    Raises:
-        UserError: another seed, method, network, file or data; too few steps; other training without further steps.
     """
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"

@@ -74,9 +74,6 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
 
     Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
     moves an earlier run's files to ``previous``. ``step`` is that of the checkpoint ``resume_from``, or 0.
-
-    Raises:
-        UserError: a directory that cannot be written.
     """
 
     def write() -> None:

@@ -23,9 +23,6 @@ def resolve_hub_names(config: Config, roles: Collection[str] = ROLES) -> None:
     Args:
         config: settings, changed in place.
         roles: roles whose checkpoints are needed, in addition to the encoders.
-
-    Raises:
-        UserError: see :func:`models.files.hub.resolve`.
     """
     settings = {f"{role}.checkpoint": (getattr(config, role), "checkpoint", network_files) for role in roles}
     if hasattr(config.data, "encoders"):

@@ -105,9 +105,6 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
 
     The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
     a refused run does not change the files of an earlier one.
-
-    Raises:
-        UserError: a run that one of the steps refuses.
     """
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"

@@ -26,9 +26,6 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
     ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
     ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``. ``where`` is the prefix of the
     settings in a message, e.g. ``"optim.student"``.
-
-    Raises:
-        UserError: a pattern that matches no name, or only names that earlier patterns match.
     """
     names, scales = list(names), dict(settings.lr_scale or {})
     groups: dict[Group, list[str]] = {}

@@ -74,9 +74,6 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     """Check ``config`` against the world and the files it names.
 
     ``method`` replaces the configured one. With ``shapes``, the data and the method's files are not read.
-
-    Raises:
-        UserError: a setting, file or combination that cannot work in this world.
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
@@ -186,11 +183,7 @@ def _plan_role(
 
 
 def _check_earlier_run(setting: str, checkpoint: str | None) -> None:
-    """Check that the export of another experiment, which a role starts from, is there.
-
-    Raises:
-        UserError: ``checkpoint`` is ``.../EXPERIMENT/export/ROLE`` and does not exist.
-    """
+    """Check that the export of another experiment, which a role starts from, is there."""
     path = Path(checkpoint or ".")
     experiment = path.parent.parent.name
     if path.parent.name == "export" and not path.exists() and experiment in {f.stem for f in group_files("experiment")}:

@@ -140,11 +140,7 @@ def _is_predicted(row: dict[str, Any]) -> bool:
 
 
 def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows of ``sweep.json`` by name; empty if no sweep has run in ``folder``.
-
-    Raises:
-        UserError: a run's directory, a sweep with other settings than ``about``, or files that no sweep wrote.
-    """
+    """Return the rows of ``sweep.json`` by name; empty if no sweep has run in ``folder``."""
     earlier = refuse_foreign(
         *(folder, "sweep_dir", (STARTS, TABLE, PICTURE)),
         record=FILE,
@@ -172,9 +168,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     Returns:
         ``plan``, ``no_plan``, ``settings`` (words ``key=value`` without ``sweep_dir``), ``folder``, ``world`` (the
         number of ranks of a point's job), and ``launcher``: ``--prefix``, torchrun and its options.
-
-    Raises:
-        UserError: an unknown option, an option after a setting, an unknown number of ranks, or a sweep in torchrun.
     """
     from torch.distributed.run import determine_local_world_size, get_args_parser
 

@@ -123,11 +123,7 @@ def _tail(file: Path) -> str:
 
 
 def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
-    """Run a process; return its exit code and seconds. An exception here, such as a signal's, ends the process first.
-
-    Raises:
-        UserError: a program that does not exist, or a file that cannot be written.
-    """
+    """Run a process; return its exit code and seconds. An exception here (a signal) ends the process first."""
     started = time.monotonic()
     try:
         with output.open("wb") as stream:

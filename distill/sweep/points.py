@@ -66,10 +66,6 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Split settings into fixed words and swept keys with their values (``a=1,2``, ``choice(...)``, ``range(...)``).
 
     A word that Hydra's grammar cannot parse is fixed: paths and prompts need no quotes, as in a run.
-
-    Raises:
-        UserError: a setting that the sweep sets itself; values that cannot be listed; a swept setting that is given
-            twice; no swept setting; more than :data:`MOST` points.
     """
     parser = OverridesParser.create()
     fixed: list[str] = []

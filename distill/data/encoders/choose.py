@@ -22,12 +22,7 @@ FAMILIES = {
 
 
 def choose_encoders(path: str | Path) -> EncoderFolder:
-    """Read a pipeline folder's settings without loading weights.
-
-    Raises:
-        UserError: a folder, a sub-folder, settings or safetensors weights that are missing or damaged; a VAE or a text
-            encoder of another class; settings that ask for code of their own.
-    """
+    """Read a pipeline folder's settings without loading weights."""
     if table_file(path).is_file():
         width = WordTable(path).vectors.shape[1]
         return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

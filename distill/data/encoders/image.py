@@ -49,11 +49,7 @@ class ImageEncoderFolder:
 
 
 def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:
-    """Read the settings in a pipeline folder without loading weights. The encoder may have one of ``classes``.
-
-    Raises:
-        UserError: a part that is missing or damaged, or is another model.
-    """
+    """Read the settings in a pipeline folder without loading weights. The encoder may have one of ``classes``."""
     processor = "image_processor" if classes == CLIP else "feature_extractor"
     for part in ("image_encoder", processor):
         if not (folder / part).is_dir():

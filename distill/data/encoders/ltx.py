@@ -65,11 +65,7 @@ class LtxTextEncoder(TextEncoder):
 
 
 def video_sizes(folder: Path, where: str, vae: dict[str, Any]) -> dict[str, Any]:
-    """Return ``channels``, ``temporal``, ``spatial`` and ``patch`` of a folder with a VAE of LTX-Video or LTX-2.
-
-    Raises:
-        UserError: a transformer with patches of more than one latent.
-    """
+    """Return ``channels``, ``temporal``, ``spatial`` and ``patch`` of a folder with a VAE of LTX-Video or LTX-2."""
     ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
     # As diffusers' VAEs compute them, where their settings leave them open.
     scaling = vae["spatio_temporal_scaling"]

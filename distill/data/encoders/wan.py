@@ -222,9 +222,6 @@ class EncoderFolder:
         """Return the settings of a folder from the checked arguments of its VAE and its text encoder's ``config.json``.
 
         ``where`` is setting and folder, for messages.
-
-        Raises:
-            UserError: settings that no folder of the family has.
         """
         channels, mean, std = vae["z_dim"], vae["latents_mean"], vae["latents_std"]
         if not len(mean) == len(std) == channels or min(std) <= 0:
@@ -284,9 +281,6 @@ class EncoderFolder:
 
         Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
         image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
-
-        Raises:
-            UserError: a pipeline that takes none; a part that is damaged. ``where`` is setting and folder.
         """
         index = part_settings(self.path, ".", where, "model_index.json", optional=True)
         in_place = index.get("expand_timesteps")

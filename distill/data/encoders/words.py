@@ -37,11 +37,7 @@ def table_file(folder: str | Path) -> Path:
 
 
 class WordTable:
-    """Embeds captions word by word. ``folder`` holds ``words.safetensors``, or is that file.
-
-    Raises:
-        UserError: a file that is missing or is not a word table.
-    """
+    """Embeds captions word by word. ``folder`` holds ``words.safetensors``, or is that file."""
 
     def __init__(self, folder: str | Path) -> None:
         path = table_file(folder)
@@ -54,11 +50,7 @@ class WordTable:
         self._row = {word: i for i, word in enumerate(self.words)}
 
     def embed(self, captions: list[str], length: int, name: str = "caption") -> Tensor:
-        """Return fp32 (len(captions), length, D); short captions are padded, the empty one is all pad words.
-
-        Raises:
-            UserError: an unknown word, or more than ``length`` words. The message begins with ``name``.
-        """
+        """Return fp32 (len(captions), length, D); short captions are padded, the empty one is all pad words."""
         rows = torch.zeros(len(captions), length, dtype=torch.long)
         for i, caption in enumerate(captions):
             words = caption.lower().split()

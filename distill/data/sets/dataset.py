@@ -126,9 +126,6 @@ class EncodedDataset:
 
         Images are those of the items ``clips``. Without these, an image is the one given with its caption, or that of
         the first item with the caption.
-
-        Raises:
-            UserError: a caption that was not known when the data set was made.
         """
         rows = []
         for i, caption in enumerate(captions):
@@ -209,10 +206,6 @@ def encode_source(
         captions: further captions for :meth:`EncodedDataset.condition`; they are not part of ``fingerprint``.
         images: files of the images of ``captions``, in their order, or empty.
         settings: fields of :class:`distill.data.sets.encode.Encoding`.
-
-    Raises:
-        UserError: on every rank, for a setting that does not fit, before weights are loaded or videos decoded; and if
-            no item can be used.
     """
     settings = Encoding(**settings | {"encoders": str(settings["encoders"])})
     device = torch.device(device)
@@ -253,9 +246,6 @@ def open_set(
         vae_precision, vae_tiling: how samples are decoded; by default as the set was encoded.
         captions, images, device: see :func:`encode_source`.
         setting: setting that the set comes from, for messages.
-
-    Raises:
-        UserError: on every rank, for a folder that is not a set, or encoders that are not those of the set.
     """
 
     def check() -> tuple[EncodedSet, Encoding]:
@@ -283,9 +273,6 @@ def encoding_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
     """Return the settings that a set was made with, except ``changes`` of the VAE that are not ``None``.
 
     ``encoders`` is another place of the pipeline folder, or ``None`` for the one that the set names.
-
-    Raises:
-        UserError: a pipeline folder that is missing, or that is not the set's.
     """
     made_with = encoded.about["settings"]
     names = Encoding.__dataclass_fields__.keys() & made_with.keys()

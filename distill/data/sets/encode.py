@@ -61,11 +61,7 @@ class Encoding(ClipSettings):
         return ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
 
     def inspect(self) -> tuple[EncoderFolder, ImageInput | None]:
-        """Read the pipeline folder's settings without loading weights.
-
-        Raises:
-            UserError: a folder or sizes that do not fit.
-        """
+        """Read the pipeline folder's settings without loading weights."""
         folder = choose_encoders(self.encoders)
         folder.check(self.clip)
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
@@ -112,11 +108,7 @@ class Source:
 
     @classmethod
     def read(cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool) -> Source:
-        """Read the table of a folder of videos, or the captions of a file, without opening a video.
-
-        Raises:
-            UserError: a table that is missing or damaged.
-        """
+        """Read the table of a folder of videos, or the captions of a file, without opening a video."""
         path = Path(path).expanduser()
         if has_clips:
             return cls(name=f"data.path={path}", rows=read_metadata(path, columns), folder=path)

@@ -53,11 +53,7 @@ class Captions(Sequence[str]):
 
 
 class EncodedSet:
-    """Reader of a set. A row is a clip with a caption; rows can share clips and captions.
-
-    Raises:
-        UserError: a folder that is not a complete set of this format.
-    """
+    """Reader of a set. A row is a clip with a caption; rows can share clips and captions."""
 
     def __init__(self, path: str | Path, where: str) -> None:
         self.path, self.where = Path(path), where

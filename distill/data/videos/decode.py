@@ -42,11 +42,7 @@ _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ClipFormat:
-    """Length, size and rate of clips.
-
-    Raises:
-        UserError: a size that is far too large, or a frame rate that no file can say.
-    """
+    """Length, size and rate of clips."""
 
     num_frames: int
     """Frames per clip."""
@@ -164,10 +160,7 @@ def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor
 
 
 def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
-    """The first frame of a video, or an image, resized and cropped as :func:`read_clip` does: (3, 1, H, W) in [-1, 1].
-
-    Raises: ``UserError`` for a file that gives none.
-    """
+    """Return a video's first frame, or an image, resized and cropped by :func:`read_clip`: (3, 1, H, W) in [-1, 1]."""
     try:
         return read_clip(file, replace(clip, num_frames=1))
     except ClipError as error:

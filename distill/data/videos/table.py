@@ -31,10 +31,7 @@ row ends before it."""
 
 
 def read_text(file: Path, where: str) -> str:
-    """The text of a UTF-8 file, without a byte order mark; line ends as they are.
-
-    Raises: ``UserError`` for a file that cannot be read, is in another encoding, or holds NUL bytes.
-    """
+    """The text of a UTF-8 file, without a byte order mark; line ends as they are."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -67,10 +64,6 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
             ends as spreadsheets write them. A first column of row numbers without a name, as pandas writes, is skipped.
         columns: names of the wanted columns, the captions' last.
         where: the setting and the file, for messages.
-
-    Raises: ``UserError`` by line for a row with more fields than the header has, a quote that is not closed or that
-        swallowed rows, a line that is not a JSON object; and for a header without one of ``columns``, with a name
-        twice, or with other separators.
     """
     text = read_text(file, where)
     lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
@@ -106,9 +99,6 @@ def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[
 
     White space around a caption is dropped; empty ones are left out, and that is logged. ``columns`` has the table's
     name of ``caption`` (``data.columns``).
-
-    Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
-        table would damage a caption (:func:`read_table`).
     """
     names = column_names(("caption",), columns)
     kinds = "a text file with a caption per line, or a .csv or .jsonl file"

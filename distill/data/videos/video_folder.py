@@ -34,10 +34,7 @@ class ListedClip:
 
 
 def table_of(path: Path) -> Path | None:
-    """Return the table of the folder ``path``, or ``None`` if each clip has a ``.txt`` file next to it.
-
-    Raises: ``UserError`` for two tables, and for a folder with neither.
-    """
+    """Return the table of the folder ``path``, or ``None`` if each clip has a ``.txt`` file next to it."""
     if not path.is_dir():
         raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLES[0]}")
     tables = [path / name for name in TABLES if (path / name).is_file()]
@@ -66,9 +63,6 @@ def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[
     """Return every row of the folder's table, or every video and the text next to it.
 
     ``columns`` has the table's names of ``COLUMNS`` (``data.columns``).
-
-    Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
-        table would damage a caption (:func:`distill.data.videos.table.read_table`), and for a file outside the folder.
     """
     names = column_names(COLUMNS, columns)
     file = table_of(path)

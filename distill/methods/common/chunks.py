@@ -101,9 +101,6 @@ def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
     """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
 
     Without a teacher, any student fits.
-
-    Raises:
-        UserError: they differ in a setting, which the message names.
     """
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()

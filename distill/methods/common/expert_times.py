@@ -76,11 +76,7 @@ def draw_times(
 
 
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
-    """Draw the times that select the ranges of a part of the batch, the same on every rank and in every micro-batch.
-
-    Raises:
-        UserError: the method draws no times at which a trained expert of ``trains`` serves.
-    """
+    """Draw the times that select the ranges of a part of the batch, the same on every rank and in every micro-batch."""
     for attempt in range(_TRIES):
         stream = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
         times = [float(t) for t in draw(random.shared, stream, torch.float64)]

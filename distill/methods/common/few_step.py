@@ -84,11 +84,7 @@ class FewStepMethod(Method):
     settings: FewStepSettings
 
     def sampling_times(self, steps: int) -> list[float]:
-        """Return ``steps`` of the student's times, evenly spaced over the list and starting with the first.
-
-        Raises:
-            UserError: more steps than times.
-        """
+        """Return ``steps`` of the student's times, evenly spaced over the list and starting with the first."""
         times = self.settings.student_times()
         if not 1 <= steps <= len(times):
             raise UserError(f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps}")
