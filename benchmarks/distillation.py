@@ -30,8 +30,9 @@ from distill.data.base import Measure
 from distill.data.sets.encoded_set import EncodedSet
 from distill.data.shape_measures import MEASURES
 from distill.evaluate.evaluator import SAMPLE_SEED
-from distill.evaluate.sampling import generate, plan_sampling, sample_captions
-from distill.methods import METHODS, build_method
+from distill.evaluate.networks import network_to_sample
+from distill.evaluate.sampling import generate, sample_captions
+from distill.methods import METHODS
 from distill.methods.common.schedules import euler_times
 from distill.report.media import contact_sheet
 from distill.run.open import open_mesh
@@ -211,11 +212,11 @@ def clips_of(
     """
     device, config = torch.device("cpu"), replace(config, device="cpu")
     data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
-    plan = plan_sampling(config, role_name, folder)
+    network = network_to_sample(config, role_name, folder, steps)
     channels, data_frames, *sizes = data.latent_shapes[VIDEO]
-    with open_mesh(config, plan, device) as mesh:
+    with open_mesh(config, network.plan, device) as mesh:
         latents = generate(
-            build_method(config.method, plan.build_roles(mesh=mesh, device=device, data=data, seed=0)),
+            network.method(mesh=mesh, device=device, data=data),
             role_name,
             steps=steps,
             captions=captions,

@@ -10,57 +10,40 @@ another length, chunk by chunk, with a causal student.
 from __future__ import annotations
 
 import argparse
-import logging
-import math
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from distill.config import Config, load_config
-from distill.config.checks import check, check_images
-from distill.config.trained_method import sampling_in_words, trained_method
-from distill.evaluate.sampling import Clips, decode, generate, plan_sampling, sample_captions
-from distill.methods import build_method
-from distill.report.media import contact_sheet, write_mp4
+from distill.config import Config
+from distill.config.checks import check_images
+from distill.evaluate.networks import (
+    RoleName,
+    check_number,
+    checked_steps,
+    exported_student,
+    network_to_sample,
+    read_prompts,
+    sampled_as,
+    settings_of_run,
+    teacher_of,
+)
+from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.report.media import contact_sheet, write_clips
 from distill.run.hub_names import resolve_hub_names
 from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
-from fsdp_cp.launch import end_process, exit_code, rank, recorded, world_size
+from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_first_rank
-from models.additions.base import named_additions
-from models.files.checkpoint_files import ADDITIONS_FILE
 from models.sample import VIDEO, PartShapes
 
-log = logging.getLogger(__name__)
-
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
-
-
-def plan_student(config: Config, student: Path) -> RunPlan:
-    """Return the plan to sample the student in a diffusers folder, with the settings of its run.
-
-    Raises:
-        UserError: see :func:`distill.evaluate.sampling.plan_sampling`; a folder without the modules that the run's
-            method adds.
-    """
-    plan = plan_sampling(config, "student", student)
-    (role,) = plan.roles
-    if any(set(role.additions) - named_additions(folder.additions) for folder in role.folders):
-        raise UserError(
-            f"{student} has no {ADDITIONS_FILE} with {', '.join(role.additions)}, without which it is not the student"
-            f" that method={config.method.name} trained; give a folder that has"
-        )
-    return plan
 
 
 def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartShapes:
@@ -80,71 +63,31 @@ def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartSha
     return shapes
 
 
-def student_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the student's weights."""
-    if arguments.student:
-        return user_path(arguments.student, "--student")
-    return user_path(arguments.run_dir, "RUN_DIR") / "export" / "student"
-
-
-def sampling_method(config: Config, student: Path, chosen: str) -> Any:
-    """Return the settings of the method that samples ``student``: of the one that trained it, or of the run.
-
-    Raises:
-        UserError: the student's own are chosen, and this version cannot read them.
-    """
-    try:
-        own = trained_method(student)
-    except UserError as error:
-        if chosen == "student":
-            raise UserError(f"{error}; give --sampling run") from error
-        own = None
-    if own is None:
-        return config.method
-    words = {"student": sampling_in_words(own), "run": sampling_in_words(config.method)}
-    if words["student"] != words["run"] and rank() == 0:
-        log.warning(
-            "%s is a student of %s, and the run has %s; sampling as the %s says (--sampling)",
-            student,
-            words["student"],
-            words["run"],
-            chosen,
-        )
-    return own if chosen == "student" else config.method
-
-
 @paths_of_the_user()
-def checked_config(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of a finished run, with the device, captions and images of the command line.
+def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Path, int]:
+    """Return what the command line chooses: configuration, role, folder and number of steps.
+
+    The configuration has the method that samples the network, and the device, captions and images of the command line.
 
     Raises:
         UserError: a folder that is not a run's, or arguments that do not fit the run.
     """
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
-    config = load_config(run_dir / "config.yaml")
-    config.run_dir = str(run_dir)  # the run may have moved since
-    config.world, config.dry_run = None, False
-    config.sample.captions, config.sample.images = [], []  # the images of the training may be missing by now
-    # A student trained on GPUs can be sampled on any device.
-    config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
-    check(config)
-    config.method = sampling_method(config, student_folder(arguments), arguments.sampling)
-    # A few-step student is trained only at the times of its own list.
-    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
-    arguments.steps = min(most, max(config.sample.student_steps)) if arguments.steps is None else arguments.steps
-    for name, value, least, greatest in (
-        ("--steps", arguments.steps, 1, most),
-        ("--seed", arguments.seed, 0, 2**63 - 1),
-        ("--count", arguments.count, 1, _MAX_CLIPS),
-    ):
-        if not least <= value <= greatest:
-            limit = "" if greatest == math.inf else f" and at most {greatest}"
-            raise UserError(f"{name} {value} must be at least {least}{limit}")
+    config = settings_of_run(run_dir, arguments.device)
+    role: RoleName = "teacher" if arguments.teacher else "student"
+    if role == "teacher":
+        folder = Path(teacher_of(config))
+    else:
+        folder = user_path(arguments.student, "--student") if arguments.student else exported_student(run_dir)
+        config = sampled_as(config, folder, arguments.sampling)
+    steps = checked_steps(config, role, arguments.steps, "--steps")
+    check_number("--seed", arguments.seed, 0, 2**63 - 1)
+    check_number("--count", arguments.count, 1, _MAX_CLIPS)
     captions = list(arguments.caption or ())
     if "" in captions:
         raise UserError("--caption is empty (a shell variable that is not set?); give a caption, or leave it out")
+    captions += read_prompts(arguments.captions, "--captions") if arguments.captions else []
+    check_number("number of captions", len(captions), 0, _MAX_CLIPS)
     config.sample.captions = captions
     config.sample.images = [str(user_path(file, "--image")) for file in arguments.image or ()]
     try:
@@ -152,12 +95,7 @@ def checked_config(arguments: argparse.Namespace) -> Config:
     except UserError as error:
         message = str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
         raise UserError(message) from None
-    if arguments.student is None and not (run_dir / "export" / "student").is_dir():
-        raise UserError(
-            f"{run_dir} has no export/student: the run has not come to its end, or export.at_end=false; write one with"
-            f" python -m models.export {run_dir} OUT, and give --student OUT"
-        )
-    return config
+    return config, role, folder, steps
 
 
 def sample(arguments: argparse.Namespace) -> None:
@@ -166,46 +104,54 @@ def sample(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: arguments that cannot be sampled, or an OUT that holds other files. OUT is then unchanged.
     """
-    config = checked_config(arguments)
-    run_dir, steps, seed = Path(config.run_dir), arguments.steps, arguments.seed
-    student = student_folder(arguments)
+    config, role, folder, steps = chosen_network(arguments)
+    run_dir, seed = Path(config.run_dir), arguments.seed
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
-    resolve_hub_names(config, [])
-    plan = plan_student(config, student)
+    resolve_hub_names(config, ["teacher"] if role == "teacher" else [])
+    folder = Path(config.teacher.checkpoint) if role == "teacher" else folder
+    network = network_to_sample(config, role, folder, steps)
+    plan = network.plan
     shapes = sampled_shapes(config, plan, arguments.frames)  # before clips and captions are encoded
-    about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
+    about = {"made by": "distill.sample", role: str(folder), "captions": captions or None}
     about |= {"steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
     about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
-    refuse_input(out, "--out", {"the student": student})
+    refuse_input(out, "--out", {f"the {role}": folder})
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, open_mesh(config, plan, device) as mesh:
         # Open the output before any work, to find now that it cannot be written.
-        folder = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
+        unfinished = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
-        roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+        method = network.method(mesh=mesh, device=device, data=data)
+        batch = min(sampling_batch(method.roles.values(), mesh, device), -(-len(captions) // mesh.dp_size))
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
-                build_method(config.method, roles),
-                "student",
+                method,
+                role,
                 steps=steps,
                 captions=captions,
                 data=data,
                 mesh=mesh,
                 device=device,
                 seed=seed,
-                batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
+                batch=batch,
                 advance=advance,
                 latent_shapes=shapes,
                 chunk_done=lambda: finished.append(time.perf_counter()),
             )
         clips = decode(data, latents)
         if clips is not None:
-            _write(folder, clips, captions, data.fps, f"student, {counted(steps, 'step')}")
+            try:
+                write_clips([unfinished / f"{i}.mp4" for i in range(len(captions))], *clips, fps=data.fps)
+                label = f"{role}, {counted(steps, 'step')}"
+                contact_sheet(unfinished / "samples.png", [(label, clips.frames)], captions=captions)
+            except OSError as error:
+                reason = f"the clips cannot be written ({error.strerror})"
+                raise UserError(f"{reason}; nothing was changed, give another --out") from error
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
@@ -219,29 +165,18 @@ def _chunk_times(finished: list[float], chunks: int) -> str:
     return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"
 
 
-def _write(folder: Path, clips: Clips, captions: Sequence[str], fps: float, label: str) -> None:
-    import av
-
-    try:
-        with progress(len(captions), "writing", "file") as advance:
-            for i, (clip, sound) in enumerate(zip(clips.frames, clips.sounds or repeat(None), strict=False)):
-                write_mp4(folder / f"{i}.mp4", clip, fps, sound)
-                advance(1)
-        contact_sheet(folder / "samples.png", [(label, clips.frames)], captions=captions)
-    except (OSError, av.FFmpegError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error
-
-
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("run_dir", help="a run's folder (config.yaml and export/student are read)")
-    add("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
-    add("--steps", type=int, help="sampling steps; by default the most that the run sampled its student with")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
+    which.add_argument("--teacher", action="store_true", help="sample the teacher of the run")
+    add("--steps", type=int, help="sampling steps; by default the most that the run samples the network with")
     add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")
+    add("--captions", metavar="FILE", help="file with a caption per line, or .csv or .jsonl with a column caption")
     add("--image", action="append", help="of an image-to-video student: a file for each --caption, in their order")
     add("--count", type=int, default=4, help="clips, where no caption is given")
     own = "whose times and sampler: those that the student's export records (the default), or those of the run"

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from distill.evaluate.sampling import Clips, decode, generate, sample_captions, 
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
-from distill.report.media import contact_sheet, write_mp4
+from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
 from fsdp_cp.errors import NotFinite, UserError, counted, duration
@@ -154,8 +153,7 @@ class Evaluator:
             if clips is not None:
                 files = [folder / f"{stem}_{i}.mp4" for i in range(len(captions))]
                 with _written(folder):
-                    for file, clip, sound in zip(files, clips.frames, clips.sounds or repeat(None), strict=False):
-                        write_mp4(file, clip, self.data.fps, sound)
+                    write_clips(files, *clips, fps=self.data.fps)
                 videos[f"{role}_{n}steps"] = files
         rows = {key: clips for key, clips in rows.items() if clips is not None}  # none on other ranks
         if rows:

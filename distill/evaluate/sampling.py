@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +21,15 @@ from distill.methods import METHODS, Method
 from distill.methods.common.chunks import chunk_noise
 from distill.report.media import Sound
 from distill.run.setup import RunPlan, plan_run
-from fsdp_cp.errors import NotFinite
+from fsdp_cp.errors import NotFinite, UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
+from models.additions.base import named_additions
+from models.files.checkpoint_files import ADDITIONS_FILE
 from models.roles.role import Role
 from models.sample import AUDIO, PartShapes, Sample
 
@@ -63,7 +65,8 @@ def plan_sampling(config: Config, name: str, folder: Path) -> RunPlan:
     """Plan to sample the role ``name`` of a finished run on data-parallel ranks, with the network in ``folder``.
 
     Raises:
-        UserError: a folder that cannot be read, or a causal role that the run's method cannot sample.
+        UserError: a folder that cannot be read or that lacks the modules that the method adds to the role, or a causal
+            role that the run's method cannot sample.
     """
     trained = getattr(config, name)
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
@@ -78,7 +81,14 @@ def plan_sampling(config: Config, name: str, folder: Path) -> RunPlan:
         log=LogSettings(),
         profile=ProfileSettings(),
     )
-    return plan_run(config, alone(METHODS[config.method.name][0], name))
+    plan = plan_run(config, alone(METHODS[config.method.name][0], name))
+    (role,) = plan.roles
+    if any(set(role.additions) - named_additions(files.additions) for files in role.folders):
+        raise UserError(
+            f"{folder} has no {ADDITIONS_FILE} with {', '.join(role.additions)}, without which it is not the {name}"
+            f" that method={config.method.name} trained; give a folder that has"
+        )
+    return plan
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
@@ -150,8 +160,30 @@ def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> i
     return max(1, min(32, int(least) // 32 // of_clip))
 
 
-@torch.no_grad()
 def generate(
+    method: Method,
+    role: str,
+    *,
+    captions: list[str],
+    advance: Callable[[int], object] | None = None,
+    **options: Any,
+) -> Sample:
+    """Return the latents of all ``captions`` that :func:`sample_batches` makes. A collective.
+
+    Args:
+        method, role, captions: see :func:`sample_batches`, which also takes ``options``.
+        advance: called with the number of clips, over all ranks, that were finished since the last call.
+    """
+    made = []
+    for positions, latents in sample_batches(method, role, captions=captions, **options):
+        made.append(latents)
+        if advance is not None:
+            advance(len(positions))
+    return Sample.cat(made)
+
+
+@torch.no_grad()
+def sample_batches(
     method: Method,
     role: str,
     *,
@@ -162,24 +194,24 @@ def generate(
     device: torch.device,
     seed: int,
     batch: int,
-    advance: Callable[[int], object] | None = None,
     clips: Sequence[int] | None = None,
     latent_shapes: PartShapes | None = None,
     chunk_done: Callable[[], object] | None = None,
-) -> Sample:
-    """Sample latents of ``n`` captions, on the CPU, the same on every rank. A collective.
+    finished: Collection[int] = (),
+) -> Iterator[tuple[range, Sample]]:
+    """Sample a clip of each caption; yield positions in ``captions`` and their latents, on the CPU of every rank.
 
-    A causal role makes its chunks one after another. Finished chunks wait in host memory.
+    A collective. A causal role makes its chunks one after another. Finished chunks wait in host memory.
 
     Args:
         captions, data: one caption per clip, and the data set that embeds them.
         mesh: the mesh, whose ``dp`` ranks share the clips.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: number of clips per forward on a rank.
-        advance: called with the number of clips, over all ranks, that were finished since the last call.
         clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
         latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
         chunk_done: called after each chunk, or each clip of a bidirectional role.
+        finished: positions that are not needed. A batch of them alone is left out; the other batches do not change.
     """
     clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
     shapes = {part: shapes[part] for part in clock}
@@ -188,20 +220,19 @@ def generate(
     padded = -(-len(captions) // chunk) * chunk
     filled = [i % len(captions) for i in range(padded)]
     items = None if clips is None else [clips[i] for i in filled]
-    condition = data.condition([captions[i] for i in filled], items).to(device)
-    made = []
+    condition = data.condition([captions[i] for i in filled], items)
     with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
         for start in range(0, padded, chunk):
+            wanted = range(start, min(start + chunk, len(captions)))
+            if set(wanted) <= set(finished):
+                continue
             first = start + mesh.dp_rank * batch
-            positions = range(first, first + batch)
-            random = StepRandom(seed=seed, step=0, positions=positions, device=device)
+            random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=device)
             noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
             chunks = []
-            for latents in method.stream(role, noise, condition[first : first + batch], steps, random):
+            mine = condition[first : first + batch].to(device)
+            for latents in method.stream(role, noise, mine, steps, random):
                 chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
                 if chunk_done is not None:
                     chunk_done()
-            made.append(Sample.cat(chunks, dim=2))
-            if advance is not None:
-                advance(min(chunk, len(captions) - start))
-    return Sample.cat(made)[: len(captions)]
+            yield wanted, Sample.cat(chunks, dim=2)[: len(wanted)]

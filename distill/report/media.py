@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, repeat
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,23 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float, soun
             for piece in chain(resampler.resample(whole), resampler.resample(None)):
                 container.mux(track.encode(piece))
             container.mux(track.encode())
+
+
+def write_clips(
+    files: Sequence[Path], clips: Iterable[np.ndarray], sounds: Iterable[Sound] | None = None, *, fps: float
+) -> None:
+    """Write each clip, with its sound, by :func:`write_mp4`.
+
+    Raises:
+        OSError: FFmpeg's errors too.
+    """
+    import av
+
+    try:
+        for file, clip, sound in zip(files, clips, sounds or repeat(None), strict=False):
+            write_mp4(file, clip, fps, sound)
+    except av.FFmpegError as error:
+        raise OSError(error.errno, error.strerror, str(files[0].parent)) from error
 
 
 def pick_frames(total: int, most: int) -> list[int]:

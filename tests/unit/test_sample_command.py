@@ -142,6 +142,20 @@ def test_moving_shapes_refuses_unknown_words(run_dir, capsys):
     assert not (run_dir / "samples" / "cli").exists()
 
 
+def test_the_teacher_is_sampled_with_captions_of_a_file(run_dir, tmp_path, capsys):
+    file = tmp_path / "captions.txt"
+    file.write_text(f"{CAPTION}\na blue square falling\n{CAPTION}\n")
+    out = tmp_path / "clips"
+    words = [str(run_dir), "--captions", str(file), "--steps", "1", "--out", str(out)]
+    assert main([*words, "--teacher"]) == 0
+    assert clips(out) == {"0.mp4", "1.mp4", "samples.png"}, "a caption that is there twice is sampled once"
+    about = json.loads((out / "fsdp_cp_export.json").read_text())["about"]
+    assert about["teacher"] == "assets/quickstart_teacher"
+    of_teacher = (out / "0.mp4").read_bytes()
+    assert main(words) == 0 and (out / "0.mp4").read_bytes() != of_teacher
+    check_refused(capsys, "--captions", run_dir, "--captions", tmp_path / "nowhere.txt")
+
+
 def test_a_second_sampling_replaces_the_first_and_nothing_else(run_dir, tmp_path):
     assert main([str(run_dir), "--count", "2"]) == 0
     out = run_dir / "samples" / "cli"
