@@ -134,6 +134,13 @@ def test_a_folder_without_a_part_is_refused(copy, part):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["[", '{"expand_timesteps": "yes"}'])
+def test_an_index_that_does_not_say_where_an_image_goes_is_refused(copy, text):
+    (copy / "model_index.json").write_text(text)
+    with pytest.raises(UserError, match="data.encoders=x"):
+        choose_encoders(copy).inspect_image("data.encoders=x")
+
+
 @pytest.mark.parametrize(
     ("file", "load"),
     [

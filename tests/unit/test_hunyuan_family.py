@@ -15,11 +15,8 @@ from diffusers import (
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from distill.config import compose_config
 from distill.data.encoders.image import IMAGE_ENCODERS
-from distill.planning import encoders, extrapolation
-from distill.planning.command import as_planned, planned_shapes
-from distill.run.setup import plan_run
+from distill.planning import encoders
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
@@ -141,22 +138,6 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
     HUNYUAN.check_sample(config, {"video": (4, 3, 5, 3)}, CONDITION_SHAPES | IMAGE_SHAPES, "student.checkpoint")
     with pytest.raises(UserError, match=name):
         HUNYUAN.check_sample(config, {"video": latents}, shapes, "student.checkpoint")
-
-
-@pytest.mark.slow
-def test_published_sizes_are_planned_without_weights():
-    """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]
-    config = as_planned(compose_config([*words, "world=8", "data.max_text_tokens=1000"]))
-    parts, shapes = planned_shapes(config)
-    assert parts == {"video": (32, 21, 30, 52)}
-    assert shapes == {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}
-    plan = plan_run(config, shapes=(parts, shapes))
-    assert (plan.mesh.cp, plan.mesh.ulysses, plan.mesh.dp) == (8, 8, 1)
-    student = next(role for role in plan.roles if role.name == "student")
-    assert student.tokens(parts, shapes) == 32_760
-    assert sum(p.numel() for p in student.network.parameters()) == 8_326_608_160
-    assert len(extrapolation.shallow(student, 2).network.transformer_blocks) == 2
 
 
 def test_its_encoders_are_planned():

@@ -8,10 +8,7 @@ import pytest
 import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 
-from distill.config import compose_config
-from distill.planning import encoders, extrapolation
-from distill.planning.command import as_planned, planned_shapes
-from distill.run.setup import plan_run
+from distill.planning import encoders
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
 from models.files.scheduler import few_step_scheduler
@@ -96,24 +93,6 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
     LTX_FAMILY.check_sample(config, {"video": (4, 3, 2, 2)}, SHAPES, "student.checkpoint")
     with pytest.raises(UserError, match=name):
         LTX_FAMILY.check_sample(config, {"video": latents}, shapes, "student.checkpoint")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
-def test_published_sizes_are_planned_without_weights(name, billions, cp):
-    """The test checks sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "recipe=wan2_1_t2v_1_3b_dmd2"]
-    words += ["plan=true", "world=8", "data.max_text_tokens=128"]
-    config = as_planned(compose_config(words))
-    assert planned_shapes(config) == (
-        {"video": (128, 11, 15, 26)}, {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
-    )  # fmt: skip
-    plan = plan_run(config, shapes=planned_shapes(config))
-    assert (plan.mesh.cp, plan.mesh.dp) == (cp, 8 // cp)
-    student = next(role for role in plan.roles if role.name == "student")
-    assert student.tokens(*planned_shapes(config)) == 4290
-    assert sum(p.numel() for p in student.network.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
-    assert len(extrapolation.shallow(student, 2).network.transformer_blocks) == 2
 
 
 def test_its_encoders_are_planned():

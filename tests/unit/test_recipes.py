@@ -1,23 +1,25 @@
-"""Wan recipes, built on meta and sharded over a fake process group of their size.
+"""Recipes, planned from published sizes, built on meta and sharded over a fake process group of their size.
 
 test_combinations.py checks what the recipes set, whichever words compose them.
 """
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import models.roles.load
 from distill.config import compose_config
+from distill.planning import extrapolation
+from distill.planning.command import as_planned, planned_shapes
+from distill.planning.encoders import encoder_settings
 from distill.run.parameter_groups import parameter_groups
 from distill.run.setup import plan_run
+from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.roles.load import build_role
+from models.roles.load import build_role, build_roles
 from models.roles.role_plan import sharing
 from tests.unit.refused import refused
 
@@ -42,47 +44,33 @@ PARAMETERS = {"1_3b": 1_418_996_800, "14b": 14_288_491_584}
 CP = {"1_3b": 4, "14b": 8}
 TOKENS = {"480p": 32_760, "720p": 75_600}
 SIZES = {"480p": (81, 480, 832, 16.0), "720p": (81, 720, 1280, 16.0)}
-STATES_GB = {("1_3b", 1): 6.0, ("1_3b", 4): 1.8, ("14b", 1): 60.7, ("14b", 4): 17.9}
+STATES_GB = {"1_3b": 6.0, "14b": 17.9}
 RANKS_PER_NODE = 8
-RECIPES = [  # network, resolution, method, nodes
-    pytest.param("1_3b", "480p", "dmd2", 1, marks=pytest.mark.slow),
-    pytest.param("1_3b", "720p", "rcm", 4, marks=pytest.mark.long),
-    pytest.param("14b", "480p", "dmd2", 1, marks=pytest.mark.long),
-    pytest.param("14b", "720p", "rcm", 4, marks=pytest.mark.slow),
-]
+OF_WAN = {"text": (512, 4096)}
+OF_LTX = {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
+OF_HUNYUAN = {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}
+A14B, TI2V = (16, 21, 60, 104), (48, 31, 44, 80)
+OTHERS = ["experiment=wan2_1_t2v_1_3b_dmd2", "recipe=wan2_1_t2v_1_3b_dmd2", "world=8"]
+PUBLISHED = {  # words; shape of latents, conditions, tokens; cp, parameters of a network, boundaries
+    "t2v_a14b": (["experiment=wan2_2_t2v_a14b_dmd2", "world=32"], A14B, OF_WAN, 32_760, 8, 14_288_491_584, (0.875,)),
+    "i2v_a14b": (["experiment=wan2_2_i2v_a14b_dmd2", "world=32"], A14B,
+                 OF_WAN | {"image_latents": A14B, "image_mask": (4, *A14B[1:])}, 32_760, 8, 14_288_901_184, (0.9,)),
+    "ti2v_5b": (["experiment=wan2_2_ti2v_5b_dmd2", "world=8", "data.image=first_frame"], TI2V,
+                OF_WAN | {"first_frame": (48, 1, 44, 80)}, 27_280, 4, 4_999_787_712, ()),
+    "ltx": ([*OTHERS, "model=ltx_video_13b", "data.max_text_tokens=128"], (128, 11, 15, 26), OF_LTX, 4290, 8,
+            13_042_569_344, ()),
+    "hunyuan": ([*OTHERS, "model=hunyuan_video1_5", "data.max_text_tokens=1000"], (32, 21, 30, 52), OF_HUNYUAN, 32_760,
+                8, 8_326_608_160, ()),
+}  # fmt: skip
+"""Image to video embeds 20 more channels than text to video."""
 
 
-def words_of(network, resolution, method, nodes):
-    """Return the words that a user types for a recipe."""
-    words = [f"experiment=wan2_1_t2v_{network}_{method}"]
-    words += [f"data=video_folder_{resolution}"] if resolution != "480p" else []
-    return words + (["cluster=h20x8x4", "batch_size=32"] if nodes == 4 else [])
-
-
-def test_student_and_fake_score_start_from_the_teacher():
-    config = compose_config([*words_of("14b", "720p", "rcm", 4), "teacher.checkpoint=/ckpt"])
-    assert config.student.checkpoint == config.fake.checkpoint == "/ckpt"
-
-
-@contextmanager
-def fake_world(size):
-    """Enter rank 0 of a process group whose collectives do nothing.
-
-    This uses torch.testing._internal (private, torch 2.11 to 2.13).
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def write_encoders(folder, **vae):
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
     """Write the settings of Wan's encoders, without weights."""
+    folder = tmp_path_factory.mktemp("pipeline")
     for part, settings in (
-        ("vae", {"_class_name": "AutoencoderKLWan", **vae}),
+        ("vae", {"_class_name": "AutoencoderKLWan"}),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": 4096}),
         ("tokenizer", {}),
     ):
@@ -90,11 +78,6 @@ def write_encoders(folder, **vae):
         (folder / part / "config.json").write_text(json.dumps(settings))
         (folder / part / "model.safetensors").touch()
     return folder
-
-
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory):
-    return write_encoders(tmp_path_factory.mktemp("pipeline"))
 
 
 def compose_recipe(words, network, pipeline):
@@ -105,10 +88,18 @@ def compose_recipe(words, network, pipeline):
     return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
-@pytest.mark.parametrize(("network", "resolution", "method", "nodes"), RECIPES)
-def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "resolution", "nodes", "words"),
+    [
+        ("1_3b", "480p", 1, ["experiment=wan2_1_t2v_1_3b_dmd2"]),
+        ("14b", "720p", 4, ["experiment=wan2_1_t2v_14b_rcm", "data=video_folder_720p", "cluster=h20x8x4",
+                            "batch_size=32"]),
+    ],
+)  # fmt: skip
+def test_a_recipe_fits_its_nodes(network, resolution, nodes, words, pipeline, monkeypatch):
     monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
-    config = compose_recipe(words_of(network, resolution, method, nodes), network, pipeline)
+    config = compose_recipe(words, network, pipeline)
     data, world = config.data, nodes * RANKS_PER_NODE
     assert (data.num_frames, data.height, data.width, data.fps) == SIZES[resolution]
 
@@ -148,7 +139,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
     # Masters, Adam's two moments, the average; gradients of the role that trains; the teacher in its compute dtype.
     student, fake = local_bytes["student"], local_bytes["fake"]
     states = student * (3 + config.student.ema.enabled) + 3 * fake + max(student, fake) + local_bytes["teacher"]
-    assert abs(states / 1e9 - STATES_GB[network, nodes]) < 0.1
+    assert abs(states / 1e9 - STATES_GB[network]) < 0.1
 
 
 @pytest.mark.slow
@@ -196,6 +187,54 @@ def test_adapters_share_one_base(method, cluster, world, pipeline):
         assert settings.lr == before.lr and settings.additions_lr == before.additions_lr
         assert {rates[name] for name in rates if ".lora_" in name} == {10 * before.lr}
         assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_planned_without_weights(name):
+    """Sizes, shapes and mesh are those of ``plan=true``, which simulates shallow networks of this kind."""
+    words, latents, conditions, tokens, cp, parameters, boundaries = PUBLISHED[name]
+    config = as_planned(compose_config([*words, "plan=true"]))
+    shapes = planned_shapes(config)
+    assert shapes == ({"video": latents}, conditions)
+    plan = plan_run(config, shapes=shapes)
+    assert (plan.mesh.cp, plan.mesh.ulysses, plan.mesh.world) == (cp, cp, config.world)
+    for role in plan.roles:
+        assert role.tokens(*shapes) == tokens and role.boundaries == boundaries
+        assert sum(p.numel() for p in role.network.parameters()) == parameters
+    shallow = extrapolation.shallow(role, 2)
+    assert len(role.family.blocks(shallow.network)) == 2
+    text, _, image = encoder_settings(config, shapes)
+    assert not image and text
+
+
+@pytest.mark.slow
+def test_adapters_of_two_experts_share_two_bases(monkeypatch):
+    monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr("models.lora.plan.LoraPlan.fill", lambda *args, **kwargs: None)
+    words = ["experiment=wan2_2_t2v_a14b_dmd2", "world=8", "adapters=lora", "cluster=h20x8", "batch_size=8"]
+    config = as_planned(compose_config([*words, "plan=true"]))
+    latents, shapes = planned_shapes(config)
+    plan = plan_run(config, shapes=(latents, shapes))
+    with fake_world(8):
+        roles = build_roles(
+            plan.roles, trained=plan.method.trained_roles, mesh=mesh_of_shape(plan.mesh, device_type="cpu"),
+            device=torch.device("meta"), shapes=latents, condition_shapes=shapes,
+        )  # fmt: skip
+        found = 0
+        for name, role in roles.items():
+            assert len(role.networks) == 2 and role.networks[0].precision == "bf16"
+            assert all(each is base for each, base in zip(role.networks, roles["teacher"].networks, strict=True))
+            local = sum(p.to_local().numel() * p.element_size() for p in role.parameters())
+            found += local * {"teacher": 1, "student": 4.5, "fake": 3}[name]  # one expert has gradients at a time
+        assert abs(found / 1e9 - 9.46) < 0.1
+
+
+def test_a_method_that_does_not_know_experts_is_refused():
+    words = ["experiment=wan2_2_t2v_a14b_dmd2", "method=meanflow", "recipe=wan2_1_t2v_1_3b_meanflow", "plan=true"]
+    with refused("method=meanflow"):
+        config = as_planned(compose_config([*words, "world=32"]))
+        plan_run(config, shapes=planned_shapes(config))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recipe runs where there is a GPU")
