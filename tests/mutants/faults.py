@@ -293,7 +293,7 @@ FAULTS = (
         harm="portrait clips of phones stand on their heads",
         old="for dim, sign in ((0, b + d), (1, a + c)) if sign < 0]",
         new="for dim, sign in ((0, a + c), (1, b + d)) if sign < 0]",
-        killed_by="unit/test_clips.py::test_display_rotation_is_applied",
+        killed_by="unit/test_users_clips.py::test_the_whole_display_matrix_is_applied",
     ),
     Fault(
         name="text_mask_one_more",

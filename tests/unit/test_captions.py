@@ -94,16 +94,6 @@ def test_reading(tmp_path, name, content):
     assert read_captions(tmp_path / name) == ["one", "two", "three"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.txt", b"\n  \n"), ("a.txt", b"caf\xe9"), ("a.csv", b"file_name,text\nx.mp4,one\n"), ("a.csv", b"")],
-)
-def test_what_cannot_be_read_is_refused(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match="data.path"):
-        read_captions(tmp_path / name)
-
-
 @pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
     """The test runs train.py without videos, from the file to clips of its captions."""

@@ -124,25 +124,6 @@ def test_wide_pixels_are_widened(tmp_path):
     assert x[0, :, 16:].mean() < 60
 
 
-def test_display_rotation_is_applied(tmp_path):
-    """Phones store portrait clips rotated, with a matrix in the track header."""
-    video = flat((40, 40, 40), height=64, width=64).copy()
-    video[:, :, :16] = (230, 40, 40)  # left
-    video[:, :8, 32:] = (40, 40, 230)  # top right
-    write_video(tmp_path / "a.mp4", video, fps=8)
-    data = bytearray((tmp_path / "a.mp4").read_bytes())
-    at = data.index(b"tkhd") + 4 + 4 + 20 + 16  # version and flags, times and ids, reserved to volume
-    unit = (1 << 16).to_bytes(4, "big")
-    assert data[at : at + 4] == unit
-    zero, minus = bytes(4), ((1 << 32) - (1 << 16)).to_bytes(4, "big")
-    # x' = 64 - y, y' = x: a quarter turn clockwise; the ninth number stays.
-    data[at : at + 32] = b"".join([zero, unit, zero, minus, zero, zero, (64 << 16).to_bytes(4, "big"), zero])
-    (tmp_path / "a.mp4").write_bytes(data)
-    x = levels(read_clip(tmp_path / "a.mp4", clip(1, 64, 64)))[:, 0]
-    assert x[0, :12].mean() > 200 and x[0, 20:].mean() < 60  # left is on top now
-    assert x[2, 40:60, -6:].mean() > 200  # the top right corner is now at the bottom right
-
-
 def test_files_that_give_no_clip(tmp_path):
     whole = tmp_path / "whole.mp4"
     write_video(whole, moving_square("red", 24, 48, 80), fps=16)

@@ -186,15 +186,6 @@ def test_without_a_gan_there_is_no_head():
 # ---------------------------------------------------------------- rollouts and captions
 
 
-@pytest.mark.parametrize("step", [0, 7])
-def test_a_full_rollout_takes_all_steps_with_gradient_through_the_last(step):
-    method = dmd2(rollout="full")
-    run_loss(method, step)
-    calls = method.roles["student"].calls
-    assert [call.t[0].item() for call in calls] == [1.0, 0.8, 0.5]
-    assert [call.with_grad for call in calls] == [False, False, method.trained_role(step) == "student"]
-
-
 @pytest.mark.parametrize("step", [0, 1])
 def test_captions_are_enough(step):
     method = dmd2()

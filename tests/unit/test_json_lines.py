@@ -81,6 +81,8 @@ def test_every_object_is_read(content):
 
 def test_no_file_and_a_folder_hold_nothing(tmp_path):
     assert read_objects(tmp_path / "none") == read_objects(tmp_path) == []
+    cut_back(tmp_path / "none", 3)
+    assert not (tmp_path / "none").exists()
 
 
 @given(damaged_lines.odd)

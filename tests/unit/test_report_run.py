@@ -1,19 +1,14 @@
 """Facts of the run on a report's page: failures, starts, settings and files, all escaped."""
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distill.data.base import Measure
 from distill.report.verdict import ReportRow
 from distill.report.write import write_report
-from tests.unit import damaged_lines
 from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
@@ -118,31 +113,3 @@ def test_half_characters_are_replaced(tmp_path):
     page = write(tmp_path, healthy(), caption="a \ud800 circle", title="\udcff", config_summary={"\ud800": "\udcff"})
     assert "a ? circle" in page.text
     assert "a ? circle" in json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["captions"]
-
-
-def check_any_folder(metrics: bytes, starts: bytes, norms: bytes, measures: bytes) -> None:
-    folder = Path(tempfile.mkdtemp())
-    try:
-        (folder / "samples").mkdir()
-        contents = {"metrics.jsonl": metrics, "starts.jsonl": starts, "norms.jsonl": norms,
-                    "samples/measures.jsonl": measures}  # fmt: skip
-        for name, content in contents.items():
-            (folder / name).write_bytes(content)
-        page = write(folder)
-        assert "Training" in page.text and "<script" not in {tag for tag, _ in page.tags}
-        data = json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-        assert data["verdict"]
-        assert {name: (folder / name).read_bytes() for name in contents} == contents, "a report changes nothing"
-        assert {p.name for p in folder.iterdir()} == {*(n for n in contents if "/" not in n), "samples",
-                                                      "report.html", "report.json"}  # fmt: skip
-    finally:
-        shutil.rmtree(folder)
-
-
-four = st.tuples(*[damaged_lines.files] * 4)
-
-
-@settings(max_examples=3, derandomize=True, deadline=None, database=None)
-@given(four)
-def test_a_report_is_written_whatever_the_files_hold(contents):
-    check_any_folder(*contents)

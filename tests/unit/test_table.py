@@ -100,10 +100,14 @@ def test_a_swallowed_row_of_a_captions_file(tmp_path):
         ("a.csv", "caption;id\na bird;1\n"),
         ("a.txt", "file_name,caption\na.mp4,a bird\n"),
         ("a.txt", "one\0\n"),
+        ("a.txt", "\n  \n"),
+        ("a.txt", "caf\xe9"),
+        ("a.csv", "file_name,text\nx.mp4,one\n"),
+        ("a.csv", ""),
     ],
 )
 def test_captions_files(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     with refused(f"data.path={tmp_path / name}"):
         read_captions(tmp_path / name)
 
