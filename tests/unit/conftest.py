@@ -1,7 +1,10 @@
 """Shared fixtures of the tests in one process."""
 
 import pytest
+import torch
 
+from fsdp_cp import build_mesh
+from fsdp_cp.launch import process_group
 from tests.tiny_pipeline import build_tiny_pipeline
 
 
@@ -12,9 +15,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def around(tmp_path_factory):
-    """Make files next to the working folders that nothing may change."""
-    folder = tmp_path_factory.mktemp("around")
-    for name in ("notes.txt", "0.mp4", "config.json", "words.safetensors", "x"):
-        (folder / name).write_text(name)
-    return folder
+def one_rank():
+    """Return the mesh of a process group of one rank."""
+    with process_group(torch.device("cpu")):
+        yield build_mesh(heads=2)

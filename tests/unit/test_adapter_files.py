@@ -5,20 +5,17 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel, WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
-from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import process_group
 from models.families.ltx import LTX
 from models.families.wan import Wan
 from models.lora.files import FORMATS, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
+from tests.oracles.small_wan import SMALL, small_role
 from tests.oracles.tiny_wan import text_condition
-from tests.unit.test_checkpoint_files import SMALL
 
 LATENTS, TEXT = (2, 1, 4, 4), (3, 6)
 RANK = 4
@@ -30,12 +27,6 @@ def base(tmp_path_factory):
     torch.manual_seed(0)
     WanTransformer3DModel(**SMALL).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    with process_group(torch.device("cpu")):
-        yield build_mesh(heads=2)
 
 
 def pairs(base, rank=lambda i: RANK):
@@ -146,7 +137,7 @@ def planned(base, checkpoint, **settings):
 @pytest.mark.parametrize(
     "make", [diffusers, kohya, kohya_some, kohya_metadata, diffsynth, diffsynth_bare, distilled, head]
 )
-def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
+def test_a_role_says_what_diffusers_says(base, one_rank, tmp_path, make):
     tensors = make(base)
     metadata = {"ss_network_alpha": "3.0"} if make is kohya_metadata else None
     file = oracle = write(tmp_path / "adapters", tensors, metadata=metadata)
@@ -164,10 +155,7 @@ def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
     assert not torch.allclose(truth, by_diffusers(base, None), rtol=1e-2, atol=1e-2), "nothing to compare"
     rank = 8 if "diffusion_model.head.head.diff" in tensors else RANK
     plan = planned(base, file.parent, rank=rank, alpha=2.0 * rank)
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        shapes={"video": LATENTS}, condition_shapes={"text": TEXT},
-    )  # fmt: skip
+    role = small_role(one_rank, plan)
     torch.testing.assert_close(
         says(lambda x, t, s: role.velocity(video(x), t, text_condition(s)).video), truth, rtol=1e-4, atol=1e-5
     )

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import check_tensors, inspect_transformer
 from models.roles.role_plan import plan_role
+from tests.oracles.small_wan import SMALL
 
 FILE = "diffusion_pytorch_model.safetensors"
 INDEX = FILE + ".index.json"
@@ -142,19 +143,6 @@ def test_tensors_that_differ_are_named(folder, changes, name):
 
 
 # ---------------------------------------------------------------- with the real network
-
-SMALL = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 2,
-    "out_channels": 2,
-    "text_dim": 6,
-    "freq_dim": 8,
-    "ffn_dim": 16,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
 
 
 @pytest.fixture(scope="module")

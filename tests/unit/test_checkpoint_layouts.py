@@ -8,14 +8,11 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from distill.data.encoders.folder import check_weight_files
-from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import process_group
 from models.families.wan import Wan
 from models.files.checkpoint_files import inspect_transformer, tensor_reader
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
-from tests.unit.test_checkpoint_files import SMALL
+from tests.oracles.small_wan import SMALL, small_role
 
 NAME = "diffusion_pytorch_model"
 
@@ -59,23 +56,13 @@ def _compiled(name):
     return ".".join([*parts[:2], "_orig_mod", *parts[2:]]) if parts[0] == "blocks" else name
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with process_group(torch.device("cpu")):
-        yield build_mesh(heads=2)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_arrive_whatever_their_files_are_called(network, folder, mesh, layout):
+def test_weights_arrive_whatever_their_files_are_called(network, folder, one_rank, layout):
     weights = network.state_dict()
     tensors, files, index = LAYOUTS[layout](weights)
     write(folder, tensors, *files, index=index)
     plan = plan_role("student", checkpoint=str(folder))
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=False,
-        shapes={"video": (2, 1, 4, 4)}, condition_shapes={"text": (3, 6)},
-    )  # fmt: skip
-    read, loaded = tensor_reader(plan.folders[0]), role.weights()
+    read, loaded = tensor_reader(plan.folders[0]), small_role(one_rank, plan, trainable=False).weights()
     assert loaded.keys() == plan.folders[0].shapes.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(loaded[name].full_tensor(), weight) and torch.equal(read(name), weight), name

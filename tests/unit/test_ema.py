@@ -3,47 +3,16 @@
 import pytest
 import torch
 
-from fsdp_cp.launch import process_group
-from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.roles.ema import Ema
-from models.roles.load import build_role
-from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
+from tests.oracles.small_wan import small_role
 from tests.oracles.tiny_wan import text_condition
-
-SMALL = {
-    "patch_size": [1, 2, 2],
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 2,
-    "out_channels": 2,
-    "text_dim": 6,
-    "freq_dim": 8,
-    "ffn_dim": 16,
-    "num_layers": 1,
-    "rope_max_seq_len": 32,
-}
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    with process_group(torch.device("cpu")):
-        yield build_mesh(heads=2)
 
 
 @pytest.fixture
-def role(mesh):
-    plan = plan_role("student", checkpoint=None, architecture=SMALL)
-    return build_role(
-        plan,
-        mesh=mesh,
-        device=torch.device("cpu"),
-        precision="fp32",
-        trainable=True,
-        shapes={"video": (2, 1, 4, 4)},
-        condition_shapes={"text": (3, 6)},
-    )
+def role(one_rank):
+    return small_role(one_rank)
 
 
 def full(weights):
@@ -132,12 +101,7 @@ def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
     assert torch.equal(velocity(role), averaged_velocity)
 
 
-def test_bf16_masters_have_no_average(mesh):
-    plan = plan_role(
-        "student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(precision="bf16", master_dtype="bf16")
-    )
-    device = torch.device("cpu")
-    shapes = {"shapes": {"video": (2, 1, 4, 4)}, "condition_shapes": {"text": (3, 6)}}
-    role = build_role(plan, mesh=mesh, device=device, trainable=True, **shapes)
+def test_bf16_masters_have_no_average(one_rank):
+    role = small_role(one_rank, sharding=ShardSettings(precision="bf16", master_dtype="bf16"))
     with pytest.raises(AssertionError):
         Ema(role, decay=0.9, gamma=1.0, start=0)
