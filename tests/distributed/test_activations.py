@@ -6,46 +6,24 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_cp import ShardSettings, build_mesh, microbatch, shard_module
-from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.context_parallel import parallelize_context
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.state import gathered_units
 from tests.counted import Counted
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import PLAN, Transformer
 
-PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
 BLOCKS, TOKENS, DIM, HEADS, BATCH = 3, 185, 96, 4, 4  # fp64 activations of a rank are above SMALLEST_OFFLOADED
 CHECKPOINTING = ("none", "full", "selective")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.GELU(), nn.Linear(3 * DIM, DIM))
-        self.mesh = None
-
-    def forward(self, hidden_states, scale):
-        q, k, v = self.qkv(self.norm(hidden_states) * scale).unflatten(-1, (3, HEADS, DIM // HEADS)).unbind(2)
-        if self.mesh is not None:
-            out = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=TOKENS)
-        else:
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-        hidden_states = hidden_states + self.out(out.flatten(2))
-        return hidden_states + self.mlp(hidden_states)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 5)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+class Scaled(Transformer):
+    """Transformer whose blocks take two arguments, by name."""
 
     def forward(self, x):
         x, scale = self.embed(x), x.mean((1, 2))[:, None, None] + 1
@@ -55,10 +33,12 @@ class Transformer(nn.Module):
 
 
 def _model_and_data():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Transformer().double()
-        return model, torch.randn(BATCH, TOKENS, 5, dtype=torch.float64), torch.randn(BATCH, TOKENS, 5).double()
+    return seeded(
+        lambda: (
+            Scaled(DIM, heads=HEADS, hidden=3 * DIM, tokens=TOKENS).double(),
+            *(torch.randn(BATCH, TOKENS, 5, dtype=torch.float64) for _ in range(2)),
+        )
+    )
 
 
 def _all_gathers(call):

@@ -15,7 +15,8 @@ from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sharding.settings import Strategy
-from tests.distributed.test_library import HEADS, PLAN, TOKENS, Transformer
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
 
 SLOW = pytest.mark.slow
 
@@ -26,9 +27,7 @@ def _mesh(dp_replicate=1, cp=1):
 
 
 def _transformer(mesh, dtype=torch.float32, **settings):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Transformer().to(dtype)
+    model = seeded(Transformer).to(dtype)
     for block in model.blocks:
         block.mesh = mesh
     parallelize_context(model, mesh=mesh, plan=copy.deepcopy(PLAN))
@@ -79,9 +78,7 @@ class Judge(nn.Module):
 
 
 def _judge_and_data():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Judge().double(), torch.randn(12, 5, 4, dtype=torch.float64)
+    return seeded(lambda: (Judge().double(), torch.randn(12, 5, 4, dtype=torch.float64)))
 
 
 def _penalised(model, x, with_loss, around):

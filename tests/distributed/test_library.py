@@ -1,56 +1,23 @@
-"""The library part on a transformer of this test, as the README shows it: fp64, against plain torch."""
+"""The library part on a transformer, as the README shows it: fp64, against plain torch."""
 
 import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from fsdp_cp import build_mesh, microbatch, shard_module
-from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.context_parallel import parallelize_context
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
 
-PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
-TOKENS, DIM, HEADS, BATCH = 12, 18, 6, 4
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 31), nn.GELU(), nn.Linear(31, DIM))
-        self.mesh = None
-
-    def forward(self, hidden_states):
-        q, k, v = self.qkv(self.norm(hidden_states)).unflatten(-1, (3, HEADS, DIM // HEADS)).unbind(2)
-        if self.mesh is not None:
-            out = context_parallel_attention(q, k, v, mesh=self.mesh)
-        else:
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-        hidden_states = hidden_states + self.out(out.flatten(2))
-        return hidden_states + self.mlp(hidden_states)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 5)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+BATCH = 4
 
 
 def _model_and_data():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Transformer().double()
-        return model, torch.randn(BATCH, TOKENS, 5, dtype=torch.float64), torch.randn(BATCH, TOKENS, 5).double()
+    return seeded(
+        lambda: (Transformer().double(), *(torch.randn(BATCH, TOKENS, 5, dtype=torch.float64) for _ in range(2)))
+    )
 
 
 def _sharded(sizes, checkpointing):

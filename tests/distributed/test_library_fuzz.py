@@ -13,7 +13,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.attention.mask import block_causal
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.sequence import gather_tokens, split_tokens
-from tests.distributed.test_library import TOKENS, Transformer
+from tests.oracles.small_transformer import TOKENS, Transformer
 from tests.pools import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]

@@ -9,8 +9,9 @@ from torch import nn
 from fsdp_cp import build_mesh, discard_step, microbatch, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups, reshard
-from tests.distributed.test_library import TOKENS, Transformer
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import TOKENS, Transformer
 
 KINDS = {
     "no_shard": ({"dp_shard": 4}, {"strategy": "no_shard"}),
@@ -35,9 +36,7 @@ def _mesh(dp_replicate=1, dp_shard=4):
 
 
 def _model(kind, network=Transformer, **changes):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = network().double()
+    model = seeded(network).double()
     if kind is not None:
         sizes, settings = KINDS[kind]
         shard_module(model, mesh=_mesh(**sizes), units=model.blocks, **{"precision": "fp64"} | settings | changes)

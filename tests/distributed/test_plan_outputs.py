@@ -10,7 +10,8 @@ from torch import nn
 
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
-from tests.distributed.test_library import DIM, HEADS, Transformer
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import DIM, HEADS, Transformer
 
 TOKENS, RANKS = 11, 3
 
@@ -58,9 +59,7 @@ def _gradients(kind, cp):
     mesh = build_mesh(cp=cp, heads=HEADS)
     generator = torch.Generator().manual_seed(1)
     x, target = (torch.randn(3, TOKENS, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Network(kind).double()
+    model = seeded(lambda: Network(kind)).double()
     for block in model.blocks:
         block.mesh = mesh
     # The gather is the whole network's own: what the user gets is what it returns.

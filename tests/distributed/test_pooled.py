@@ -14,6 +14,7 @@ from tests.distributed.test_sharding_memory import Network
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.pooled_run import both, faults_of
+from tests.oracles.seeded import seeded
 from tests.oracles.tiny_wan import ARCHITECTURE
 
 WORLD, STEPS = 4, 5
@@ -44,9 +45,7 @@ def _mesh(name, replicas):
 
 
 def _sharded(name, buffers, replicas=1, seed=0, **settings):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Network()
+    model = seeded(Network, seed)
     mesh = _mesh(name, replicas)
     shard_module(model, mesh=mesh, units=list(model.blocks), communication_buffers=buffers, **settings)
     return model

@@ -9,12 +9,11 @@ from torch import nn
 from fsdp_cp import build_mesh, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, parameter_norms
+from tests.oracles.seeded import seeded
 
 
 def _model():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 1)))
 
 
 def _norms(world, replicas):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.state import reshard
+from tests.oracles.seeded import seeded
 from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
 
 WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is not a multiple of 4, so shards are padded
@@ -49,9 +50,7 @@ class Network(nn.Module):
 
 
 def _network():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Network()
+    return seeded(Network)
 
 
 def _data():

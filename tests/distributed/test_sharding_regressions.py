@@ -9,7 +9,8 @@ from torch import nn
 
 from fsdp_cp import build_mesh, gather_first_block_early, microbatch, resharded, shard_module
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
-from tests.distributed.test_library import TOKENS, Transformer
+from tests.oracles.seeded import seeded
+from tests.oracles.small_transformer import TOKENS, Transformer
 
 slow = pytest.mark.slow
 
@@ -20,9 +21,7 @@ def _mesh(dp_replicate=1, dp_shard=-1):
 
 
 def _model(dtype=torch.float64, mesh=None, **settings):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Transformer().to(dtype)
+    model = seeded(Transformer).to(dtype)
     if dtype == torch.float64:
         settings["precision"] = "fp64"
     shard_module(model, mesh=mesh or _mesh(), units=model.blocks, **settings)
@@ -135,9 +134,7 @@ def _token_sum(strategy, sizes):
     x = torch.randn(1, sum(counts), 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ours = x[:, sum(counts[:rank]) : sum(counts[: rank + 1])]
     model = _model(mesh=_mesh(**sizes), strategy=strategy)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        truth = Transformer().double()
+    truth = seeded(Transformer).double()
     for m, part in ((model, ours), (truth, x)):
         for block in m.blocks:
             block.qkv.requires_grad_(False)

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_cp import build_mesh, frozen, microbatch, shard_module
 from fsdp_cp.sharding.settings import Strategy
 from fsdp_cp.sharding.state import gathered_units, param_groups
-from tests.distributed.test_library import DIM, TOKENS, Transformer
+from tests.oracles.small_transformer import DIM, TOKENS, Transformer
 
 RANKS = 3
 

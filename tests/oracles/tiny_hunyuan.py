@@ -10,6 +10,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
+from tests.oracles.seeded import write_three
+
 ARCHITECTURE = {
     "in_channels": 9,
     "out_channels": 4,
@@ -32,14 +34,7 @@ PIPELINE_FEATURES = 729
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Write three different random networks, teacher, student and fake, in diffusers layout."""
-    for seed, name in enumerate(("teacher", "student", "fake")):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE)
-            for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
-                parameter.data += 0.05 * torch.randn_like(parameter)
-        network.save_pretrained(folder / name)
+    write_three(folder, lambda: HunyuanVideo15Transformer3DModel(**ARCHITECTURE))
 
 
 def outputs(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

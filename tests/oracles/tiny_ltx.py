@@ -10,6 +10,8 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
 from torch import Tensor, nn
 
+from tests.oracles.seeded import write_three
+
 ARCHITECTURE = {
     "in_channels": 4,
     "out_channels": 4,
@@ -26,14 +28,7 @@ SPACING = (8 / FRAME_RATE, 32.0, 32.0, 0.0)
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Write three different random networks, teacher, student and fake, in diffusers layout."""
-    for seed, name in enumerate(("teacher", "student", "fake")):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = LTXVideoTransformer3DModel(**ARCHITECTURE)
-            for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
-                parameter.data += 0.05 * torch.randn_like(parameter)
-        network.save_pretrained(folder / name)
+    write_three(folder, lambda: LTXVideoTransformer3DModel(**ARCHITECTURE))
 
 
 def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> Tensor:

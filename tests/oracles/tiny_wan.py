@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from models.condition import Condition
+from tests.oracles.seeded import random_network
 
 ARCHITECTURE = {
     "patch_size": (1, 2, 2),
@@ -72,10 +72,4 @@ def write_checkpoints(
 
 
 def _random_wan(architecture: Mapping[str, Any], seed: int) -> WanTransformer3DModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = WanTransformer3DModel(**architecture)
-        # diffusers' initialization leaves biases at 0, which would hide errors in their gradients.
-        for parameter in network.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    return network
+    return random_network(lambda: WanTransformer3DModel(**architecture), seed)

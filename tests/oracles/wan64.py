@@ -9,6 +9,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_wan
+from tests.oracles.seeded import random_network
 
 ARCHITECTURE = tiny_wan.ARCHITECTURE | {
     "num_attention_heads": 12, "attention_head_dim": 6, "ffn_dim": 80,
@@ -20,12 +21,7 @@ TEXT = (5, 10)
 
 def write_checkpoint(folder):
     """Write a Wan with random weights, biases included, as a diffusers folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = WanTransformer3DModel(**ARCHITECTURE)
-        for parameter in network.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    network.save_pretrained(folder)
+    random_network(lambda: WanTransformer3DModel(**ARCHITECTURE)).save_pretrained(folder)
     return folder
 
 
