@@ -13,7 +13,6 @@ from fsdp_cp.runtime import packages
 from fsdp_cp.sharding import fp8
 from fsdp_cp.sharding.settings import ShardSettings
 from tests.oracles.transformer_engine import E4M3, E5M2, rounded, stand_in
-from tests.transformer_engine_facts import read
 from tests.unit.refused import refused
 
 SETTINGS = ShardSettings(fp8="torchao")
@@ -70,7 +69,7 @@ def test_transformer_engine_on_a_cpu_and_compiled(monkeypatch, capsys, version):
     """Before 2.20 ``compile`` is refused by version; later by a trial, which fails here without a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(packages.metadata, "version", lambda _: version)
-    monkeypatch.setattr(packages.importlib, "import_module", stand_in(version).__getitem__)
+    monkeypatch.setattr(packages.importlib, "import_module", stand_in().__getitem__)
     packages.optional_package.cache_clear()
     fp8.compile_refusal.cache_clear()
     settings = ShardSettings(fp8="transformer_engine")
@@ -145,10 +144,10 @@ def test_forward_mode_runs_the_plain_layers():
     assert not torch.equal(block(x), plain(x)), "without tangents it computes in fp8"
 
 
-@pytest.fixture(params=[version for version in read() if version >= "2.17"])
-def transformer_engine(request, monkeypatch):
-    """Install the stand-in, written from the signatures and assertions of each version."""
-    modules = stand_in(request.param)
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    """Install the stand-in, written from the package's signatures and assertions."""
+    modules = stand_in()
     find = lambda module="transformer_engine.pytorch", at_least="": modules[module]  # noqa: E731
     monkeypatch.setattr(fp8, "transformer_engine", find)
     fp8._layer_class.cache_clear()
@@ -190,10 +189,3 @@ def _by_hand(block, x, down):
     inner = rounded(grad, E5M2) @ rounded(second, E4M3) * (1 - hidden**2)
     grad_up = rounded(inner, E5M2).T @ rounded(rows, E4M3)
     return (grad + rounded(inner, E5M2) @ rounded(up, E4M3)).view(x.shape), grad_up, inner.sum(0), grad_second
-
-
-def test_versions_of_transformer_engine():
-    """2.17 and later know FSDP2. Dynamo can trace the layer from 2.20 on."""
-    facts = read()
-    assert all(x["Linear.forward reads is_fsdp2"] for x in facts.values())
-    assert {version for version, x in facts.items() if not x["Linear.forward leaves Dynamo"]} == {"2.20.2"}
