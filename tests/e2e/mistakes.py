@@ -79,14 +79,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def listing(folder: Path) -> dict[str, object]:
-    """Return size, time of the last change and inode of everything under ``folder``, and the repository's entries."""
+    """Return size, time of the last change and inode of everything under ``folder``, and the repository's entries.
+
+    Those that begin with a dot are left out, as caches of tools and of Hypothesis appear at any time.
+    """
     found: dict[str, object] = {}
     for path in folder.rglob("*"):
         about = path.lstat()
         if path.name != ".lock":
             found[str(path)] = path.is_dir() or (about.st_size, about.st_mtime_ns, about.st_ino)
     outside = (path for place in (ROOT, ROOT / "runs") if place.is_dir() for path in place.iterdir())
-    return found | dict.fromkeys(map(str, outside))
+    return found | {str(path): None for path in outside if not path.name.startswith(".")}
 
 
 def command_of(typed: str, base: Path, defaults: dict[str, str]) -> tuple[dict[str, str], str, list[str]]:
