@@ -1,6 +1,5 @@
 """``train.py`` from the command line to its export, samples and report; locked, killed and resumed; on real clips."""
 
-import gzip
 import json
 import math
 import signal
@@ -96,18 +95,6 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
 
 
 @pytest.mark.long
-def test_the_same_losses_on_another_mesh(tmp_path):
-    traces = []
-    for dp, cp in ((1, 1), (2, 2)):
-        words = ("experiment=quickstart", "steps=3", *NO_END, f"mesh.dp_shard={dp}", f"mesh.cp={cp}")
-        train(dp * cp, *words, f"run_dir={tmp_path}/{dp}x{cp}")
-        traces.append(losses(tmp_path / f"{dp}x{cp}"))
-    assert [line["step"] for line in traces[0]] == [1, 2, 3]
-    for ours, theirs in zip(*traces, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@pytest.mark.long
 def test_torchrun_repeats_a_users_mistake_last(tmp_path):
     done = run_command(2, "experiment=quickstart", "mesh.cp=3", f"run_dir={tmp_path}/run")
     assert done.returncode == 1, "torchrun's own"
@@ -151,49 +138,6 @@ def test_real_clips_are_encoded_once(tmp_path):
     train(2, *words, *NO_END, "steps=3", "mesh.cp=1")
     assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached
-
-
-@pytest.mark.long
-def test_every_role_sharded_in_its_own_way(tmp_path):
-    """The losses equal those with the defaults. Norms and profiles are written and survive a resume."""
-    arguments = (*SMALL, *TINY, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")
-    own = (
-        "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
-        "student.activation_checkpointing=selective", "student.gather_early=true", "fake.activation_checkpointing=true",
-        "student.keep_operators=[fsdp_cp.ring_attention,aten.mm]", "log.norms_every=1",
-        "profile.steps=[2,2]", "profile.ranks=all",
-    )  # fmt: skip
-    plain, run_dir = tmp_path / "plain", tmp_path / "own"
-    train(2, *arguments, "steps=4", f"run_dir={plain}")
-    train(2, *arguments, *own, "steps=3", f"run_dir={run_dir}")
-    assert not (plain / "norms.jsonl").exists() and not (plain / "profile").exists()
-    traces = {f"steps_2_2_rank{rank}.json.gz" for rank in range(2)}
-    assert {file.name for file in (run_dir / "profile").iterdir()} == traces
-    for rank in range(2):
-        with gzip.open(run_dir / "profile" / f"steps_2_2_rank{rank}.json.gz") as file:
-            names = {event["name"] for event in json.load(file)["traceEvents"]}
-        assert {"ProfilerStep#2", "gloo:all_gather", "aten::mm"} <= names
-
-    # Resume from step 3 with other sharding. The norms continue without a gap or a repetition.
-    with (run_dir / "norms.jsonl").open("a") as file:
-        file.write('{"step": 4, "role": "student", "norms": {}}\n{"step": 5, "ro')
-    changed = ("student.strategy=no_shard", "student.gather_early=false", "fake.strategy=optim_grads_params")
-    train(2, *arguments, *own, *changed, "steps=4", f"run_dir={run_dir}")
-    assert {file.name for file in (run_dir / "profile").iterdir()} == traces
-    for ours, theirs in zip(losses(run_dir), losses(plain), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    lines = [json.loads(line) for line in (run_dir / "norms.jsonl").read_text().splitlines()]
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4] == [line["step"] for line in metrics]
-    assert {line["role"] for line in lines} == {"student", "fake"}
-    for line, step in zip(lines, metrics, strict=True):
-        total = math.sqrt(sum(gradient**2 for _, gradient in line["norms"].values()))
-        assert total == pytest.approx(step[f"{line['role']}/grad_norm"], rel=1e-6)
-    config = load_config(run_dir / "config.yaml")
-    assert (config.student.strategy, config.fake.strategy, config.teacher.offload) == (
-        "no_shard", "optim_grads_params", "cpu",
-    )  # fmt: skip
-    assert config.student.keep_operators == ["fsdp_cp.ring_attention", "aten.mm"]
 
 
 @pytest.mark.slow

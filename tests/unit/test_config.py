@@ -12,28 +12,12 @@ from distill.config.checks import check, micro_batch_size
 from distill.config.errors import CONFIGS
 from distill.config.schema import RoleSettings
 from distill.data.order import Batching
-from distill.data.settings import CaptionsSettings, EncodedSettings, MovingShapesSettings, VideoFolderSettings
-from distill.methods import METHODS
+from distill.data.settings import CaptionsSettings, VideoFolderSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 from tests.unit.refused import refused
 
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-
-
 # ---------------------------------------------------------------- what composes
-
-
-@pytest.mark.parametrize(
-    "experiment",
-    [name if name == "wan2_1_t2v_14b_dmd2" else pytest.param(name, marks=pytest.mark.slow) for name in EXPERIMENTS],
-)
-def test_every_experiment_composes(experiment):
-    config = compose_config([f"experiment={experiment}"])
-    assert type(config) is Config and config.run_dir == f"runs/{experiment}"
-    assert type(config.method) is METHODS[config.method.name][1]
-    assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings, EncodedSettings))
-    assert config.steps >= 1 and config.batch_size >= 1
 
 
 def test_quickstart_is_the_default_and_distils_moving_shapes():

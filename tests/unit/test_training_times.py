@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config import compose_config
+from distill.config import Config, compose_config
 from distill.config.errors import CONFIGS
+from distill.data import DATA
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
@@ -116,7 +117,9 @@ def check_all(name, settings):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_call_of_a_recipes_sampler_is_trained(recipe):
     config = compose_config([f"experiment={recipe}"])
-    assert config.run_dir == f"runs/{recipe}" and config.steps > 0
+    assert type(config) is Config and type(config.data) in DATA.values()
+    assert config.run_dir == f"runs/{recipe}" and config.steps >= 1 and config.batch_size >= 1
+    assert type(config.method) is METHODS[config.method.name][1]
     check_all(recipe, config.method)
 
 
