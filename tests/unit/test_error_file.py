@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_cp.launch import recorded, write_error
@@ -39,6 +40,7 @@ def test_torch_reads_what_an_exception_left(tmp_path):
     assert abs(failure.timestamp - time.time()) < 120 and os.listdir(tmp_path) == ["error.json"]
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path):
     """torchrun kills the other workers when one has died. A half-written file would prevent the restart."""
     file = tmp_path / "error.json"

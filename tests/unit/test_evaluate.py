@@ -98,6 +98,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     assert lines[1]["validation/student_3steps/colour_accuracy"] == 0, "a dark clip shows no colour"
 
 
+@pytest.mark.slow
 def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     """uint8 would show them as black clips."""
     method = Painter()

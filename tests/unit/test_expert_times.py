@@ -76,7 +76,11 @@ def test_their_distribution_is_the_methods_own(settings):
             assert stats.ks_2samp(found[:, i] - found[:, 1], own[:, i] - own[:, 1]).pvalue > 1e-3, (purpose, i)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(s, marks=pytest.mark.slow) if s.name == "rcm" else s for s in SETTINGS],
+    ids=lambda settings: settings.name,
+)
 def test_a_step_has_one_range_whoever_holds_its_samples(settings):
     for draw, purpose, roles in own_draws(settings):
         several = 0
@@ -157,6 +161,7 @@ def test_a_boundary_is_the_noisier_experts():
     assert pilot_times(draw, random(0, 0), "x") == [0.9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
 @pytest.mark.parametrize("expert", [0, 1])
 def test_one_expert_trained_alone_has_its_times_alone(settings, expert):
