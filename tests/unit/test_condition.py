@@ -12,6 +12,7 @@ def make(count, seed=0):
         "text": torch.randn(count, 3, 5, generator=generator),
         "image": torch.randn(count, 2, 4, 4, generator=generator),
         "ids": torch.arange(count) + 257,
+        "fps": torch.full((count, 1), 23.976),
     }
     return Condition(tensors, {"text": torch.full((3, 5), 7.0)}, {"text": torch.zeros(3, 5)})
 
@@ -47,4 +48,5 @@ def test_only_floating_point_tensors_take_a_dtype():
     assert condition.dtype == torch.float32 and condition.device == torch.device("cpu")
     half = condition.to(torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.null.tensors["text"].dtype == torch.bfloat16
+    assert torch.equal(half.tensors["fps"], condition.tensors["fps"]), "bf16 would make it 24"
     assert half.tensors["mask"].dtype == torch.bool and torch.equal(half.tensors["ids"], condition.tensors["ids"])

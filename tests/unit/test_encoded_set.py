@@ -11,7 +11,7 @@ from distill.config import compose_config
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.encode import Encoding
-from distill.data.sets.write_set import SetWriter, verify
+from distill.data.sets.write_set import SetWriter, refuse_other_set, verify
 from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.encode import main
 from distill.planning.command import planned_shapes
@@ -22,6 +22,7 @@ from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from tests.oracles.state_set import SHAPE, stored, write_state_set
 from tests.unit.refused import refused
+from tests.unit.test_paths import as_a_user
 
 CLIPS = 40
 TIMES = [1.0, 0.9, 0.75, 0.5]
@@ -125,6 +126,12 @@ def test_files_with_a_sets_names_stay_where_no_set_was_begun(name, tmp_path):
     with refused("OUT"), SetWriter(tmp_path, "OUT=set", {}).begun():
         pass
     assert file.read_text() == "{}" and not (tmp_path / ".lock").exists()
+
+
+def test_a_whole_set_that_cannot_be_written_is_read(path):
+    path.chmod(0o555)
+    as_a_user(refuse_other_set, path, "OUT=set")
+    path.chmod(0o755)
 
 
 def test_one_process_at_a_time_writes_a_set(tmp_path):

@@ -29,14 +29,17 @@ def network():
 
 @pytest.fixture
 def run(tmp_path, network):
-    """Write a run directory with two checkpoints, as the trainer saves them."""
+    """Write a run directory with two checkpoints, as the trainer saves them, and beside it one of two experts."""
     weights = {name: p.detach() for name, p in network.named_parameters()}
     average = {name: p + 1 for name, p in weights.items()}
     config = {key: value for key, value in network.config.items() if key != "_use_default_values"}
+    numbers = {"configs": {"student": config, "fake": config}, "settings": {"method": METHOD}}
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=0)
     for step in (1, 2):
         tensors = {"student": {"weights": weights, "ema": average}, "fake": {"weights": weights}}
-        numbers = {"step": step, "configs": {"student": config, "fake": config}, "settings": {"method": METHOD}}
-        Checkpoints(tmp_path / "run" / "checkpoints", keep=0).save(step, tensors, numbers)
+        checkpoints.save(step, tensors, {"step": step, **numbers})
+    experts = {"student.high": {"weights": weights}, "student.low": {"weights": average}}
+    Checkpoints(tmp_path / "experts", keep=0).save(1, experts, {"step": 1, "boundaries": {"student": [0.9]}, **numbers})
     return tmp_path / "run"
 
 
@@ -63,6 +66,14 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16") == 0
     assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
     assert not list(out.parent.glob(".out*"))
+
+
+@pytest.mark.parametrize(("expert", "added"), [("high", 0), ("low", 1)])
+def test_one_of_two_experts_is_exported_alone(capsys, run, tmp_path, network, expert, added):
+    assert export(capsys, tmp_path / "experts" / "step_00000001", tmp_path / "out", "--expert", expert) == 0
+    found = WanTransformer3DModel.from_pretrained(tmp_path / "out").named_parameters()
+    for (name, p), (_, q) in zip(found, network.named_parameters(), strict=True):
+        assert torch.equal(p, q + added), name
 
 
 @pytest.mark.parametrize("place", ["RUN", "RUN/checkpoints/step_00000002", "full", "file", "."])

@@ -157,8 +157,11 @@ def test_a_gan_does_not_know_sound():
         Dmd2.check_parts(Dmd2Settings(gan_weight_student=0.1), ["audio"])
 
 
-def test_sound_of_the_data_that_no_network_makes_is_not_used(caplog):
+def test_sound_that_no_network_makes_is_not_used_and_has_no_settings(caplog):
     config = compose_config(["experiment=quickstart", "mesh.cp=1"])
+    for name in ("audio_weight", "audio_shift_ratio", "audio_guidance_scale"):
+        with refused(f"method.{name}=0.5"):
+            plan_run(replace(config, method=replace(config.method, **{name: 0.5})))
     shapes, conditions = config.data.sample_shapes()
     with caplog.at_level("INFO"):
         plan = plan_run(config, shapes=({**shapes, "audio": (8, 24, 16)}, conditions))

@@ -127,11 +127,16 @@ def test_a_signal_before_the_run_begins_is_recorded(tmp_path):
     refuse_foreign_run(tmp_path / "run")
     _move_aside(tmp_path / "run")
     assert not (tmp_path / "run" / "previous").exists(), "nothing was begun"
-    (tmp_path / "run" / STATUS).write_text("theirs")
-    with refused("run_dir"):
-        refuse_foreign_run(tmp_path / "run")
+    for theirs in ("theirs", '{"state": "up", "started": "today"}'):
+        (tmp_path / "run" / STATUS).write_text(theirs)
+        with refused("run_dir"):
+            refuse_foreign_run(tmp_path / "run")
+        stop()
+        assert (tmp_path / "run" / STATUS).read_text() == theirs
+    finished = json.dumps(about | {"state": "finished"})
+    (tmp_path / "run" / STATUS).write_text(finished)
     stop()
-    assert (tmp_path / "run" / STATUS).read_text() == "theirs"
+    assert (tmp_path / "run" / STATUS).read_text() == finished, "nothing is left to resume"
     (tmp_path / "run" / STATUS).unlink()
     with held_run_dir(tmp_path / "run"):
         stop()
