@@ -75,7 +75,6 @@ def straight(pools, checkpoints, tmp_path_factory):
     ids=str,
 )
 def test_resume(pools, checkpoints, straight, tmp_path, sizes):
-    """The resumed run is equal bit by bit on the same mesh."""
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     setup, truth = replace(OWN, **sizes), straight[1]
     trace, _ = pools[setup.world_size].run(_run, setup, checkpoints, tmp_path, STOP)[0]

@@ -113,7 +113,6 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
 
 @pytest.mark.long
 def test_one_rank_stages_all_that_trains():
-    """A checkpoint's copy holds all that trains. The shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)
     resting = {role: found.resting[role, "parameters"] for role in ROLES}
@@ -135,7 +134,6 @@ def test_one_rank_stages_all_that_trains():
 
 @long
 def test_what_selective_recomputation_keeps_is_not_computed_again():
-    """Selective recomputation keeps attention's outputs."""
     full, selective = (
         simulate(*_planned(1, ("mesh.cp=1", f"student.activation_checkpointing={how}"))).steps["student"].recomputed
         for how in ("full", "selective")
@@ -188,7 +186,6 @@ def _real_pools(world, words):
 
 @long
 def test_pooled_buffers_are_in_the_plan(pools):
-    """The planned pool is as large as that of real ranks, and stays between steps."""
     world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")
     predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
     assert len(held) == 1, "planned once, of all steps"

@@ -74,7 +74,6 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
-    """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     words = (*QUICK, *TINY, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
@@ -105,7 +104,6 @@ def test_torchrun_repeats_a_users_mistake_last(tmp_path):
 
 @pytest.mark.long
 def test_two_nodes_meet(tmp_path):
-    """Two torchruns on this machine act as two nodes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

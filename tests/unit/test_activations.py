@@ -128,7 +128,6 @@ def test_a_tensor_changed_in_place(size):
 
 
 def test_second_backwards(views):
-    """The test runs backward through the same graph twice, and a gradient of a gradient."""
     module, x, truth = views
     leaf = x.clone().requires_grad_()
     loss = module(leaf).square().sum()

@@ -96,7 +96,6 @@ def test_reading(tmp_path, name, content):
 
 @pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
-    """The test runs train.py without videos, from the file to clips of its captions."""
     words = [
         "data=captions",
         "sample.report_clips=0",

@@ -165,7 +165,6 @@ def test_a_boundary_is_the_noisier_experts():
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
 @pytest.mark.parametrize("expert", [0, 1])
 def test_one_expert_trained_alone_has_its_times_alone(settings, expert):
-    """Its times are distributed as the method's own times in its range."""
     student = role("student", 0.6)
     student.trained_experts = (expert,)
     method = build_method(settings, {"student": student, "teacher": role("teacher"), "fake": role("fake")})

@@ -141,7 +141,6 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 
 
 def test_its_encoders_are_planned():
-    """The test builds the published encoders on the meta device."""
     with torch.device("meta"):
         glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
         text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})

@@ -1,15 +1,32 @@
-"""Allocator, threads and device, which are chosen before the process group, and the end of a process."""
+"""The start and the end of a process: allocator, threads, device, worlds, stores, and torchrun's error file."""
 
+import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_cp import launch
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_allocator, choose_device, choose_threads
+from fsdp_cp.launch import (
+    agree,
+    choose_allocator,
+    choose_device,
+    choose_threads,
+    own_part,
+    recorded,
+    refuse_separate_worlds,
+    write_error,
+)
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -137,3 +154,135 @@ def test_a_collective_s_last_thread_does_not_abort_a_process_that_is_done(tmp_pa
     ]
     out = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
     assert out == [["done", "atexit"]] * 2 and [rank.returncode for rank in ranks] == [3, 3]
+
+
+# ---------------------------------------------------------------- tasks that srun or MPI started without torchrun
+
+
+TASKS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in TASKS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_tasks_without_ranks_are_refused(alone, name):
+    alone.setenv(name, "2")
+    with pytest.raises(UserError, match=f"{name}=2.*torchrun"):
+        refuse_separate_worlds()
+    alone.setenv("RANK", "0")  # torchrun under srun, or exported by hand
+    alone.setenv("WORLD_SIZE", "2")
+    refuse_separate_worlds()
+
+
+@pytest.mark.parametrize("given", [{}, {"SLURM_NTASKS": "8"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}])
+def test_one_task_passes(alone, given):
+    for name, value in given.items():
+        alone.setenv(name, value)
+    refuse_separate_worlds()
+
+
+# ---------------------------------------------------------------- ranks that restart in the same store
+
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def start(server, ranks, alive=None, timeout=SOON):
+    """Return the names on which ``alive`` of ``ranks`` ranks agree. Each rank has its own client."""
+
+    def one(rank):
+        client = dist.TCPStore("localhost", server.port, is_master=False, timeout=SOON)
+        return agree(client, rank, ranks, timeout)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, alive or range(ranks)))
+
+
+def test_every_start_has_a_name_of_its_own(server):
+    names = [start(server, 4) for _ in range(3)]
+    assert all(len(set(each)) == 1 for each in names) and len({each[0] for each in names}) == 3
+
+
+def test_a_start_of_which_some_died_early_does_not_disturb_the_next(server):
+    for alive in ([2, 3], [0, 1, 3]):
+        with pytest.raises(RuntimeError):
+            start(server, 4, alive, timedelta(seconds=0.5))
+        assert len(set(start(server, 4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+    ],
+)
+def test_only_in_the_agents_store(server, monkeypatch, environment, wanted):
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (own | {"TORCHELASTIC_USE_AGENT_STORE": ""} | environment).items():
+        monkeypatch.setenv(name, value)
+    store = own_part(SOON)
+    assert (store is not None) == wanted
+    if wanted:
+        store.set("key", "value")
+        assert not server.check(["key"]), "it is in a part of its own"
+
+
+# ---------------------------------------------------------------- torchrun's error file
+
+
+@recorded
+def _raise(size):
+    raise RuntimeError("x" * size)
+
+
+def _work(file, size):
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(file)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    _raise(size)
+
+
+def start_worker(file, size):
+    worker = multiprocessing.get_context("fork").Process(target=_work, args=(file, size))
+    worker.start()
+    return worker
+
+
+def test_torch_reads_what_an_exception_left(tmp_path):
+    file = tmp_path / "error.json"
+    worker = start_worker(file, 10)
+    worker.join()
+    assert worker.exitcode == 1
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message["message"] == "RuntimeError: xxxxxxxxxx"
+    assert failure.message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last)")
+    assert abs(failure.timestamp - time.time()) < 120 and os.listdir(tmp_path) == ["error.json"]
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path):
+    """torchrun kills the other workers when one has died. A half-written file would prevent the restart."""
+    file = tmp_path / "error.json"
+    worker = start_worker(file, 100_000_000)  # writing takes long enough for the signal to arrive
+    while not os.listdir(tmp_path):
+        assert worker.is_alive()
+    worker.kill()
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL and not file.exists()
+
+
+def test_a_users_mistake_has_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    write_error("error: x")
+    assert set(json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]) == {"timestamp"}

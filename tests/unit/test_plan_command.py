@@ -257,7 +257,6 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_encoders_take_what_real_ones_do():
-    """The test compares tiny encoders on fake and on real tensors."""
     text = {
         "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -280,7 +279,6 @@ def test_encoders_take_what_real_ones_do():
 
 
 def test_what_is_encoded_and_decoded(monkeypatch):
-    """DMD2 on captions encodes no clips, and a run without samples decodes none."""
     monkeypatch.setattr(encoders, "_peak", lambda build, call: Peak(1, {}))
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
 

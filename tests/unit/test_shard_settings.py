@@ -140,7 +140,6 @@ def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_e
 
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
-    """The test checks all pairs under optim_grads_params, on CUDA."""
     against = {
         ("fp8_gather", "offload"),
         ("replicate", "shard_ranks"),

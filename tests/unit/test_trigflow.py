@@ -7,11 +7,12 @@ import torch
 from torch.autograd import forward_ad
 
 from distill.methods.base import guided_velocity
+from distill.methods.common.derivatives import directional_derivative
 from distill.methods.common.schedules import add_noise, denoise
 from distill.methods.common.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
 from tests.oracles.samples import video
 from tests.unit.analytic import PROBLEMS, normal, nothing
-from tests.unit.method_roles import Net, make_batch, wide
+from tests.unit.method_roles import SHAPE, Net, close, make_batch, wide
 
 TIMES = torch.tensor([1e-3, 0.2, math.pi / 4, 1.2, 1.5, math.pi / 2 - 1e-3], dtype=torch.float64)
 PROBLEM_NAMES = [type(problem).__name__ for problem in PROBLEMS]
@@ -63,3 +64,21 @@ def test_guidance_is_that_of_the_fields_in_one_call():
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+def test_modes_of_the_directional_derivative():
+    net, condition = Net(3), make_batch().condition
+    x, t, dx = normal(4, *SHAPE, seed=1), torch.tensor([0.1, 0.5, 1.0, 1.5]), normal(4, *SHAPE, seed=2)
+    primals, tangents = (x, t.double()), (dx, torch.ones(4, dtype=torch.float64))
+
+    def field(x, t):
+        return trig_field(net, x, t, condition)
+
+    def derivative(mode, step):
+        return directional_derivative(field, video(x), t.double(), video(dx), mode=mode, step=step).video
+
+    truth = torch.func.jvp(lambda x, t: field(video(x), t).video, primals, tangents)[1]
+    exact = derivative("exact", 0.1)
+    assert close(exact, truth, 1e-12) and not exact.requires_grad
+    errors = [(derivative("finite_difference", step) - truth).norm() for step in (0.02, 0.01)]
+    assert 3.8 < errors[0] / errors[1] < 4.2, "central differences are of second order"
