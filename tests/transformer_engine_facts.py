@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
-Facts = dict[str, str | bool]
+Facts = dict[str, str]
 
 
 def read() -> dict[str, Facts]:
@@ -28,22 +28,14 @@ def facts_of(wheel: Path) -> Facts:
         def tree(path: str) -> ast.Module:
             return ast.parse(archive.read(f"transformer_engine/{path}"))
 
-        linear, base = tree("pytorch/module/linear.py"), tree("pytorch/module/base.py")
-        forward = _find(linear, "Linear.forward")
+        linear = tree("pytorch/module/linear.py")
         attention, casting = tree("pytorch/cpp_extensions/fused_attn.py"), tree("pytorch/quantization.py")
         (check,) = (x for x in ast.walk(_find(tree("pytorch/utils.py"), "assert_dim_for_fp8_exec")) if _is_if(x))
         return {
             "Linear": _arguments(_find(linear, "Linear.__init__")),
-            "Linear.forward": _arguments(forward),
-            "Linear.forward leaves Dynamo": "no_torch_dynamo" in "".join(map(ast.unparse, forward.decorator_list)),
-            "Linear.forward reads is_fsdp2": "self.is_fsdp2" in ast.unparse(forward),
-            "register_parameter": _arguments(_find(base, "TransformerEngineBaseModule.register_parameter")),
-            "reset_parameters": _arguments(_find(linear, "Linear.reset_parameters")),
-            "state is empty for stateless recipes": "is_stateless_recipe"
-            in ast.unparse(_find(base, "TransformerEngineBaseModule.get_extra_state")),
+            "Linear.forward": _arguments(_find(linear, "Linear.forward")),
             "refused sizes": ast.unparse(check.test),
             "autocast": _arguments(_find(casting, "autocast.__init__")),
-            "Float8CurrentScaling": _fields(_find(tree("common/recipe/__init__.py"), "Float8CurrentScaling")),
             "fused_attn_fwd": _arguments(_find(attention, "fused_attn_fwd")),
             "fused_attn_bwd": _arguments(_find(attention, "fused_attn_bwd")),
         }
@@ -64,14 +56,6 @@ def _arguments(function: ast.FunctionDef) -> str:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     return ast.unparse(function.args).removeprefix("self, ")
-
-
-def _fields(kind: ast.ClassDef) -> str:
-    return ", ".join(
-        f"{ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)}={ast.unparse(node.value)}"
-        for node in kind.body
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
-    )
 
 
 if __name__ == "__main__":

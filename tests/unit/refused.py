@@ -22,3 +22,11 @@ def refuses_all(kind: type, *cases: dict) -> None:
     for settings in cases:
         with refused(f"method.{list(settings)[-1]}"):
             kind(**settings)
+
+
+def refusal(function, *args, **kwargs) -> str:
+    """Return the line of the ``UserError`` that ``function(*args, **kwargs)`` raises."""
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    (line,) = str(caught.value).splitlines()
+    return line

@@ -13,6 +13,7 @@ from models.families.wan import Wan
 from models.files.checkpoint_files import inspect_transformer, tensor_reader
 from models.roles.role_plan import plan_role
 from tests.oracles.small_wan import SMALL, small_role
+from tests.unit.refused import refusal
 
 NAME = "diffusion_pytorch_model"
 
@@ -68,24 +69,22 @@ def test_weights_arrive_whatever_their_files_are_called(network, folder, one_ran
         assert torch.equal(loaded[name].full_tensor(), weight) and torch.equal(read(name), weight), name
 
 
-def refusal(folder):
-    with pytest.raises(UserError) as caught:
-        plan_role("teacher", checkpoint=str(folder))
-    message = str(caught.value)
-    assert message.startswith("teacher.checkpoint") and "\n" not in message
+def refused(folder):
+    message = refusal(plan_role, "teacher", checkpoint=str(folder))
+    assert message.startswith("teacher.checkpoint")
     return message
 
 
 def test_a_part_that_is_missing_is_noticed(network, folder):
     write(folder, network.state_dict(), ONE, TWO)
     (folder / ONE).unlink()
-    assert "a file missing" in refusal(folder)
+    assert "a file missing" in refused(folder)
 
 
 def test_two_sets_of_weights_are_both_named(network, folder):
     write(folder, network.state_dict(), ONE, TWO)
     write(folder, network.state_dict(), f"{NAME}.bf16.safetensors")
-    message = refusal(folder)
+    message = refused(folder)
     assert (ONE in message or TWO in message) and f"{NAME}.bf16.safetensors" in message
     assert (folder / ONE).is_file() and "remove" not in message, "either is a checkpoint"
 
@@ -94,7 +93,7 @@ def test_two_sets_of_weights_are_both_named(network, folder):
 def test_a_pointer_of_git_lfs_is_called_one(network, folder, index):
     write(folder, network.state_dict(), ONE, TWO, index="x.safetensors.index.json" if index else None)
     (folder / TWO).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5676070424\n")
-    assert "git-lfs" in refusal(folder)
+    assert "git-lfs" in refused(folder)
     with pytest.raises(UserError, match="git-lfs"):
         check_weight_files(folder, "data.encoders")
 
@@ -107,15 +106,15 @@ def test_names_of_wans_own_code_are_shown_with_those_that_lack(network, folder):
         for n, w in network.state_dict().items()
     }
     write(folder, tensors, "x.safetensors")
-    message = refusal(folder)
+    message = refused(folder)
     assert "blocks.0.attn1.to_q" in message and "blocks.0.self_attn.q" in message
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"_class_name": "WanModel"}))
-    assert "diffusers" in refusal(folder), "an original repository is of another layout"
+    assert "diffusers" in refused(folder), "an original repository is of another layout"
     (folder / "config.json").rename((folder / "high_noise_model").with_suffix(".json"))
     (folder / "high_noise_model").mkdir()
     (folder / "high_noise_model.json").rename(folder / "high_noise_model" / "config.json")
-    assert "high_noise_model" in refusal(folder)
+    assert "high_noise_model" in refused(folder)
 
 
 def test_one_tensor_under_two_names_is_refused(network, folder):

@@ -1,6 +1,5 @@
 """``python -m models.export``: the files it writes, and the files it must not touch."""
 
-import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -12,13 +11,9 @@ from diffusers import WanTransformer3DModel
 from fsdp_cp.checkpoint.save_load import Checkpoints
 from models.export import main
 from tests.oracles.tiny_wan import ARCHITECTURE
+from tests.unit.damage import snapshot
 
 METHOD = {"name": "dmd2", "step_list": [1.0, 0.5]}
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +78,10 @@ def test_folders_that_hold_anything_else_are_left_alone(capsys, run, tmp_path, m
     (full / "sub" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("mine")
     monkeypatch.chdir(full)
-    before = contents(tmp_path)
+    before = snapshot(tmp_path)
     out = place.replace("RUN", str(run)) if place == "." or "RUN" in place else tmp_path / place
     assert export(capsys, run, out) == 2
-    assert contents(tmp_path) == before
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize("arguments", [("nowhere", "OUT"), ("RUN", "OUT", "--role", "fake", "--weights", "ema")])

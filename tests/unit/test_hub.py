@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 from huggingface_hub import constants
 
-from fsdp_cp.errors import UserError
 from models.files.hub import encoder_files, network_files, resolve
 from models.files.shipped import find_shipped, parse_hub_name
 from tests.pools import Pools
+from tests.unit.refused import refusal
 
 FIRST, SECOND = "1" * 40, "2" * 40
 SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -107,13 +107,6 @@ def take(name="owner/net", wanted=network_files, **options):
     return value, {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def refusal(*arguments, **options):
-    with pytest.raises(UserError) as caught:
-        take(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_only_the_needed_files_come_and_only_once(hub):
     assert take() == (f"owner/net@{FIRST}", NEEDED)
     assert sorted(hub.sent) == sorted(NEEDED)
@@ -146,16 +139,16 @@ def test_a_cache_without_a_network(hub, monkeypatch):
     for offline in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         assert take()[0] == take(value)[0] == value
-        assert "owner/other" in refusal("owner/other")
-        assert SECOND in refusal(f"owner/net@{SECOND}")
+        assert "owner/other" in refusal(take, "owner/other")
+        assert SECOND in refusal(take, f"owner/net@{SECOND}")
     shard = find_shipped(value) / SHARDS[1]
     shard.unlink()
-    assert shard.name in refusal(), "a shard that the index names"
+    assert shard.name in refusal(take), "a shard that the index names"
 
 
 def test_a_download_that_breaks_is_continued(hub):
     hub.broken = SHARDS[1]
-    refusal()
+    refusal(take)
     came = len(hub.sent)
     hub.broken = ""
     assert take()[1] == NEEDED and len(hub.sent) - came < len(NEEDED)
@@ -166,14 +159,14 @@ def test_a_download_that_breaks_is_continued(hub):
     [("owner/missing", "folder"), ("owner/gated", "hf auth login"), ("owner/net@later", "later")],
 )
 def test_what_the_hub_refuses_is_one_line(hub, name, said):
-    assert said in refusal(name)
+    assert said in refusal(take, name)
 
 
 def test_no_space_left_and_no_download_wanted(hub):
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(huggingface_hub, "snapshot_download", side_effect=full):
-        assert "HF_HOME" in refusal()
-    assert FIRST in refusal(download=False) and not hub.sent
+        assert "HF_HOME" in refusal(take)
+    assert FIRST in refusal(take, download=False) and not hub.sent
     take()
     assert take(download=False)[1] == NEEDED
 

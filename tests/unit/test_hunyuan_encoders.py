@@ -15,6 +15,7 @@ from distill.data.sets.dataset import encode_source
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
+from tests.unit.refused import refused
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 CLIP = ClipFormat(num_frames=9, height=32, width=48, fps=24.0)
@@ -76,9 +77,8 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer):
     words.add_tokens([f"zzz{i}" for i in range(2000)])
     words.save_pretrained(copied / tokenizer)
     texts = choose_encoders(copied).text_encoder(max_tokens=60, **CPU)
-    with pytest.raises(UserError, match=tokenizer) as error:
+    with refused(tokenizer):
         texts.embeddings('a "zzz1999"')
-    assert "\n" not in str(error.value)
 
 
 def test_pixels_are_those_of_the_pipeline(folder, pipeline):
@@ -145,9 +145,8 @@ def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings)
         change(copied / part / "config.json", **settings)
     else:
         shutil.rmtree(copied / part) if (copied / part).is_dir() else (copied / part).unlink()
-    with pytest.raises(UserError, match=part.partition("/")[0]) as error:
+    with refused(part.partition("/")[0]):
         choose_encoders(copied).inspect_image(f"data.encoders={copied}")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<user>"])
@@ -155,9 +154,8 @@ def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, templa
     """The second template leaves no token of the caption."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match="tokenizer") as error:
+    with refused("tokenizer"):
         choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
-    assert "\n" not in str(error.value)
 
 
 def test_remarks_are_made_where_the_settings_differ_from_the_pipelines(folder, tmp_path):

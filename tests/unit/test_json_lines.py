@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import tempfile
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_cp.errors import UserError
 from fsdp_cp.files.json_lines import cut_back, finite_number, parse, read_objects
 from tests.unit import damaged_lines
+from tests.unit.refused import refused
+from tests.unit.test_sample_command import full_disk
 
 
 @pytest.fixture
@@ -35,13 +35,8 @@ def test_lines_that_will_be_written_again_and_torn_ones_are_dropped(path):
 def test_a_full_disk_leaves_the_file_as_it_was(path):
     before = lines(*({"step": step} for step in range(1, 100)), b"damaged", {"step": 100})
     path.write_bytes(before)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))  # no file of this process grows larger
-    try:
-        with pytest.raises(UserError, match="metrics.jsonl"):
-            cut_back(path, 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(len(before) // 2), refused("metrics.jsonl"):
+        cut_back(path, 1000)
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"], "no temporary file stays"
 

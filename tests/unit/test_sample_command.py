@@ -19,6 +19,7 @@ from distill.run.open import summary
 from distill.run.setup import plan_run
 from distill.sample import main
 from models.causal import CausalSettings
+from tests.unit.damage import snapshot
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
@@ -90,10 +91,6 @@ def test_a_bidirectional_student_has_one_length(run_dir, capsys):
     settings = asdict(CausalSettings(chunk=1)) | {"frames": 6}
     (run_dir / "export" / "student" / "transformer" / "causal.json").write_text(json.dumps(settings))
     check_refused(capsys, "method=dmd2", run_dir)
-
-
-def listing(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def clips(folder: Path) -> set[str]:
@@ -204,20 +201,20 @@ def test_files_of_others_are_never_overwritten(run_dir, tmp_path, capsys):
     out = tmp_path / "mine"
     out.mkdir()
     (out / "0.mp4").write_text("mine")
-    before = listing(tmp_path)
+    before = snapshot(tmp_path)
     for place in (out, run_dir / "export" / "student"):
         check_refused(capsys, f"--out {place}", run_dir, "--out", place, "--count", 1)
-    assert listing(tmp_path) == before
+    assert snapshot(tmp_path) == before
     (out / "0.mp4").unlink()
     assert main([str(run_dir), "--out", str(out), "--count", "1"]) == 0
     (out / "0.mp4").write_bytes(b"edited")
-    before = listing(tmp_path)
+    before = snapshot(tmp_path)
     check_refused(capsys, "0.mp4", run_dir, "--out", out, "--count", 1)
-    assert listing(tmp_path) == before
+    assert snapshot(tmp_path) == before
 
 
 def test_arguments_that_do_not_fit(run_dir, capsys):
-    before = listing(run_dir)
+    before = snapshot(run_dir)
     for name, value in (
         ("--steps", "0"),
         ("--steps", "99"),
@@ -227,7 +224,7 @@ def test_arguments_that_do_not_fit(run_dir, capsys):
         ("--student", run_dir / "config.yaml"),
     ):
         check_refused(capsys, "student.checkpoint" if name == "--student" else name, run_dir, name, value)
-    assert listing(run_dir) == before
+    assert snapshot(run_dir) == before
 
 
 def test_folders_that_are_no_run(run_dir, tmp_path, capsys):
@@ -273,8 +270,8 @@ def full_disk(size: int):
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_clips(run_dir, capsys):
     assert main([str(run_dir), "--caption", CAPTION]) == 0
-    before = listing(run_dir)
+    before = snapshot(run_dir)
     capsys.readouterr()
     with full_disk(2000):
         check_refused(capsys, "--out", run_dir, "--caption", CAPTION)
-    assert listing(run_dir) == before and {p.name for p in (run_dir / "samples").iterdir()} == {"cli"}
+    assert snapshot(run_dir) == before and {p.name for p in (run_dir / "samples").iterdir()} == {"cli"}

@@ -8,18 +8,15 @@ from hypothesis import strategies as st
 
 from distill.data.videos.table import read_captions, read_table
 from distill.data.videos.video_folder import read_metadata
-from fsdp_cp.errors import UserError
-from tests.unit.refused import refused
+from tests.unit.refused import refusal, refused
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def refusal(path, content: str | bytes, columns=("file_name", "caption")) -> str:
+def refused_table(path, content: str | bytes, columns=("file_name", "caption")) -> str:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(UserError) as error:
-        read_table(path, columns, f"data.path: {path}")
-    message = str(error.value)
-    assert message.startswith(f"data.path: {path}") and "\n" not in message
+    message = refusal(read_table, path, columns, f"data.path: {path}")
+    assert message.startswith(f"data.path: {path}")
     return message.removeprefix(f"data.path: {path}")
 
 
@@ -62,14 +59,14 @@ def test_what_a_spreadsheet_writes_comes_back_with_its_lines(tmp_path_factory, c
 )  # fmt: skip
 def test_what_would_damage_a_caption_is_refused_by_its_line(tmp_path, content, line):
     content = content if isinstance(content, bytes) else f"file_name,caption\n{content}"
-    assert line in refusal(tmp_path / "a.csv", content)
+    assert line in refused_table(tmp_path / "a.csv", content)
 
 
 @pytest.mark.parametrize(
     "header", ["file_name;caption", '"file_name"\t"caption"', "file_name,caption,caption", "a.mp4,a"]
 )
 def test_headers_that_are_none(tmp_path, header):
-    refusal(tmp_path / "a.csv", f"{header}\na.mp4;one\n")
+    refused_table(tmp_path / "a.csv", f"{header}\na.mp4;one\n")
 
 
 def test_line_breaks_and_quotes_that_are_meant(tmp_path):
@@ -88,7 +85,7 @@ def test_line_breaks_and_quotes_that_are_meant(tmp_path):
 
 def test_a_swallowed_row_of_a_captions_file(tmp_path):
     content = 'id,caption\n1,"a bird\n2,a cat\n3,a dog"\n'
-    assert "line 2" in refusal(tmp_path / "a.csv", content, ("caption",))
+    assert "line 2" in refused_table(tmp_path / "a.csv", content, ("caption",))
     (tmp_path / "c.csv").write_text('id,caption\n1,"In the first shot, a bird\nin the second, a cat"\n')
     assert read_captions(tmp_path / "c.csv") == ["In the first shot, a bird\nin the second, a cat"]
 
