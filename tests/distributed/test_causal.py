@@ -16,13 +16,12 @@ from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
 from models.condition import Condition
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.counted import Counted
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, text_condition, tiny_role
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
@@ -65,10 +64,7 @@ def build(folder, mesh, lora=None, **sharding):
     plan = plan_role(
         "student", checkpoint=str(folder / "student"), sharding=ShardSettings(**sharding), causal=settings(), lora=lora
     )
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": SHAPE[1:]},
-        condition_shapes={"text": TEXT},
-    )  # fmt: skip
+    return tiny_role(plan, mesh, latents=SHAPE[1:], conditions={"text": TEXT})
 
 
 def by_chunks(role, clean, noisy, t, condition, sizes=CHUNKS, start=0, training=False, after_chunk=lambda cache: None):

@@ -17,12 +17,11 @@ from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import text_condition
+from tests.oracles.tiny_wan import text_condition, tiny_role
 
 pytestmark = pytest.mark.slow
 MESHES = [
@@ -61,10 +60,8 @@ def _role(name, folder, mesh):
     causal = CausalSettings(chunk=2, first_chunk=1, window=WINDOWS[name], context_time=CONTEXT_TIME)
     sharding = ShardSettings(activation_checkpointing="selective")
     plan = plan_role(name, checkpoint=str(folder / name), sharding=sharding, causal=causal)
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=name == "student",
-        shapes={"video": SHAPE}, condition_shapes={"text": TEXT},
-    )  # fmt: skip
+    options = {"precision": "fp64", "trainable": name == "student"}
+    return tiny_role(plan, mesh, latents=SHAPE, conditions={"text": TEXT}, **options)
 
 
 def _steps(folder, sizes):

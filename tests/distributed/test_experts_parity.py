@@ -12,7 +12,6 @@ from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import runs
 from tests.oracles.difference import compare
@@ -22,10 +21,10 @@ from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import (
     ARCHITECTURE,
-    CONDITION_SHAPES,
     LATENT_SHAPE,
     TEXT_SHAPE,
     text_condition,
+    tiny_role,
     write_checkpoints,
 )
 
@@ -128,10 +127,7 @@ def _differences():
     """Return sCM's finite difference at a time whose step crosses the boundary."""
     mesh = build_mesh(cp=1, heads=4)
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), boundary=0.5)
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": LATENT_SHAPE},
-        condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
+    role = tiny_role(plan, mesh)
     x, text = torch.randn(1, *LATENT_SHAPE), torch.randn(1, *TEXT_SHAPE)
     t, condition = torch.tensor([0.5001]), text_condition(text)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import Condition
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan
 from tests.oracles.difference import compare
@@ -16,6 +15,7 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, random_clips
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import trace_on_ranks
+from tests.oracles.tiny_wan import tiny_role
 
 slow, long = pytest.mark.slow, pytest.mark.long
 TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48}
@@ -138,10 +138,8 @@ def test_the_comparison_sees_the_condition(folders, monkeypatch, family, names):
 def _way_to_the_frame(folder):
     """Return how far ``x - t v`` is from the given frame, for a role that computes in bf16, at three times."""
     plan = plan_role("student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16"))
-    role = build_role(
-        plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=False,
-        shapes={"video": TI2V_LATENTS}, condition_shapes=SETUPS["wan-ti2v"]["condition_shapes"],
-    )  # fmt: skip
+    conditions = SETUPS["wan-ti2v"]["condition_shapes"]
+    role = tiny_role(plan, build_mesh(cp=2, heads=4), latents=TI2V_LATENTS, conditions=conditions, trainable=False)
     generator = torch.Generator().manual_seed(3)
     x, frame, text = (torch.randn(3, *shape, generator=generator) for shape in (TI2V_LATENTS, FRAME, (5, 10)))
     t = torch.tensor([1.0, 0.5, 1e-3])
@@ -169,10 +167,8 @@ def _velocities(folder):
     )  # fmt: skip
     found = []
     for precision in ("fp32", "bf16"):
-        role = build_role(
-            plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=True, precision=precision,
-            shapes={"video": tiny_ltx.LATENT_SHAPE}, condition_shapes=shapes,
-        )  # fmt: skip
+        shape = {"latents": tiny_ltx.LATENT_SHAPE, "conditions": shapes}
+        role = tiny_role(plan, build_mesh(cp=2, heads=4), precision=precision, **shape)
         velocity = role.velocity(video(x), torch.tensor([0.5]), condition, torch.tensor([0.2])).video
         velocity.square().mean().backward()
         found.append((velocity.detach(), sum(p.grad is not None for p in role.network.parameters())))

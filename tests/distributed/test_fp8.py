@@ -24,13 +24,12 @@ from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import gathered_units
 from models.export import main as export
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, text_condition
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, text_condition, tiny_role
 from tests.oracles.transformer_engine import install
 
 pytestmark = pytest.mark.slow
@@ -152,14 +151,7 @@ def _role(folder, trainable=True, **settings):
     plan = plan_role(
         "student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16", **settings)
     )
-    role = build_role(
-        plan,
-        mesh=mesh,
-        device=torch.device("cpu"),
-        trainable=trainable,
-        shapes={"video": LATENT_SHAPE},
-        condition_shapes=CONDITION_SHAPES,
-    )
+    role = tiny_role(plan, mesh, trainable=trainable)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, *LATENT_SHAPE, generator=generator)
     condition = text_condition(torch.randn(2, *CONDITION_SHAPES["text"], generator=generator))

@@ -11,9 +11,8 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.settings import ShardSettings
 from models.families.wan import Wan
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 WORLD = 4
 MESHES = {"dp4": {}, "dp2 x cp2": {"cp": 2}, "replicas": {"dp_replicate": 2}}
@@ -28,10 +27,7 @@ def _full_network(seed=5):
 
 def _random_role(mesh, device="cpu", trainable=True, seed=5, **settings):
     plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
-    return build_role(
-        plan, mesh=build_mesh(heads=4, **mesh), device=torch.device(device), trainable=trainable, seed=seed,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
+    return tiny_role(plan, build_mesh(heads=4, **mesh), device=device, trainable=trainable, seed=seed)
 
 
 def _random_weights(mesh, trainable, settings):

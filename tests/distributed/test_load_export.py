@@ -14,20 +14,16 @@ from fsdp_cp.errors import UserError
 from models.export import main as export
 from models.export_folder import sharded, write_folder
 from models.roles.ema import Ema
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 
 
 def _load(path):
     mesh = build_mesh(dp_shard=3, cp=1, heads=4)
     plan = plan_role("student", checkpoint=str(path))
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
+    return tiny_role(plan, mesh)
 
 
 def _weights_and_output(path):
@@ -138,10 +134,7 @@ def _outcome(path, cut=0):
         file.write_bytes(file.read_bytes()[:-cut])
     torch.distributed.barrier()
     try:
-        build_role(
-            plan, mesh=mesh, device=torch.device("cpu"), trainable=True, shapes={"video": LATENT_SHAPE},
-            condition_shapes=CONDITION_SHAPES,
-        )  # fmt: skip
+        tiny_role(plan, mesh)
     except UserError as error:
         return str(error)
 

@@ -18,10 +18,9 @@ from models.lora.__main__ import main
 from models.lora.files import file_tensors
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
+from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +126,7 @@ def _loaded(base, files):
     found = []
     for file, settings in files:
         plan = plan_role("student", checkpoint=str(base), lora=LoraSettings(**settings), saved=file)
-        role = build_role(
-            plan, mesh=build_mesh(dp_shard=2, cp=1, heads=4), device=torch.device("cpu"), trainable=True,
-            shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=0,
-        )  # fmt: skip
+        role = tiny_role(plan, build_mesh(dp_shard=2, cp=1, heads=4), seed=0)
         found.append((full_tensors(role.weights()), role.adapters))
     return found
 

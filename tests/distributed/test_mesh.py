@@ -1,7 +1,6 @@
 """The mesh on real process groups: which ranks each view holds."""
 
 import pytest
-import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,9 +8,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Shard
 
 from fsdp_cp.mesh import build_mesh, context_groups
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
-from tests.oracles.tiny_wan import ARCHITECTURE
+from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 
 def _views(sizes):
@@ -94,10 +92,7 @@ def test_context_groups(pools, sizes, ulysses):
 def _placements(sizes):
     mesh = build_mesh(**sizes, heads=4)
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        shapes={"video": (4, 3, 8, 8)}, condition_shapes={"text": (5, 10)},
-    )  # fmt: skip
+    role = tiny_role(plan, mesh)
     return {
         name: (p.placements, p.device_mesh.ndim, p.to_local().numel()) for name, p in role.network.named_parameters()
     }

@@ -22,14 +22,13 @@ from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.export_folder import sharded, write_folder
 from models.roles.ema import Ema
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 
 WORLD = 2
 STEPS, STOP = 4, 2
@@ -101,10 +100,7 @@ def test_a_run_resumes_under_another_strategy(pools, checkpoints, straight, tmp_
 def _student(folder, device="cpu", trainable=True, mesh=None, **settings):
     plan = plan_role("student", checkpoint=folder and str(folder / "student"), sharding=ShardSettings(**settings),
                      architecture=None if folder else ARCHITECTURE)  # fmt: skip
-    return build_role(
-        plan, mesh=mesh or build_mesh(heads=4), device=torch.device(device), trainable=trainable,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
+    return tiny_role(plan, mesh or build_mesh(heads=4), device=device, trainable=trainable)
 
 
 def _backward(role, device="cpu"):

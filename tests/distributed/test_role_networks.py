@@ -9,12 +9,11 @@ from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.condition import Condition
 from models.families.base import Flops
-from models.roles.load import build_role
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 from tests.outside.family import OutsideFamily
 
 BOUNDARIES = (0.8, 0.4)
@@ -22,10 +21,7 @@ BOUNDARIES = (0.8, 0.4)
 
 def _alone(mesh, seed, trainable=True):
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=trainable,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=seed,
-    )  # fmt: skip
+    return tiny_role(plan, mesh, precision="fp64", trainable=trainable, seed=seed)
 
 
 def _inputs():

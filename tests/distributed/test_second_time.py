@@ -24,11 +24,10 @@ from fsdp_cp.errors import UserError
 from models import export
 from models.additions.base import additions_of
 from models.export_folder import sharded, write_folder
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 from tests.oracles.written_out import WrittenOut
 
 MESHES = [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
@@ -63,10 +62,7 @@ def _mesh(dp_shard, cp):
 
 def _role(path, mesh, *, additions=("second_time",), precision="fp32"):
     plan = plan_role("student", checkpoint=str(path), additions=additions)
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=True,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
+    return tiny_role(plan, mesh, precision=precision)
 
 
 def _sample(dtype=torch.float32):

@@ -10,10 +10,9 @@ from fsdp_cp import build_mesh, microbatch, resharded, shard_module
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 
 UNITS = ARCHITECTURE["num_layers"] + 1
 
@@ -21,10 +20,7 @@ UNITS = ARCHITECTURE["num_layers"] + 1
 def _role(mesh, *, precision="fp32", trainable=True, strategy="optim_grads_params"):
     sharding = ShardSettings(strategy=strategy)
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), sharding=sharding)
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
-        shapes={"video": LATENT_SHAPE}, condition_shapes=CONDITION_SHAPES, seed=0,
-    )  # fmt: skip
+    return tiny_role(plan, mesh, precision=precision, trainable=trainable, seed=0)
 
 
 def _inputs():

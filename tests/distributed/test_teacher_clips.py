@@ -16,11 +16,10 @@ from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.clips import RandomClips
-from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+from tests.oracles.tiny_wan import LATENT_SHAPE, tiny_role
 
 pytestmark = pytest.mark.slow
 TIMES = [1.0, 0.8, 0.5]
@@ -53,8 +52,7 @@ def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=No
     """Write the set; return how many clips this rank made, or the refusal."""
     teacher_clips.sampling_batch = lambda *_: 2
     mesh, plan = _mesh(dp_shard, cp), plan_role("teacher", checkpoint=str(checkpoints / "teacher"), causal=causal)
-    shapes = {"shapes": {"video": LATENT_SHAPE}, "condition_shapes": CONDITION_SHAPES}
-    teacher = build_role(plan, mesh=mesh, device=DEVICE, trainable=False, **shapes)
+    teacher = tiny_role(plan, mesh, trainable=False)
     method = OdeRegressionSettings(step_list=TIMES, guidance_scale=3.0, shift=2.0)
     encoding = SimpleNamespace(
         latents="fp32",

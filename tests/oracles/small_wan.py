@@ -1,11 +1,9 @@
 """The smallest Wan, and a role of it."""
 
-import torch
-
 from fsdp_cp.mesh import Mesh
-from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
+from tests.oracles.tiny_wan import tiny_role
 
 SMALL = {
     "patch_size": (1, 2, 2),
@@ -24,7 +22,4 @@ SMALL = {
 def small_role(mesh: Mesh, plan: RolePlan | None = None, trainable: bool = True, **settings) -> Role:
     """Build a role, by default of random weights, on the CPU for clips ``(2, 1, 4, 4)`` and texts ``(3, 6)``."""
     plan = plan or plan_role("student", checkpoint=None, architecture=SMALL, **settings)
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=trainable, shapes={"video": (2, 1, 4, 4)},
-        condition_shapes={"text": (3, 6)},
-    )  # fmt: skip
+    return tiny_role(plan, mesh, latents=(2, 1, 4, 4), conditions={"text": (3, 6)}, trainable=trainable)

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
+from fsdp_cp.mesh import Mesh
 from models.condition import Condition
+from models.roles.load import build_role
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan
 from tests.oracles.seeded import random_network
 
 ARCHITECTURE = {
@@ -49,6 +54,16 @@ def text_condition(text: Tensor, null_text: Tensor | None = None, empty_text: Te
     null = {} if null_text is None else {"text": null_text}
     empty = {} if empty_text is None else {"text": empty_text}
     return Condition({"text": text}, null, empty)
+
+
+def tiny_role(
+    plan: RolePlan, mesh: Mesh, *, latents=LATENT_SHAPE, conditions=CONDITION_SHAPES, device="cpu", **options: Any
+) -> Role:
+    """Build a role, to be trained unless the ``options`` of ``build_role`` say otherwise, for clips of these shapes."""
+    return build_role(
+        plan, mesh=mesh, device=torch.device(device), shapes={"video": latents}, condition_shapes=conditions,
+        **{"trainable": True} | options,
+    )  # fmt: skip
 
 
 def write_checkpoints(

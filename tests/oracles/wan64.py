@@ -6,7 +6,6 @@ from torch import nn
 
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_wan
 from tests.oracles.seeded import random_network
@@ -29,11 +28,7 @@ def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
     """Return the role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
     mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
     plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
-        shapes={"video": latents}, condition_shapes={"text": TEXT},
-    )  # fmt: skip
-    return role, mesh
+    return tiny_wan.tiny_role(plan, mesh, latents=latents, conditions={"text": TEXT}, precision="fp64"), mesh
 
 
 def plain_wan(folder):
