@@ -28,7 +28,7 @@ LATER: dict[str, Any] = {
     "gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True,
     "use_prompt_embeddings": False, "perturbed_attn": True,
 }  # fmt: skip
-"""What LTX-2.3 changes."""
+"""Changes of LTX-2.3."""
 _VOCODER: dict[str, Any] = {
     "in_channels": 8 * BANDS, "hidden_channels": 16, "upsample_kernel_sizes": [20, 16], "upsample_factors": [10, 8],
     "resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]],

@@ -6,8 +6,10 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -66,20 +68,23 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
 
 
 def _captions_peak(config: Config, kind: type[EncoderFolder], text: Mapping[str, Any]) -> Peak:
-    """Return the peak of encoding one caption, next to the second text encoder of a folder of that ``kind``, if any."""
-    settings = [text]
-    if "text_encoder_2" in kind.text_parts:
-        settings.append(_second_text_encoder(config))
-    return _peak(
-        lambda: nn.ModuleList(build_text_encoder(one) for one in settings),
-        lambda models: kind.text_class.encode_zeros(models[0], config.data.max_text_tokens),
-    )
+    """Return the peak of encoding one caption, with all text encoders of a folder of that ``kind``."""
+    parts = [part for part in kind.text_parts[1:] if not part.startswith("tokenizer")]
+    others = [_second_text_encoder(config, part) for part in parts]
+
+    def build() -> nn.Module:
+        with _default_dtype(kind.text_dtype):
+            made = [build_vae(one) if "_class_name" in one else build_text_encoder(one) for one in others]
+            return nn.ModuleList([build_text_encoder(text), *made])
+
+    return _peak(build, lambda models: kind.text_class.encode_zeros(models, config.data.max_text_tokens))
 
 
-def _second_text_encoder(config: Config) -> dict[str, Any]:
+def _second_text_encoder(config: Config, part: str) -> dict[str, Any]:
+    """Return ``config.json`` of the further text encoder in the folder ``part``, or of the published one."""
     if config.data.encoders is None:
         return dict(family_of(config.student.family, "student").planning.text_encoder_2)
-    return json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
+    return json.loads((find_shipped(config.data.encoders) / part / "config.json").read_text())
 
 
 def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -113,14 +118,22 @@ def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
     cls = getattr(
         transformers, next((name for name in names if name in (settings.get("architectures") or ())), names[0])
     )
-    return cls(cls.config_class(**settings))
+    # transformers draws some weights with a branch on their values, which fake tensors cannot take.
+    with mock.patch.object(transformers.PreTrainedModel, "init_weights"):
+        model = cls(cls.config_class(**settings))
+    model.tie_weights()
+    return model
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's if none is named."""
+    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's if none is named.
+
+    LTX-2's connectors are built too.
+    """
     import diffusers
 
-    cls = getattr(diffusers, settings.get("_class_name", "AutoencoderKLWan"))
+    name = settings.get("_class_name", "AutoencoderKLWan")
+    cls = getattr(diffusers if hasattr(diffusers, name) else import_module("diffusers.pipelines.ltx2"), name)
     # Ignore keys of other versions that the class does not know, as from_pretrained does.
     parameters = inspect.signature(cls.__init__).parameters
     return cls(**{name: value for name, value in settings.items() if name in parameters})

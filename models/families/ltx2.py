@@ -32,13 +32,15 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
-from models.families.base import Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import DiffusersFamily
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 TIME_FEATURES = 256
 """Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
+ROWS_PER_SECOND = 25.0
+"""Rows of sound in a second, as released: 16 kHz, 160 samples in a frame of the spectrogram, 4 frames in a row."""
 VIDEO_TOKENS, AUDIO_TOKENS = "hidden_states", "audio_hidden_states"
 """Names of the two split sequences in the plan, arguments of the network."""
 _RELEASED = {"rope_type": "split"}
@@ -63,6 +65,45 @@ _ORIGINAL_PARTS = (
 """First parts of names in diffusers and in Lightricks' checkpoints, which name layers of blocks alike."""
 
 
+class LTX2Planning(FamilyPlanning):
+    """Lightricks' networks, and the encoders of 2.3, by diffusers' conversion scripts. Both versions have the same
+    latents, Gemma and audio VAE."""
+
+    networks = {"ltx2": _RELEASED, "ltx2_3": _RELEASED_2_3}
+    text_encoder = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {
+            "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 896, "patch_size": 14,
+        },
+    }  # fmt: skip
+    """Gemma 3 12B, 12.2e9 parameters."""
+    text_encoder_2 = {
+        "_class_name": "LTX2TextConnectors", "video_connector_num_attention_heads": 32, "video_connector_num_layers": 8,
+        "video_gated_attn": True, "audio_connector_num_attention_heads": 32, "audio_connector_attention_head_dim": 64,
+        "audio_connector_num_layers": 8, "audio_gated_attn": True, "rope_type": "split",
+        "per_modality_projections": True, "proj_bias": True,
+    }  # fmt: skip
+    """The connectors of 2.3, 3.2e9 parameters."""
+    vae = {
+        "_class_name": "AutoencoderKLLTX2Video", "block_out_channels": (256, 512, 1024, 1024),
+        "decoder_block_out_channels": (256, 512, 512, 1024), "layers_per_block": (4, 6, 4, 2, 2),
+        "decoder_layers_per_block": (4, 6, 4, 2, 2), "decoder_spatio_temporal_scaling": (True,) * 4,
+        "decoder_inject_noise": (False,) * 5, "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2),
+        "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"), "decoder_causal": False,
+        "decoder_spatial_padding_mode": "zeros", "spatial_compression_ratio": 32, "temporal_compression_ratio": 8,
+    }  # fmt: skip
+    vae_sizes = {128: ("LTX-2's VAE", 8, 32)}
+
+    def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
+        shapes = super().shapes_of_clip(channels, num_frames, height, width, fps)
+        return {**shapes, AUDIO: (8, round(num_frames / fps * ROWS_PER_SECOND), 16)}
+
+
 class LTX2(DiffusersFamily):
     """LTX-2.0 and 2.3 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text to video and audio."""
 
@@ -70,6 +111,7 @@ class LTX2(DiffusersFamily):
     class_name = "LTX2VideoTransformer3DModel"
     transformer = LTX2VideoTransformer3DModel
     label = "LTX-2"
+    planning = LTX2Planning()
     parts = {VIDEO: 1.0, AUDIO: 1.0}
 
     def pipeline_times(self, steps: int) -> list[float]:

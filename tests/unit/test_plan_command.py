@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 from distill.config import compose_config
+from distill.data.encoders.ltx2 import Ltx2TextEncoder
 from distill.data.encoders.wan import TextEncoder
 from distill.planning import command, encoders, extrapolation, prediction
 from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
@@ -16,6 +18,7 @@ from distill.planning.simulation import Simulation, StepCost
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.memory import LiveStorages, Peak
+from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
 
@@ -256,7 +259,9 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_encoders_take_what_real_ones_do():
+def test_encoders_take_what_real_ones_do(tmp_path):
+    folder = build_tiny_ltx2_pipeline(tmp_path)
+    gemma, connectors = (json.loads((folder / p / "config.json").read_text()) for p in ("text_encoder", "connectors"))
     text = {
         "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -264,7 +269,11 @@ def test_encoders_take_what_real_ones_do():
     vae = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True],
            "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # fmt: skip
     for network, call in (
-        (lambda: encoders.build_text_encoder(text), lambda model: TextEncoder.encode_zeros(model, 24)),
+        (lambda: encoders.build_text_encoder(text), lambda model: TextEncoder.encode_zeros([model], 24)),
+        (
+            lambda: nn.ModuleList([encoders.build_text_encoder(gemma), encoders.build_vae(connectors)]),
+            lambda models: Ltx2TextEncoder.encode_zeros(models, 64),
+        ),
         (lambda: encoders.build_vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),
         (lambda: encoders.build_vae(vae), lambda model: model.decode(torch.zeros(1, 4, 5, 16, 16))),
     ):

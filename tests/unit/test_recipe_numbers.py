@@ -95,6 +95,14 @@ CITED = {
         "method.guidance_scale": 6.0, "steps": 1000, "method.step_list": [1.0, 0.9375, 0.8333, 0.625],
     },
 }  # fmt: skip
+LTX2_3 = {
+    "steps": (1000, "its iterations update the student; five updates of the fake score follow each"), "batch_size": 4,
+    "method.step_list": [1.0, 0.75, 0.5, 0.25], "method.student_sampler": "ode", "method.guidance_scale": 3.0,
+    "method.shift": 5.0, "method.min_time": 0.02, "method.max_time": 0.98, "method.audio_weight": 1.0,
+    "method.fake_updates_per_student_update": 5, "optim.clip": 1.0, "student.lora.rank": 128, "fake.lora.rank": 128,
+    "student.lora.scale": 1.0, "data.num_frames": 241, "data.height": 768, "data.width": 512, "data.fps": 25.0,
+    "optim.student.betas": [0.9, 0.999], "optim.student.weight_decay": 0.01, "optim.fake.weight_decay": 0.01,
+}  # fmt: skip
 ALL = {"optim.student.lr", "optim.clip", "method.guidance_scale", "steps", "batch_size"}
 
 
@@ -116,6 +124,23 @@ def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
     )
     cited = CITED[recipe]
     assert cited.keys() >= ALL, "say each of these"
+    check_numbers(config, cited)
+    if hasattr(config.method, "fake_updates_per_student_update"):
+        assert "optim.fake.lr" in cited and "method.fake_updates_per_student_update" in cited
+
+
+def test_the_recipe_of_sound_composes_the_numbers_that_it_cites():
+    """The rates of adapters are ten times those of whole networks."""
+    config = compose_config(["experiment=ltx2_3_t2av_dmd2", "data.path=captions.txt", "plan=true"])
+    check_numbers(config, LTX2_3)
+    for role, rate in (("student", 1e-4), ("fake", 2e-5)):
+        settings = getattr(config.optim, role)
+        assert settings.lr * settings.lr_scale["*.lora_*"] == pytest.approx(rate)
+    whole = compose_config(["experiment=ltx2_3_t2av_dmd2", "adapters=none", "data.path=captions.txt", "plan=true"])
+    assert not whole.student.lora.enabled and not whole.optim.student.lr_scale
+
+
+def check_numbers(config, cited):
     for setting, value in cited.items():
         ours = config
         for name in setting.split("."):
@@ -125,5 +150,3 @@ def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
             assert ours != theirs and reason, f"{setting}: {ours} is the source's, so it needs no reason"
         else:
             assert ours == value, setting
-    if hasattr(config.method, "fake_updates_per_student_update"):
-        assert "optim.fake.lr" in cited and "method.fake_updates_per_student_update" in cited

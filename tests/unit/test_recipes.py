@@ -59,6 +59,9 @@ PUBLISHED = {  # words; shape of latents, conditions, tokens; cp, parameters of 
                 OF_WAN | {"first_frame": (48, 1, 44, 80)}, 27_280, 4, 4_999_787_712, ()),
     "ltx": ([*OTHERS, "model=ltx_video_13b", "data.max_text_tokens=128"], (128, 11, 15, 26), OF_LTX, 4290, 8,
             13_042_569_344, ()),
+    "ltx2_3": (["experiment=ltx2_3_t2av_dmd2", "world=8", "adapters=none"],
+               {"video": (128, 31, 24, 16), "audio": (8, 241, 16)},
+               {"text": (1024, 4096), "audio_text": (1024, 2048), "fps": (1,)}, 11_904, 8, 18_988_838_144, ()),
     "hunyuan": ([*OTHERS, "model=hunyuan_video1_5", "data.max_text_tokens=1000"], (32, 21, 30, 52), OF_HUNYUAN, 32_760,
                 8, 8_326_608_160, ()),
 }  # fmt: skip
@@ -196,7 +199,7 @@ def test_published_sizes_are_planned_without_weights(name):
     words, latents, conditions, tokens, cp, parameters, boundaries = PUBLISHED[name]
     config = as_planned(compose_config([*words, "plan=true"]))
     shapes = planned_shapes(config)
-    assert shapes == ({"video": latents}, conditions)
+    assert shapes == (latents if isinstance(latents, dict) else {"video": latents}, conditions)
     plan = plan_run(config, shapes=shapes)
     assert (plan.mesh.cp, plan.mesh.ulysses, plan.mesh.world) == (cp, cp, config.world)
     for role in plan.roles:

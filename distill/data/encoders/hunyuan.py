@@ -59,11 +59,11 @@ class HunyuanTextEncoder(TextEncoder):
         self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
 
     @staticmethod
-    def encode_zeros(model: Any, tokens: int) -> None:
+    def encode_zeros(models: Any, tokens: int) -> None:
         """Run the text model as for a caption of ``tokens`` tokens in its template, with all layers' outputs."""
         whole = tokens + TEMPLATE_TOKENS
         ids, mask = torch.zeros(1, whole, dtype=torch.long), torch.ones(1, whole, dtype=torch.long)
-        model(ids, mask, output_hidden_states=True)
+        models[0](ids, mask, output_hidden_states=True)
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
         """Return fp32 ``text`` and ``glyphs`` (tokens, D); the latter is empty if the caption quotes nothing."""

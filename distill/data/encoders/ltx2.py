@@ -35,7 +35,7 @@ SOUND_CHANNELS = 2
 PIPELINE_TOKENS = 1024
 """``max_sequence_length`` of LTX2Pipeline."""
 VOCODERS = ("LTX2Vocoder", "LTX2VocoderWithBWE")
-"""Of 2.0, and of 2.3."""
+"""Classes of 2.0 and of 2.3."""
 
 
 class Ltx2Codec(LtxVideoCodec):
@@ -119,9 +119,11 @@ class Ltx2TextEncoder(LtxTextEncoder):
         )
 
     @staticmethod
-    def encode_zeros(model: Any, tokens: int) -> None:
+    def encode_zeros(models: Any, tokens: int) -> None:
+        gemma, connectors = models
         ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
-        torch.stack(model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states, dim=-1)
+        layers = gemma(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        connectors(torch.stack(layers, dim=-1), mask)
 
     @torch.no_grad()
     def embeddings(self, caption: str) -> dict[str, Tensor]:

@@ -128,9 +128,9 @@ class TextEncoder:
         )
 
     @staticmethod
-    def encode_zeros(model: Any, tokens: int) -> None:
-        """Run the model as for a caption of ``tokens`` tokens. The planner measures it."""
-        model(torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long))
+    def encode_zeros(models: Any, tokens: int) -> None:
+        """Run the text encoders of a folder as for a caption of ``tokens`` tokens. The planner measures it."""
+        models[0](torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long))
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
         """Return what the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, unpadded."""
