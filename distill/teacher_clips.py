@@ -44,7 +44,7 @@ from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.rng import StepRandom
 from models.roles.role import Role
-from models.sample import VIDEO, Sample, part_name
+from models.sample import Sample, part_name
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,11 @@ class _Sampling:
         self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
         self.count = arguments.clips or len(data)
         self.settings = replace(config.data.encoding(), latents=arguments.latents)
-        if others := [part for part in plan.roles[0].family.parts if part != VIDEO]:
-            raise UserError(f"the teacher makes {others[0]} too, which encoded sets do not hold yet; give one without")
+        if missing := plan.roles[0].family.parts.keys() - self.settings.shapes()[0].keys():
+            raise UserError(
+                f"the teacher makes {missing.pop()} too, but data.encoders={self.settings.encoders} have none; use"
+                " data=captions or data=video_folder with encoders of the teacher's family"
+            )
 
     def described(self) -> dict[str, Any]:
         """Return everything that the set depends on."""

@@ -8,7 +8,7 @@
 - **Families** get a sample in ``Family.outputs`` and return a velocity with the same parts and shifts.
 - **Names.** The video keeps the plain names of draws, tensors and metrics; other parts append theirs, ``NAME/PART``
   (:func:`part_name`). Items of a data set hold ``latents``, ``latents/audio`` and perhaps ``states``,
-  ``states/audio``. Encoded sets hold the video alone so far.
+  ``states/audio``, as encoded sets store them.
 - **Shapes** are a mapping from part to ``(C, T, ...)``: ``latent_shapes`` of a data set, the first of the pair of
   ``sample_shapes()``, and ``FamilyPlanning.shapes_of_clip``.
 """

@@ -43,6 +43,9 @@ class ClipSettings:
     image: Literal["first_frame"] | None = None
     """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
     noisy frame); null for none."""
+    silence: Literal["zero"] | None = None
+    """Clips without a sound track, for networks that make sound: ``zero`` takes them as silent; null leaves them
+    out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,10 @@ class MeasuredDataset(Protocol):
         """Return items that training never sees."""
         ...
 
-    def measure(self, clips: np.ndarray, captions: Sequence[str]) -> dict[str, Measure]:
-        """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions."""
+    def measure(
+        self, clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray | None = None
+    ) -> dict[str, Measure]:
+        """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions, and ``sounds`` as ``decode_sound`` returns them."""
         ...
 
 

@@ -91,11 +91,13 @@ class MovingShapes:
         """Held-out renders of the second half of the stream: the report shows those of its beginning."""
         return self.heldout().clips(REFERENCE_CLIPS, first=len(self) // 2).numpy()
 
-    def measure(self, clips: np.ndarray, captions: Sequence[str]) -> dict[str, Measure]:
-        """Measure clips by their pixels; see :func:`distill.data.shape_measures.measure`."""
+    def measure(
+        self, clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray | None = None
+    ) -> dict[str, Measure]:
+        """Measure clips by their pixels and sounds; see :func:`distill.data.shape_measures.measure`."""
         from distill.data.shape_measures import measure  # lazily: SciPy
 
-        return measure(clips, captions, self._reference)
+        return measure(clips, captions, self._reference, sounds)
 
     @property
     def fingerprint(self) -> str:

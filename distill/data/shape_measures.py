@@ -1,26 +1,43 @@
-"""Measures of `moving_shapes` clips, computed from their pixels.
+"""Measures of `moving_shapes` clips, computed from their pixels and their sound.
 
 *Caption accuracy*: an analytic detector reads color and motion off each clip. A clip that is blurred, incoherent or
 fits no caption is undecided, which counts as wrong. *Distances*: the Wasserstein distance
 (scipy.stats.wasserstein_distance) between the distributions of an analytic feature over the clips and over held-out
-renders, in standard deviations of the renders' feature. Every measure has a standard error.
+renders, in standard deviations of the renders' feature. *Pitch correlation* and *lateness* tell whether the sound
+follows the picture. Every measure has a standard error.
 
-Shapes: clips are uint8 (n, T, H, W, 3). Coverage (n, T, H, W) is the share of each pixel that the foreground covers.
+Shapes: clips are uint8 (n, T, H, W, 3), their sounds float32 (n, C, samples). Coverage (n, T, H, W) is the share of
+each pixel that the foreground covers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.ndimage import label, maximum_filter
+from scipy.signal import hilbert
 from scipy.stats import wasserstein_distance
 
 from distill.data.base import Measure
-from distill.data.shape_scenes import BACKGROUND, BLINK_PERIOD, RGB, caption_parts
+from distill.data.shape_scenes import (
+    BACKGROUND,
+    BLINK_PERIOD,
+    LOWEST,
+    OCTAVES,
+    RGB,
+    ROWS,
+    SILENCE,
+    SOUND_RATE,
+    caption_parts,
+)
 
 FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
 MEASURES = ("colour_accuracy", "motion_accuracy", *(f"distance/{name}" for name in FEATURES))
-"""Keys of the result of :func:`measure`, in order."""
+"""Keys of the result of :func:`measure` without sound, in order."""
+SOUND_MEASURES = ("pitch_correlation", "lateness/loudness", "lateness/pitch")
+"""Further keys of clips with sound."""
+MOST_LATE = 2.0
+"""Frames that a clip counts whose sound is later or earlier than this, or does not follow its picture at all."""
 
 # Limits of the detector. Lengths are in units of min(H, W) / 16, the scale in which moving_shapes draws.
 _MIN_AREA = 4.5  # area of a visible shape; renders: 9 or more
@@ -213,17 +230,119 @@ def _distance(values: np.ndarray, reference: np.ndarray) -> Measure:
     def distance(rows: np.ndarray) -> float:
         return float(wasserstein_distance(rows[~np.isnan(rows)], target)) / scale
 
-    rng = np.random.default_rng(0)
-    drawn = [distance(values[rng.integers(len(values), size=len(values))]) for _ in range(_RESAMPLES)]
-    return Measure(distance(values), float(np.std(drawn, ddof=1)), higher_is_better=False)
+    return _bootstrapped(distance, values, higher_is_better=False)
 
 
-def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -> dict[str, Measure]:
-    """Measure uint8 clips (n, T, H, W, 3) of n captions against held-out renders (m, T, H, W, 3).
+def _bootstrapped(statistic: Callable[..., float], *arrays: np.ndarray, higher_is_better: bool) -> Measure:
+    """Return a statistic of the clips' rows, with the standard error of drawing the clips again."""
+    rng, count = np.random.default_rng(0), len(arrays[0])
+    draws = [rng.integers(count, size=count) for _ in range(_RESAMPLES)]
+    drawn = [statistic(*(rows[draw] for rows in arrays)) for draw in draws]
+    return Measure(statistic(*arrays), float(np.std(drawn, ddof=1)), higher_is_better)
+
+
+def heard(sounds: np.ndarray, frames: int) -> np.ndarray:
+    """Return the height that the tone says at each moment, (n, ROWS T): 0 at the top of the frame, 1 at its bottom.
+
+    It is NaN while the sound is silent.
+    """
+    moments, mono = ROWS * frames, sounds.mean(axis=1)
+    length = mono.shape[1] // moments
+    analytic = hilbert(mono)
+    # The angle from a sample to the next is the frequency; loud samples count more.
+    turns = np.pad(analytic[:, 1:] * analytic[:, :-1].conj(), ((0, 0), (0, 1)))
+    turn, power = (
+        values[:, : moments * length].reshape(-1, moments, length).mean(axis=2)
+        for values in (turns, abs(analytic) ** 2)
+    )
+    frequency = np.maximum(np.angle(turn) / (2 * np.pi) * SOUND_RATE, 1.0)
+    loudness = 2 * np.sqrt(power)  # a tone of loudness 1 has the amplitude .5
+    return np.where(loudness < SILENCE, np.nan, 1 - np.log2(frequency / LOWEST) / OCTAVES)
+
+
+def _correlation(shown: np.ndarray, told: np.ndarray) -> float:
+    """Return the correlation of (n, T) heights in the picture and by the tone where a shape is visible.
+
+    A silent frame has the mean tone: silence follows nothing.
+    """
+    visible = ~np.isnan(shown)
+    shown, told = shown[visible], told[visible]
+    if np.isnan(told).all():
+        return 0.0
+    told = np.where(np.isnan(told), np.nanmean(told), told)
+    return float(np.corrcoef(shown, told)[0, 1]) if min(np.ptp(shown), np.ptp(told)) > 0 else 0.0
+
+
+def late_by_loudness(visible: np.ndarray, audible: np.ndarray) -> float:
+    """Return by how many frames a clip's sound (ROWS T,) goes on and off after its shape (T,); NaN if it does not."""
+    appears = np.diff(np.repeat(visible, ROWS).astype(int))
+    sounds = np.diff(audible.astype(int))
+    # The shift at which most changes meet; of several, the least.
+    most = round(MOST_LATE * ROWS)
+    shifts = sorted(range(-most, most + 1), key=abs)
+    padded = np.pad(sounds, most)
+    met = [int(appears @ padded[most + shift :][: len(appears)]) for shift in shifts]
+    return shifts[int(np.argmax(met))] / ROWS if max(met) > 0 else np.nan
+
+
+def late_by_pitch(shown: np.ndarray, told: np.ndarray) -> float:
+    """Return by how many frames the heights of a clip's tone (ROWS T,) come after those of its falling shape (T,).
+
+    It is NaN if the shape does not fall, or the sound is silent.
+    """
+    frames, seen = np.arange(len(shown)), ~np.isnan(shown)
+    times = np.arange(len(told)) / ROWS
+    used = ~np.isnan(told) & (times <= frames[-1])  # the last frame's tone does not glide on
+    if seen.sum() < 2 or not used.any():
+        return np.nan
+    speed, start = np.polyfit(frames[seen], shown[seen], 1)
+    return float(np.mean(times[used] - (told[used] - start) / speed)) if speed > 0.02 else np.nan
+
+
+def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray) -> dict[str, Measure]:
+    """Measure whether sounds, as ``decode_sound`` returns them, follow the pictures of n clips.
+
+    Pitch correlation is that of the tone's pitch and the shape's height over all frames where the shape is visible.
+    Lateness is the mean distance in time, in frames, over the clips whose caption blinks (by loudness) or falls (by
+    pitch). Keys are :data:`SOUND_MEASURES`.
+    """
+    shown = geometry_of(clips).centre[..., 1] / clips.shape[2]
+    told = heard(sounds, clips.shape[1])
+    moments = told.reshape(*shown.shape, ROWS)
+    audible = ~np.isnan(moments)
+    mean = np.where(audible, moments, 0).sum(axis=2) / np.where(audible.any(axis=2), audible.sum(axis=2), np.nan)
+    late: dict[str, list[float]] = {"blinking": [], "falling": []}
+    for caption, picture, tone in zip(captions, shown, told, strict=True):
+        if (motion := caption_parts(caption)[2]) == "blinking":
+            late[motion].append(late_by_loudness(~np.isnan(picture), ~np.isnan(tone)))
+        elif motion == "falling":
+            late[motion].append(late_by_pitch(picture, tone))
+    return dict(
+        zip(
+            SOUND_MEASURES,
+            (_bootstrapped(_correlation, shown, mean, higher_is_better=True), *map(_lateness, late.values())),
+            strict=True,
+        )
+    )
+
+
+def _lateness(late: Sequence[float]) -> Measure:
+    distances = np.minimum(np.nan_to_num(np.abs(late), nan=MOST_LATE), MOST_LATE)
+    if not len(distances):
+        return Measure(np.nan, np.nan, higher_is_better=False)
+    error = distances.std() / np.sqrt(max(len(distances) - 1, 1))
+    return Measure(float(distances.mean()), float(error), higher_is_better=False)
+
+
+def measure(
+    clips: np.ndarray, captions: Sequence[str], reference: np.ndarray, sounds: np.ndarray | None = None
+) -> dict[str, Measure]:
+    """Measure uint8 clips (n, T, H, W, 3) of n captions against held-out renders (m, T, H, W, 3), and their sounds.
 
     Accuracies are shares of clips, with binomial standard errors. Distances are in standard deviations of the
     reference's feature, with standard errors by a seeded bootstrap over clips. Clips and reference should have the same
-    balance of captions. Any color fits a caption that names none. Keys are :data:`MEASURES`.
+    balance of captions. Any color fits a caption that names none. Keys are :data:`MEASURES`, with ``sounds`` also those
+    of :func:`measure_sound`.
 
     Raises:
         UserError: a caption that moving_shapes does not have.
@@ -239,4 +358,4 @@ def measure(clips: np.ndarray, captions: Sequence[str], reference: np.ndarray) -
     ours, theirs = features(clips), features(reference)
     for name in FEATURES:
         result[f"distance/{name}"] = _distance(ours[name], theirs[name])
-    return result
+    return result | ({} if sounds is None else measure_sound(clips, captions, sounds))

@@ -46,7 +46,8 @@ SILENCE = 0.16
 """Loudness (0 to 1) below which a moment counts as silent, and is not heard."""
 SOUND_RATE = 16000
 """Samples per second of the waveform that is made of the levels."""
-_LOWEST, _OCTAVES = 220.0, 3.0  # frequency of the lowest band in Hz, and octaves up to the highest
+LOWEST, OCTAVES = 220.0, 3.0
+"""Frequency of the lowest band in Hz, and octaves up to the highest."""
 _REFERENCE_SIDE = 16.0
 _MAX_OFFSET = 3.0  # pixels of a frame of that side
 
@@ -174,6 +175,6 @@ def waveform(levels: np.ndarray, *, fps: float) -> np.ndarray:
     at = np.arange(count) / SOUND_RATE * ROWS * fps - 0.5  # a level holds for the middle of its moment
     flat = [x.reshape(-1, x.shape[-1]) for x in (pitch, loudness)]
     pitch, loudness = (np.stack([np.interp(at, np.arange(row.size), row) for row in rows]) for rows in flat)
-    frequency = _LOWEST * 2.0 ** (_OCTAVES * pitch / (BANDS - 1))
+    frequency = LOWEST * 2.0 ** (OCTAVES * pitch / (BANDS - 1))
     sound = 0.5 * loudness * np.sin(2 * np.pi * np.cumsum(frequency, axis=-1) / SOUND_RATE)
     return sound.reshape(*levels.shape[:-2], count).astype(np.float32)

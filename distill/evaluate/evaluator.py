@@ -165,7 +165,7 @@ class Evaluator:
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in measured.items()
-                for key, measure in self.data.measure(clips.frames, captions).items()
+                for key, measure in self.data.measure(clips.frames, captions, clips.waves()).items()
             }
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
@@ -205,6 +205,10 @@ class Evaluator:
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
             with _written(self.run_dir):
                 report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
+                if is_measured and real.sounds is not None:  # what measures of sound are without a connection
+                    order = np.random.default_rng(0).permutation(len(captions))
+                    mixed = real._replace(sounds=[real.sounds[i] for i in order])
+                    rows.append(self._row(f"{name}, sound of another", "heldout", None, mixed, captions))
                 write_report(
                     self.run_dir,
                     title=self._title(),
@@ -255,7 +259,8 @@ class Evaluator:
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)
-        measures = self.data.measure(clips.frames, captions) if isinstance(self.data, MeasuredDataset) else None
+        is_measured = isinstance(self.data, MeasuredDataset)
+        measures = self.data.measure(clips.frames, captions, clips.waves()) if is_measured else None
         sounds = None if clips.sounds is None else clips.sounds[:SHOWN_CLIPS]
         what = {"measures": measures, "clips": clips.frames, "sounds": sounds, "evaluations": evaluations}
         return ReportRow(name=name, role=role, steps=steps, **what)

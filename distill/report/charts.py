@@ -117,7 +117,7 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
     """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error.
 
-    `rows` are those of `report.json`; held-out renders are a dashed line. `hint` is the label of the axis.
+    `rows` are those of `report.json`; held-out renders are dashed and dotted lines. `hint` is the label of the axis.
     """
     scale = 100.0 if name.endswith("accuracy") else 1.0
 
@@ -130,8 +130,8 @@ def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) ->
                 scale * np.array([m[key] for m in measures], dtype=float) for key in ("value", "standard_error")
             )
             if role == "heldout":
-                for value in values:
-                    axes.axhline(value, color=_MUTED, lw=1, ls="--", label="held-out renders")
+                for row, value, style in zip(measured, values, ("--", ":"), strict=False):
+                    axes.axhline(value, color=_MUTED, lw=1, ls=style, label=row["name"])
             elif measured:
                 style = {"color": ROLE_COLORS[role], "marker": marker, "ms": 5, "lw": 1.6, "capsize": 2.5}
                 axes.errorbar([row["steps"] for row in measured], values, yerr=errors, label=role, **style)

@@ -120,7 +120,8 @@ def number(measure: Mapping[str, float | None], name: str) -> tuple[str, str]:
 def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
     """Return a measure's name in words, its unit and direction, and its chart."""
     title = label(name).capitalize()
-    unit = "%, " if name.endswith("accuracy") else "SD, " if name.startswith("distance/") else ""
+    units = {"distance": "SD, ", "lateness": "frames, "}
+    unit = "%, " if name.endswith("accuracy") else units.get(name.partition("/")[0], "")
     is_higher = any(row["measures"][name]["higher_is_better"] for row in rows if row["measures"])
     hint = f"{unit}{'higher' if is_higher else 'lower'} is better"
     return _chart(title, charts.measure_svg(name, rows, title=title, hint=hint)) | {"hint": hint}

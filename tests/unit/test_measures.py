@@ -3,10 +3,23 @@
 import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
+from torch.utils.data import default_collate
 
-from distill.data.base import Measure
+from distill.data.base import Measure, sample_of
 from distill.data.encoders.words import MOTIONS
-from distill.data.shape_measures import MEASURES, coverage, detect, features, measure
+from distill.data.shape_measures import (
+    MEASURES,
+    MOST_LATE,
+    SOUND_MEASURES,
+    coverage,
+    detect,
+    features,
+    geometry_of,
+    heard,
+    late_by_pitch,
+    measure,
+    measure_sound,
+)
 from distill.data.shape_scenes import CAPTIONS, caption_parts
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import moving_shapes
@@ -152,3 +165,33 @@ def test_worse_by_is_signed_and_in_standard_errors():
 def test_an_unknown_caption_is_refused(renders):
     with pytest.raises(UserError):
         measure(renders["train"][:4], ["a purple circle growing"] * 4, renders["reference"])
+
+
+def test_measures_of_sound_tell_what_follows_the_picture():
+    """Renders are the floor; sound that is shuffled, silent, late or early is measured as that."""
+    data = moving_shapes("assets/quickstart_teacher", sound=True).heldout()
+    items = [data[i] for i in range(64)]
+    sample = sample_of(default_collate(items), dict.fromkeys(data.latent_shapes, 1.0))
+    clips, (waves, rate) = data.decode(sample).numpy(), data.decode_sound(sample)
+    waves, captions = waves.numpy(), [item["caption"] for item in items]
+
+    def shifted(frames):
+        return np.roll(np.pad(waves, ((0, 0), (0, 0), (rate, rate))), round(frames * rate / 8), -1)[..., rate:-rate]
+
+    def values(sounds):
+        measured = measure_sound(clips, captions, sounds)
+        assert [m.higher_is_better for m in measured.values()] == [True, False, False]
+        return [m.value for m in measured.values()]
+
+    floor = values(waves)
+    assert floor[0] > 0.97 and floor[1] == 0 and floor[2] < 0.03
+    mixed = values(waves[np.random.default_rng(0).permutation(64)])
+    assert abs(mixed[0]) < 0.3 and mixed[1] > 0.5 and mixed[2] > 0.5
+    assert values(0 * waves) == [0, MOST_LATE, MOST_LATE]
+    for frames in (1, -0.5):
+        correlation, *late = values(shifted(frames))
+        assert correlation < floor[0] and all(abs(value - abs(frames)) < 0.06 for value in late), late
+    heights, told = geometry_of(clips).centre[..., 1] / 16, heard(shifted(1), 6)
+    falls = [i for i, caption in enumerate(captions) if caption.endswith("falling")]
+    assert all(abs(late_by_pitch(heights[i], told[i]) - 1) < 0.1 for i in falls), "late is positive"
+    assert {*SOUND_MEASURES} == data.measure(clips[:8], captions[:8], waves[:8]).keys() - {*MEASURES}

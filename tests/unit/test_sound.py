@@ -5,10 +5,17 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
+import torch
 
+from distill.data.sets.dataset import encode_source, open_set
 from distill.data.videos.colors import ClipError
+from distill.data.videos.decode import ClipFormat, SoundFormat, read_clip
+from distill.data.videos.sound import read_sound
 from distill.report.media import Sound, write_mp4
-from tests.oracles.read_sound import read_sound
+from models.sample import part_name
+from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
+from tests.tiny_pipeline import write_metadata
+from tests.unit.refused import refused
 
 
 def video(path, *, samples=None, rate=48000, codec="aac", layout="mono", picture_at=0.0, sound_at=0.0, seconds=2):
@@ -48,13 +55,21 @@ def onset(sound, rate):
     return float(np.argmax(np.abs(np.asarray(sound)).max(0) > 0.2)) / rate
 
 
+def broken(path):
+    """Write a clip whose sound track is zeros after its beginning."""
+    damaged = bytearray(video(path, samples=click(0.5, 48000), codec="flac").read_bytes())
+    start = damaged.rfind(b"fLaC")
+    damaged[start + 200 :] = bytes(len(damaged) - start - 200)
+    path.write_bytes(damaged)
+
+
 @pytest.mark.parametrize("rate", [8000, 44100, 48000, 96000])
 def test_sound_begins_with_the_first_frame(tmp_path, rate):
     """A click is found where it was put, relative to the picture, whichever of the two begins late."""
     for picture_at, sound_at in ((0, 0), (0.52, 0), (0, 0.48)):
         name = tmp_path / f"{picture_at}_{sound_at}.mp4"
         video(name, samples=click(1.0, rate), rate=rate, picture_at=picture_at, sound_at=sound_at)
-        sound = read_sound(name, rate=16000, samples=24000)
+        sound = read_sound(name, SoundFormat(16000, 24000, 2))
         assert sound.shape == (2, 24000)
         assert abs(onset(sound, 16000) - (1.0 + sound_at - picture_at)) < 0.004
 
@@ -65,23 +80,20 @@ def test_any_layout_becomes_the_wanted_channels(tmp_path, layout, channels):
     file = video(
         tmp_path / "a.mkv", samples=click(0.5, 192000, channels=channels), rate=192000, codec="pcm_f32le", layout=layout
     )
-    sound = read_sound(file, rate=16000, samples=16000)
+    sound = read_sound(file, SoundFormat(16000, 16000, 2))
     assert abs(onset(sound[:1], 16000) - 0.5) < 0.002 and abs(onset(sound[1:], 16000) - 0.5) < 0.002
-    assert read_sound(file, rate=24000, samples=100, channels=1).shape == (1, 100)
+    assert read_sound(file, SoundFormat(24000, 100, 1)).shape == (1, 100)
 
 
 def test_short_missing_and_broken_sound(tmp_path):
     short = video(tmp_path / "short.mp4", samples=click(0.5, 48000, seconds=1))
-    sound = read_sound(short, rate=16000, samples=32000)
+    sound = read_sound(short, SoundFormat(16000, 32000, 2))
     assert sound[:, 20000:].abs().max() == 0 and abs(onset(sound, 16000) - 0.5) < 0.004
     with pytest.raises(ClipError):
-        read_sound(video(tmp_path / "silent.mp4"), rate=16000, samples=100)
-    damaged = bytearray(video(tmp_path / "broken.mkv", samples=click(0.5, 48000), codec="flac").read_bytes())
-    start = damaged.rfind(b"fLaC")
-    damaged[start + 200 :] = bytes(len(damaged) - start - 200)
-    (tmp_path / "broken.mkv").write_bytes(damaged)
+        read_sound(video(tmp_path / "silent.mp4"), SoundFormat(16000, 100, 2))
+    broken(tmp_path / "broken.mkv")
     with pytest.raises(ClipError):
-        read_sound(tmp_path / "broken.mkv", rate=16000, samples=100)
+        read_sound(tmp_path / "broken.mkv", SoundFormat(16000, 100, 2))
 
 
 @pytest.mark.parametrize(("rate", "fps", "frames"), [(16000, 8, 6), (24000, 24, 31), (192000, 25, 30)])
@@ -90,10 +102,44 @@ def test_written_sound_reads_back_in_step(tmp_path, rate, fps, frames):
     samples = click(0.4, rate, channels=2)
     write_mp4(tmp_path / "clip.mp4", np.zeros((frames, 64, 64, 3), np.uint8), fps, Sound(samples, rate))
     count = round(frames / fps * 16000)
-    sound = read_sound(tmp_path / "clip.mp4", rate=16000, samples=count)
+    sound = read_sound(tmp_path / "clip.mp4", SoundFormat(16000, count, 2))
     assert abs(onset(sound, 16000) - 0.4) < 0.004
     expected = click(0.4, 16000, channels=2)[:, :count]
     assert np.corrcoef(sound.numpy().ravel(), expected.ravel())[0, 1] > 0.95
     with av.open(str(tmp_path / "clip.mp4")) as container:
         track = container.streams.audio[0]
         assert abs(float(track.duration * track.time_base) - frames / fps) < 1024 / min(rate, 48000)
+
+
+@pytest.mark.slow
+def test_clips_become_items_of_two_parts(tmp_path):
+    """The encoders get a clip with its sound. One without a track is left out, or silent; a broken one is left out."""
+    folder, pipeline = tmp_path / "clips", build_tiny_ltx2_pipeline(tmp_path / "pipeline")
+    folder.mkdir()
+    video(folder / "a.mp4", samples=click(0.7, 44100, channels=2), rate=44100, layout="stereo", picture_at=0.52)
+    video(folder / "b.mp4")
+    broken(folder / "c.mkv")
+    write_metadata(folder, [("a.mp4", "a"), ("b.mp4", "b"), ("c.mkv", "c")])
+    sizes = {"num_frames": 17, "height": 64, "width": 96, "fps": 24.0}
+
+    def make(**changes):
+        options = {"path": folder, "encoders": pipeline, "cache": tmp_path / "cache", "max_text_tokens": 8}
+        return encode_source(**options | sizes | changes)
+
+    data, silent = make(), make(silence="zero")
+    assert len(data) == 1 and len(silent) == 2 and data.set.path != silent.set.path
+    reasons = (data.set.path / "left_out.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in reasons] == ["name", "b.mp4", "c.mkv"]
+    codec = data.encoders.codec(device=torch.device("cpu"), dtype=torch.float32, tiling=False)
+    wanted = SoundFormat(16000, 18 * 640, 2)
+    heard = read_sound(folder / "a.mp4", wanted)
+    assert abs(onset(heard, 16000) - 0.18) < 0.004
+    for item, name, sound in ((data[0], "a", heard), (silent[0], "a", heard), (silent[1], "b", torch.zeros(2, 11520))):
+        truth = codec.encode_clip(read_clip(folder / f"{name}.mp4", ClipFormat(**sizes)), sound)
+        assert all(torch.equal(item[part_name("latents", part)], x[0]) for part, x in truth.parts.items())
+    waves, rate = data.decode_sound(truth)
+    assert waves.shape[:2] == (1, 2) and abs(waves.shape[2] / rate - 17 / 24) < 0.05
+    again = open_set(silent.set.path, cache=tmp_path / "cache")
+    assert torch.equal(again[1]["latents/audio"], silent[1]["latents/audio"])
+    with refused("data.silence"):
+        make(encoders="assets/quickstart_teacher", silence="zero", num_frames=6, height=16, width=16)

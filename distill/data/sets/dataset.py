@@ -25,7 +25,7 @@ from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
-from models.sample import Sample, part_name
+from models.sample import AUDIO, Sample, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +173,20 @@ class EncodedDataset:
         return tensors
 
     def decode(self, latents: Sample) -> torch.Tensor:
-        """Decode the video of n samples on any device to uint8 (n, T, H, W, 3) on the CPU. The first call loads the
-        VAE."""
+        """Decode the video of n samples on any device to uint8 (n, T, H, W, 3) on the CPU."""
+        return self._loaded().decode(latents.video)
+
+    def decode_sound(self, latents: Sample) -> tuple[torch.Tensor, int]:
+        """Decode the audio of n samples to float32 (n, channels, samples) on the CPU; return samples per second too."""
+        return self._loaded().decode_sound(latents.parts[AUDIO])
+
+    def _loaded(self) -> VideoCodec:
         if self._codec is None:
             self._codec = load_codec(self.encoders, self.settings, self.device)
-        return self._codec.decode(latents.video)
+        return self._codec
 
     def release(self) -> None:
-        """Free the VAE that :meth:`decode` loaded; the next :meth:`decode` loads it again."""
+        """Free the VAE that decoding loaded; decoding loads it again."""
         self._codec = None
         release_memory(self.device)
 

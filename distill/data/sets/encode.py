@@ -25,6 +25,7 @@ from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.videos.sound import read_sound
 from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.choices import check_choices, check_range
@@ -33,7 +34,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import FIRST_FRAME
 from models.files.checkpoint_files import fingerprint_of
-from models.sample import PartShapes
+from models.sample import PartShapes, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Encoding(ClipSettings):
         """Read the pipeline folder's settings without loading weights."""
         folder = choose_encoders(self.encoders)
         folder.check(self.clip)
+        if self.silence is not None and folder.sound_format(self.clip) is None:
+            raise UserError(f"data.silence={self.silence} is for encoders of sound, not {self.encoders}; leave it out")
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
 
     def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
@@ -90,6 +93,8 @@ class Encoding(ClipSettings):
         """Return everything that an encoding depends on, apart from the source, wherever the encoders are."""
         folder, _ = self.inspect()
         values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
+        if self.silence is None:  # not always: sets of before must stay
+            del values["silence"]
         return values | {"encoders": self.fingerprint()}
 
 
@@ -258,11 +263,15 @@ class _Job:
         with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
             shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
 
-    def _encode_clip(self, number: int, video: torch.Tensor | str) -> Made:
-        """Return tensors and notes of a clip (3, T, H, W), or of the reason to leave it out."""
-        if isinstance(video, str):
-            return {}, {"left_out": video}
-        made = {"latents": self._codec.encode(video)} if self.source.has_latents else {}
+    def _encode_clip(self, number: int, clip: tuple[torch.Tensor, torch.Tensor | None] | str) -> Made:
+        """Return tensors and notes of a clip, (3, T, H, W) and its sound, or of the reason to leave it out."""
+        if isinstance(clip, str):
+            return {}, {"left_out": clip}
+        video, sound = clip
+        made = {}
+        if self.source.has_latents:
+            parts = self._codec.encode_clip(video, sound).parts
+            made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
         if self.image is not None:
             made |= self._image_tensors(video[:, :1], self.image)
         for part, tensor in made.items():
@@ -284,14 +293,16 @@ class _Job:
             made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
-    def _read(self, number: int) -> torch.Tensor | str:
-        """Return the frames of a file (3, T, H, W), or the reason to leave it out."""
+    def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None] | str:
+        """Return a file's frames (3, T, H, W) and, where the encoders take it, its sound; or why to leave it out."""
         file = self.source.folder / self.files[number]
         try:
             if not file.is_file():  # a pipe would never end
                 return "is not a file" if file.exists() else "is missing"
-            clip = self.clip if self.source.has_latents else replace(self.clip, num_frames=1)
-            return read_clip(file, clip)
+            if not self.source.has_latents:
+                return read_clip(file, replace(self.clip, num_frames=1)), None
+            video, sound = read_clip(file, self.clip), self.folder.sound_format(self.clip)
+            return video, None if sound is None else read_sound(file, sound, silence=self.settings.silence == "zero")
         except ClipError as error:
             return str(error)
         except OSError as error:

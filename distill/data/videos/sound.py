@@ -1,4 +1,4 @@
-"""Sound of a video file, read by PyAV from the first frame's time stamp on: the oracle of written clips with sound."""
+"""Sound of a video file, read by PyAV from the first frame's time stamp on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.data.videos.colors import ClipError
-from distill.data.videos.decode import opened
+from distill.data.videos.decode import SoundFormat, opened
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,15 @@ _NOTABLE = 0.1
 """Seconds of silence at an end that are worth a line."""
 
 
-def read_sound(file: str | Path, *, rate: int, samples: int, channels: int = 2) -> Tensor:
-    """Return ``samples`` samples of the first sound track of ``file``, resampled to ``rate`` per second.
+def read_sound(file: str | Path, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
+    """Return the first sound track of ``file``, resampled, cut or filled up with silence to the ``wanted`` samples.
 
     The sound begins at the time stamp of the first video frame, which is not always 0: an mp4 whose picture starts
     half a second late would otherwise sound half a second late. Where the track has no sound, before its beginning, in
-    gaps and after its end, samples are 0. Mono and surround sound become ``channels`` channels, as FFmpeg mixes them.
+    gaps and after its end, samples are 0. Mono and surround sound become the wanted channels, as FFmpeg mixes them.
+
+    Args:
+        silence: whether a file without a track is silent, not refused.
 
     Returns: float32 (channels, samples), about [-1, 1].
     Raises: ``ClipError`` with the reason if the file has no sound track, or one that cannot be decoded.
@@ -36,11 +39,14 @@ def read_sound(file: str | Path, *, rate: int, samples: int, channels: int = 2) 
 
     with opened(file) as (container, video):
         if not container.streams.audio:
-            raise ClipError("has no sound")
+            if silence:
+                return torch.zeros(wanted.channels, wanted.samples)
+            raise ClipError("has no sound track; silence=zero takes it as silent")
         picture = next(container.decode(video), None)
         if picture is None or picture.pts is None:
             raise ClipError("holds no frame with a time stamp, from which its sound would begin")
         begin = picture.pts * picture.time_base
+    rate, samples, channels = wanted
     sound, end = np.zeros((channels, samples), np.float32), 0
     with opened(file) as (container, _):
         track = container.streams.audio[0]
