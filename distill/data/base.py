@@ -168,7 +168,8 @@ class MeasuredDataset(Protocol):
     def measure(
         self, clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray | None = None
     ) -> dict[str, Measure]:
-        """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions, and ``sounds`` as ``decode_sound`` returns them."""
+        """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions; data with sound also get their ``sounds``, float32
+        ``(n, channels, samples)``."""
         ...
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.base import MeasuredDataset, sample_of
+from distill.data.base import Measure, MeasuredDataset, sample_of
 from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
@@ -165,7 +165,7 @@ class Evaluator:
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in measured.items()
-                for key, measure in self.data.measure(clips.frames, captions, clips.waves()).items()
+                for key, measure in self._measured(clips, captions).items()
             }
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
@@ -259,11 +259,14 @@ class Evaluator:
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)
-        is_measured = isinstance(self.data, MeasuredDataset)
-        measures = self.data.measure(clips.frames, captions, clips.waves()) if is_measured else None
+        measures = self._measured(clips, captions) if isinstance(self.data, MeasuredDataset) else None
         sounds = None if clips.sounds is None else clips.sounds[:SHOWN_CLIPS]
         what = {"measures": measures, "clips": clips.frames, "sounds": sounds, "evaluations": evaluations}
         return ReportRow(name=name, role=role, steps=steps, **what)
+
+    def _measured(self, clips: Clips, captions: list[str]) -> dict[str, Measure]:
+        sounds = [] if clips.sounds is None else [np.stack([sound.samples for sound in clips.sounds])]
+        return self.data.measure(clips.frames, captions, *sounds)
 
 
 @contextmanager

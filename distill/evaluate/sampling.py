@@ -111,10 +111,6 @@ class Clips(NamedTuple):
     sounds: list[Sound] | None = None
     """Sound of each clip, where the data have sound."""
 
-    def waves(self) -> np.ndarray | None:
-        """Return the sounds' samples, float32 (n, channels, samples)."""
-        return None if self.sounds is None else np.stack([sound.samples for sound in self.sounds])
-
 
 def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others.
