@@ -34,8 +34,6 @@ from distill.data.shape_scenes import (
 FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
 MEASURES = ("colour_accuracy", "motion_accuracy", *(f"distance/{name}" for name in FEATURES))
 """Keys of the result of :func:`measure` without sound, in order."""
-SOUND_MEASURES = ("pitch_correlation", "lateness/loudness", "lateness/pitch")
-"""Further keys of clips with sound."""
 MOST_LATE = 2.0
 """Frames that a clip counts whose sound is later or earlier than this, or does not follow its picture at all."""
 
@@ -304,7 +302,7 @@ def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray
 
     Pitch correlation is that of the tone's pitch and the shape's height over all frames where the shape is visible.
     Lateness is the mean distance in time, in frames, over the clips whose caption blinks (by loudness) or falls (by
-    pitch). Keys are :data:`SOUND_MEASURES`.
+    pitch).
     """
     shown = geometry_of(clips).centre[..., 1] / clips.shape[2]
     told = heard(sounds, clips.shape[1])
@@ -317,13 +315,11 @@ def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray
             late[motion].append(late_by_loudness(~np.isnan(picture), ~np.isnan(tone)))
         elif motion == "falling":
             late[motion].append(late_by_pitch(picture, tone))
-    return dict(
-        zip(
-            SOUND_MEASURES,
-            (_bootstrapped(_correlation, shown, mean, higher_is_better=True), *map(_lateness, late.values())),
-            strict=True,
-        )
-    )
+    return {
+        "pitch_correlation": _bootstrapped(_correlation, shown, mean, higher_is_better=True),
+        "lateness/loudness": _lateness(late["blinking"]),
+        "lateness/pitch": _lateness(late["falling"]),
+    }
 
 
 def _lateness(late: Sequence[float]) -> Measure:
