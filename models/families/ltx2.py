@@ -139,6 +139,12 @@ class LTX2(DiffusersFamily):
         is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
         yield "activation_fn", is_plain, "gelu-approximate or gelu"
 
+    def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        if name in ("scale_shift_table", "audio_scale_shift_table"):
+            super().fill_special(module, "scale_shift_table", tensor)
+        elif name.endswith("_scale_shift_table"):  # of the captions and between the streams: not scaled down
+            tensor.normal_()
+
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return small networks of both versions, and one of patches and the other rotary embedding."""
         sizes = {
