@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from einops import rearrange
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from distill.config.schema import EmaSettings
@@ -18,14 +19,16 @@ from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.initialise import copy_own_part
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.shard import microbatch
 from models.lora.settings import LoraSettings
-from models.roles.load import build_role
+from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
 from tests.oracles.dmd2_of_parts import Dmd2OfParts
 from tests.oracles.full_tensors import full_tensors
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.plain_run import public_name
+from tests.oracles.runs import Setup, make_config, random_adapter
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import text_condition
 
@@ -44,6 +47,10 @@ SETTINGS = Dmd2Settings(
     audio_shift_ratio=RATIO, fake_updates_per_student_update=1,
 )  # fmt: skip
 BATCH = 4
+TRAINED = ("student", "fake")
+LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.to_out.0", "*ff.net.*"])
+ADAPTED = r"transformer_blocks\..*\.(to_[qkv]|to_out\.0|(audio_)?ff\.net\.(0\.proj|2))"
+"""Names for peft of the layers that the recipe adapts."""
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +76,31 @@ def condition():
 # On the ranks
 
 
-def _role(name, folder, mesh):
+def _roles(folder, mesh, adapted):
+    """Return three networks; ``adapted``, the adapters of two roles on one."""
     sharding = ShardSettings(activation_checkpointing="selective")
-    plan = plan_role(name, checkpoint=str(folder / name), family="ltx2", sharding=sharding)
-    return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=name != "teacher", shapes=SHAPES,
+    plans = [
+        plan_role(
+            name, checkpoint=str(folder / ("teacher" if adapted else name)), family="ltx2", sharding=sharding,
+            lora=LORA if adapted and name != "teacher" else None,
+        )
+        for name in ("teacher", *TRAINED)
+    ]  # fmt: skip
+    roles = build_roles(
+        plans, mesh=mesh, device=torch.device("cpu"), precision="fp64", trained=TRAINED, shapes=SHAPES,
         condition_shapes=CONDITION,
     )  # fmt: skip
+    for name in TRAINED if adapted else ():
+        for key, parameter in roles[name].named_parameters().items():
+            copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
+    return roles
 
 
-def _steps(folder, dp_shard, cp):
+def _steps(folder, dp_shard, cp, adapted):
     """Return this rank's samples, and loss, clip norm, gradients and observations of a step of each trained role."""
     mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4, device_type="cpu")
     mine, found = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank], {}
-    method = build_method(SETTINGS, {name: _role(name, folder, mesh) for name in ("teacher", "student", "fake")})
+    method = build_method(SETTINGS, _roles(folder, mesh, adapted))
     clock = method.clock("student")
     batch = Batch(latents=None, condition=condition()[mine], latent_shapes=SHAPES, latent_shifts=clock)
     for step, name in ((0, "student"), (1, "fake")):
@@ -100,12 +118,19 @@ def _steps(folder, dp_shard, cp):
 # The formulas
 
 
-@pytest.fixture(scope="module")
-def truth(folder):
-    """Return loss, clip norm, gradients and normalisers of the whole batch, by the role that trains."""
-    networks, found = {}, {}
-    for name in ("teacher", "student", "fake"):
-        loaded = LTX2VideoTransformer3DModel.from_pretrained(folder / name)
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapted"])
+def truth(request, folder):
+    """Return whether roles have peft's adapters; loss, clip norm, gradients and normalisers of the whole batch, by the
+    role that trains."""
+    networks, found, adapted = {}, {}, request.param
+    for name in ("teacher", *TRAINED):
+        loaded = LTX2VideoTransformer3DModel.from_pretrained(folder / ("teacher" if adapted else name))
+        if adapted and name != "teacher":
+            loaded.requires_grad_(False)
+            inject_adapter_in_model(LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=ADAPTED), loaded)
+            for key, parameter in loaded.named_parameters():
+                if "lora_" in key:
+                    parameter.data = random_adapter(name, public_name(key), parameter.shape)
         networks[name] = nn.Module.to(loaded, torch.float64)
 
     def call(name, x, times, null):
@@ -134,18 +159,21 @@ def truth(folder):
         formulas = Dmd2OfParts(call, SETTINGS, random, SHAPES, {"video": 1.0, "audio": RATIO})
         loss = formulas.student_loss() if name == "student" else formulas.fake_loss()
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in networks[name].named_parameters() if p.grad is not None}
+        named = networks[name].named_parameters()
+        gradients = {public_name(n): p.grad.clone() for n, p in named if p.grad is not None}
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         found[name] = loss.detach(), norm, gradients, formulas.normalisers
         networks[name].zero_grad()
-    return found
+    return adapted, found
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_a_step_equals_its_formula(pools, folder, truth, dp_shard, cp):
     """Student's and fake's loss, clip norm, all gradients, and the normaliser of each part."""
-    ranks, errors = pools[dp_shard * cp].run(_steps, folder, dp_shard, cp), {}
-    for name, (loss, norm, gradients, normalisers) in truth.items():
+    adapted, formulas = truth
+    ranks, errors = pools[dp_shard * cp].run(_steps, folder, dp_shard, cp, adapted), {}
+    for name, (loss, norm, gradients, normalisers) in formulas.items():
+        assert gradients.keys() == ranks[0][1][name][2].keys()
         shares = {tuple(mine): found[name] for mine, found in ranks}
         errors[name, "loss"] = relative_error(sum(share[0] for share in shares.values()), loss)
         errors[name, "norm"] = max(relative_error(torch.as_tensor(found[name][1]), norm) for _, found in ranks)

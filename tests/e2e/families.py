@@ -19,6 +19,7 @@ from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from models.sample import AUDIO, VIDEO, Sample
 from tests.e2e.launch import train
 from tests.oracles.samples import video
 from tests.pools import run_ranks
@@ -39,6 +40,8 @@ class Case:
     family: str = "wan"
     fps: float = 8.0
     num_frames: int = 17
+    sound: tuple[int, ...] | None = None
+    """Shape of its sound's latents, where the family makes sound."""
     more: tuple[str, ...] = field(default=())
     """Further settings."""
 
@@ -62,6 +65,13 @@ class Case:
     def noise(self) -> Tensor:
         """Draw the start of one clip for each caption."""
         return torch.randn(2, *self.latents, generator=torch.Generator().manual_seed(0))
+
+    def start(self) -> Sample:
+        """Return :meth:`noise` with that of the sound, where there is sound."""
+        if self.sound is None:
+            return video(self.noise())
+        sound = torch.randn(2, *self.sound, generator=torch.Generator().manual_seed(1))
+        return Sample({VIDEO: self.noise(), AUDIO: sound})
 
     def call(self) -> dict[str, Any]:
         """Return the arguments of a pipeline's call."""
@@ -125,7 +135,7 @@ class TorchDraws:
 
 
 def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, student: dict[str, Any]):
-    """Return latents, pixels, the condition, an item's shapes, and latents along each of ``times``."""
+    """Return latents, pixels, the condition, an item's shapes, and latents along each of ``times``, or of the sound."""
     config = load_config(run.folder / "config.yaml")
     if text_alone:
         config.data.image = None
@@ -141,7 +151,7 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
         shapes=data.latent_shapes,
         condition_shapes=data.condition_shapes,
     )
-    condition, noise = data.condition(captions), video(run.case.noise())
+    condition, noise = data.condition(captions), run.case.start()
     along = []
     with torch.no_grad():
         for each in times:
@@ -150,6 +160,7 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
         torch.manual_seed(3)
         method = build_method(config.method, {"student": role})
         latents = method.generate("student", noise, condition, 4, TorchDraws())
+        along += [part for name, part in latents.parts.items() if name != VIDEO]
         pixels, latents = data.decode(latents), latents.video
     shapes = {name: tuple(value.shape) for name, value in data[0].items() if name != "caption"}
     return latents, pixels, dict(condition.tensors), shapes, along

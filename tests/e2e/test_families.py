@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from unittest import mock
 
 import av
 import pytest
@@ -13,6 +14,8 @@ from diffusers import (
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
@@ -28,6 +31,7 @@ from models.lora.settings import LoraSettings
 from tests.e2e.families import Case, distil, off, same_weights, weights
 from tests.e2e.launch import losses, train
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
+from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
@@ -42,6 +46,10 @@ TI2V = Case(latents=(48, 5, 2, 4), height=32, width=64, more=(ODE,))
 LTX = Case(
     latents=(8, 3, 2, 3), height=64, width=96, family="ltx", fps=12.0, more=(ODE, "data.max_text_tokens=128"),
     captions=("a red square, drifting", "a long & windy road"),
+)  # fmt: skip
+LTX2 = Case(
+    latents=(8, 3, 2, 3), sound=(2, 35, 4), height=64, width=96, family="ltx2", fps=12.0,
+    more=(ODE, "data.max_text_tokens=32", "data=captions"), captions=("a red square, drifting", "a long & windy road"),
 )  # fmt: skip
 HUNYUAN = Case(
     latents=(CHANNELS, 3, 3, 5), height=48, width=80, family="hunyuan15", fps=12.0, num_frames=9,
@@ -212,6 +220,38 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
     check_commands(run, files[0])
 
 
+def test_ltx2_with_sound(tmp_path):
+    """LTX2Pipeline with neutral scales makes the same picture and sound. It normalizes given latents."""
+    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, "data.path={clips}/metadata.csv")
+    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
+    latents, _, condition, shapes, (sound,) = run.ours()
+    assert shapes == {"text": (32, 48), "audio_text": (32, 24), "fps": (1,)}
+    start = LTX2.start()
+    pipeline = run.theirs(LTX2Pipeline, transformer=LTX2VideoTransformer3DModel.from_pretrained(run.student))
+    vae, sound_vae = pipeline.vae, pipeline.audio_vae
+    spread, mean = (x.view(-1, 1, 4) for x in (sound_vae.latents_std, sound_vae.latents_mean))
+    # The texts of bf16, as encoded sets have them; a pipeline in fp32 makes others.
+    texts = (condition["text"], condition["audio_text"], torch.ones(2, 32, dtype=torch.long))
+
+    def theirs(**changes):
+        neutral = dict.fromkeys(("guidance_scale", "modality_scale"), 1.0)
+        neutral |= dict.fromkeys(("stg_scale", "guidance_rescale"), 0.0)
+        neutral |= {f"audio_{name}": scale for name, scale in neutral.items()}
+        given = {"latents": pipeline._denormalize_latents(start.video, vae.latents_mean, vae.latents_std)}
+        given |= {"audio_latents": start.parts["audio"] * spread + mean, "frame_rate": LTX2.fps}
+        call = LTX2.call() | neutral | given | {"prompt": list(LTX2.captions), "max_sequence_length": 32} | changes
+        with mock.patch.object(pipeline.connectors, "forward", return_value=texts):
+            video, audio = pipeline(**call)
+        video = pipeline._normalize_latents(video, vae.latents_mean, vae.latents_std)
+        return {"video": off(latents, video), "audio": off(sound, (audio - mean) / spread)}
+
+    assert max(theirs().values()) < 1e-5
+    assert min(theirs(frame_rate=24.0).values()) > 1e-4, "the check can tell frame rates apart"
+    check_commands(run, None)
+    with av.open(str(tmp_path / "sampled" / "0.mp4")) as container:
+        assert container.streams.audio[0].channels == 2
+
+
 def _of_hunyuan(run, kind):
     network = HunyuanVideo15Transformer3DModel.from_pretrained(run.student)
     return run.theirs(kind, transformer=network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
@@ -367,7 +407,15 @@ def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
 def pipelines(tmp_path_factory):
     """Return pipeline folders by name, and clips."""
     base = tmp_path_factory.mktemp("pipelines")
+    early, late = (build_tiny_ltx2_pipeline(base / version, version=version) for version in ("2.0", "2.3"))
+    mixed, unconnected = (shutil.copytree(late, base / name) for name in ("mixed", "unconnected"))
+    shutil.copy(early / "transformer" / "config.json", mixed / "transformer")
+    shutil.rmtree(unconnected / "connectors")
     return {
+        "ltx2_0": early,
+        "ltx2": late,
+        "mixed": mixed,
+        "unconnected": unconnected,
         "t2v": build_tiny_pipeline(base / "t2v"),
         "i2v": build_tiny_pipeline(base / "i2v", image=True),
         "ti2v": build_tiny_pipeline(base / "ti2v", frame=True),
@@ -393,6 +441,16 @@ def pipelines(tmp_path_factory):
         ("ltx", ["teacher.family=wan"], "family=wan"),
         ("ltx", ["data.encoders={t2v}"], "teacher.checkpoint"),
         ("ltx", ["data.num_frames=15"], "data.num_frames"),
+        ("ltx2", ["teacher.checkpoint={mixed}"], "teacher.checkpoint"),
+        ("ltx2", ["teacher.checkpoint={ltx2_0}"], "teacher.checkpoint"),
+        ("ltx2", ["data.encoders={ltx2_0}"], "teacher.checkpoint"),
+        ("ltx2", ["data.encoders={ltx}", "data.max_text_tokens=128"], "teacher.checkpoint"),
+        ("ltx2", ["data.encoders={unconnected}"], "data.encoders"),
+        ("ltx2", ["data.num_frames=16"], "data.num_frames"),
+        ("ltx2", ["data.width=112"], "data.width"),
+        ("ltx2", ["data.fps=0"], "data.fps"),
+        ("ltx2", ["data.max_text_tokens=30"], "data.max_text_tokens"),
+        ("ltx2", ["mesh.ulysses=3"], "mesh.ulysses"),
         ("a14b", ["method.rollout=full"], "method.rollout"),
         ("a14b", ["method.step_list=[1.0,0.9]", "sample.student_steps=[2]"], "method.step_list"),
         ("a14b", ["teacher.checkpoint={a14b}/transformer"], "teacher.checkpoint"),
@@ -400,8 +458,9 @@ def pipelines(tmp_path_factory):
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused(pipelines, tmp_path, capfd, model, changes, name):
-    case = {"i2v": WAN, "ti2v": TI2V, "ltx": LTX, "a14b": A14B}[model]
+    case = {"i2v": WAN, "ti2v": TI2V, "ltx": LTX, "ltx2": LTX2, "a14b": A14B}[model]
     words = case.words(pipelines[model], pipelines["clips"])
+    words += [f"data.path={pipelines['clips']}/metadata.csv"] if model == "ltx2" else []
     words += [change.format(**pipelines) for change in ((*FRAMES,) if "i2v" in model else ()) + tuple(changes)]
     assert main([*words, "mesh.cp=1", f"run_dir={tmp_path}/run", "device=cpu", "dry_run=true"]) == 2
     assert name in capfd.readouterr().err.splitlines()[-1] and not (tmp_path / "run").exists()
