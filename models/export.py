@@ -166,19 +166,8 @@ def export_checkpoint(
 ) -> str:
     """Export a role of a training checkpoint without a process group, with at most one output file in memory.
 
-    Args:
-        checkpoint: a ``step_*`` folder.
-        out: the folder to write; see :func:`fsdp_cp.files.atomic_folder.refuse_occupied`.
-        role: ``student`` or ``fake``.
-        weights: ``raw`` or ``ema``; ``None`` for what the run exports.
-        dtype: ``fp32`` or ``bf16``; ``None`` for that of the run's export.
-        kind: ``merged``, or one of :data:`models.lora.files.FORMATS`; ``None`` for the whole network, which is
-            ``merged`` where the role has adapters.
-        base: folder of the adapters' base, if it has moved.
-        expert: ``high`` or ``low`` to export one of a role's two experts as a single network.
-
-    Returns:
-        Description of the export.
+    The other arguments are the command's options, where ``kind`` is ``--format``; ``None`` for what the run exports.
+    Return a description of the export.
     """
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)

@@ -69,14 +69,9 @@ def write_folder(
     One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
     boundary in ``model_index.json`` as in pipelines.
 
-    Args:
-        folder, about, move_aside: as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
-        networks: weights of each network; each tensor is read once, on every rank.
-        config: contents of their ``config.json``.
-        boundaries: times between experts (:class:`models.roles.role.Role`).
-        max_bytes: maximum size of a file.
-        causal: contents of the ``causal.json`` of a causal network (:attr:`models.roles.role.Role.causal_file`).
-        scheduler: scheduler to write into ``scheduler/``.
+    Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
+    ``causal.json``; ``scheduler`` is written into ``scheduler/``. For ``about`` and ``move_aside`` see
+    :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written; on every rank, after the last tensor is read.

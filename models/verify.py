@@ -16,26 +16,300 @@ import logging
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_cp.choices import user_path
+from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
-from models.export_folder import write_folder
-from models.families.base import config_of
+from fsdp_cp.measure.memory import available_host_memory
+from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
+from fsdp_cp.runtime.local_ranks import RankPool
+from fsdp_cp.sharding.settings import ShardSettings
+from models.causal import CausalSettings
+from models.condition import Condition
+from models.export_folder import sharded, write_folder
+from models.families.base import Shape, config_of
 from models.families.registry import family_names, family_of
-from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
+from models.files.checkpoint_files import EXPERT_FOLDERS, TransformerFolder, defining, inspect_checkpoint, tensor_reader
 from models.files.hub import network_files, resolve_path
 from models.lora.merge import Weights
-from models.sample import VIDEO
-from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
+from models.roles.load import build_role
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan, plan_role
+from models.sample import VIDEO, PartShapes, Sample
 
+MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
+"""Mesh sizes, dp_shard x cp."""
+GRIDS = ((3, 3, 5), (2, 2, 4))
+"""Token grids (frames, height, width): 45 tokens do not divide over 2 or 4 ranks, 16 do not divide over 3."""
+HISTORIES = ("noisy", "clean")
+"""Histories of a causal role: the noisy clip, or a clean one, which is compared with the cache too."""
+BATCH = 2
+TEXT_TOKENS = 7
+BOUND = 1e-5
+"""Maximum relative error."""
 COLUMNS = ("output", "each gradient", "norm", "derivative", "weights changed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    folder: Path
+    family: str
+    dp_shard: int
+    cp: int
+    grid: tuple[int, int, int]
+    checkpointing: bool
+    expert: int = 0
+    """Position of the network in the folder."""
+    optional: bool = False
+    """Whether the condition includes the tensors of :meth:`models.families.base.Family.optional_shapes`."""
+    history: str | None = None
+    """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
+
+
+class Result(NamedTuple):
+    """Results of one step, in float64."""
+
+    values: dict[str, Tensor]
+    """The velocity of all parts (``output``), its ``derivative`` along random directions of the state and the time, the
+    ``norm`` of all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a
+    cache."""
+    gradients: dict[str, Tensor]
+    """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
+
+
+def inputs(
+    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
+) -> tuple[Sample, Tensor, Condition, Sample, Sample]:
+    """Draw the state, times, condition, direction of the state and cotangent of the output, the same on every rank."""
+    parts, shapes = sample_shapes(plan, grid, optional)
+    generator = torch.Generator().manual_seed(17)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+
+    x, direction, cotangent = (
+        Sample({name: normal(*shape) for name, shape in parts.items()}, plan.family.parts) for _ in range(3)
+    )
+    t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
+    tensors = {name: normal(*shape) for name, shape in shapes.items()}
+    # Use captions of different lengths. Each needs at least one token, but may have no quoted text.
+    for name, least in (("text_mask", 1), ("glyph_mask", 0)):
+        if name in shapes:
+            lengths = least + torch.arange(BATCH) * 3 % shapes[name][0]
+            tensors[name] = torch.arange(shapes[name][0]) < lengths[:, None]
+    return x, t, Condition(tensors), direction, cotangent
+
+
+def causal_settings(grid: tuple[int, int, int]) -> CausalSettings:
+    """Return settings with a chunk of one frame and a chunk of the others."""
+    return CausalSettings(chunk=grid[0] - 1, first_chunk=1)
+
+
+def frame_times(t: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    """Return times ``(B, T)`` that differ between the chunks of :func:`causal_settings`."""
+    return torch.cat([t[:, None], (1 - t)[:, None].expand(-1, grid[0] - 1)], dim=1)
+
+
+def sample_shapes(
+    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
+) -> tuple[PartShapes, dict[str, Shape]]:
+    """Return the shapes of a sample whose video has ``grid`` tokens, and of its condition, ``optional`` tensors too."""
+    family, config = plan.family, plan.config
+    frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
+    latent_shape = (family.latent_channels(config), frames, height, width)
+    shapes = family.condition_shapes(config, latent_shape, TEXT_TOKENS)
+    shapes |= family.optional_shapes(config, latent_shape) if optional else {}
+    return family.sample_shapes(config, latent_shape), shapes
+
+
+def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
+    """Run the unmodified network in this process, on the whole batch."""
+    family = plan.family
+    (folder,) = plan.folders
+    network = family.build(plan.config, "models.verify").eval()
+    weights = _weights(folder)
+    broken = next((name for name, tensor in sorted(weights.items()) if not tensor.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(f"{folder.path}: {broken} holds numbers that are not finite; copy the folder again")
+    network.load_state_dict(weights)
+    nn.Module.to(network, torch.float64)
+    x, t, condition, direction, cotangent = inputs(plan, grid, optional)
+
+    def velocity(x: Sample, t: Tensor) -> Sample:
+        return family.outputs(network, x, t, condition).velocity
+
+    output = velocity(x, t)
+    _inner(output, cotangent).div(BATCH).backward()
+    gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other CPU kernels lack forward-mode AD
+        derivative = _derivative(velocity, x, t, direction)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return Result({"output": _flat(output), "derivative": _flat(derivative), "norm": norm}, gradients)
+
+
+def _inner(x: Sample, y: Sample) -> Tensor:
+    return (x * y).map(Tensor.sum).total({})
+
+
+def _flat(x: Sample) -> Tensor:
+    """Return all numbers of each sample, ``(B, n)``."""
+    return torch.cat([part.detach().flatten(1) for part in x.parts.values()], dim=1)
+
+
+@torch.no_grad()
+def _derivative(velocity: Callable[[Sample, Tensor], Sample], x: Sample, t: Tensor, direction: Sample) -> Sample:
+    """Return the derivative of ``velocity`` along ``direction`` of the state and 1 of the time."""
+    with forward_ad.dual_level():
+        duals = x.map(forward_ad.make_dual, direction), forward_ad.make_dual(t, torch.ones_like(t))
+        return velocity(*duals).map(lambda part: forward_ad.unpack_dual(part).tangent.clone())
+
+
+@lru_cache  # each mesh creates process groups with threads
+def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
+    return build_mesh(dp_shard=dp_shard, cp=cp, heads=heads, device_type="cpu")
+
+
+def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
+    """Run a role on this process group's ranks; return rank 0's result, and how many weights a round trip changed."""
+    plan = planned(case.folder, case.family, case.expert, checkpointing=case.checkpointing)
+    if case.history is not None:
+        plan = replace(plan, causal=causal_settings(case.grid))
+    mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
+    parts, shapes = sample_shapes(plan, case.grid, case.optional)
+    role = build_role(
+        plan,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        trainable=True,
+        precision="fp64",
+        shapes=parts,
+        condition_shapes=shapes,
+    )
+    x, t, condition, direction, cotangent = inputs(plan, case.grid, case.optional)
+    share = BATCH // mesh.dp_size
+    mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
+    x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
+    t = t if case.history is None else frame_times(t, case.grid)
+    clean = direction if case.history == "clean" else None
+
+    def velocity(x: Sample, t: Tensor) -> Sample:
+        return role.velocity(x, t, condition, clean=clean)
+
+    output = velocity(x, t)
+    _inner(output, cotangent).div(BATCH).backward()
+    norm = torch.tensor(grad_norm(role.parameters()), dtype=torch.float64)
+    gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
+    role.rest()
+    values = {"output": _flat(output), "derivative": _flat(_derivative(velocity, x, t, direction))}
+    if clean is not None:
+        values["chunk by chunk"] = _by_chunks(role, output, x, t, condition, clean)
+    role.rest()
+    changed = _changed_weights(plan, role.weights(), scratch)
+    values = {name: gather_samples(value, mesh.dp) for name, value in values.items()}
+    return (None if torch.distributed.get_rank() else Result(values | {"norm": norm}, gradients)), changed
+
+
+@torch.no_grad()
+def _by_chunks(role: Role, output: Sample, x: Sample, t: Tensor, condition: Condition, clean: Sample) -> Tensor:
+    """Return the velocity of ``x`` chunk by chunk. A given first frame is in the cache, so that of ``output`` stays."""
+    assert role.causal is not None
+    cache = role.cache(condition)
+    parts = [output.frames(slice(cache.frames))]
+    while cache.frames < x.video.shape[2]:
+        chunk = slice(cache.frames, cache.frames + role.causal.size(cache.count))
+        parts.append(role.chunk_velocity(x.frames(chunk), t[:, cache.frames], cache))
+        cache = cache.with_chunk(clean.frames(chunk))
+    return _flat(Sample.cat(parts, dim=2))
+
+
+def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
+    """Return the number of tensors that differ in any bit from the folder's after writing them from their shards."""
+    (folder,) = plan.folders
+    write_folder(scratch, [sharded(weights)], plan.config, dtype=torch.float32)
+    before = _weights(folder)
+    after = {name: tensor for file in scratch.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return len(before.keys() ^ after.keys()) + sum(
+        not torch.equal(before[name].float(), after[name]) for name in before.keys() & after.keys()
+    )
+
+
+def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
+    read = tensor_reader(folder)
+    return {name: read(name) for name in folder.shapes}
+
+
+def compare(ours: Result, truth: Result, changed: int) -> tuple[dict[str, float], str]:
+    """Return a mesh's relative errors against the plain network, and the parameter with the largest gradient error.
+
+    ``changed``, the number of tensors in which loading, sharding and writing changed any bit, counts as an error.
+    """
+    gradients = gradient_errors(ours.gradients, truth.gradients)
+    worst = max(sorted(gradients), key=gradients.__getitem__)
+    errors = {name: relative_error(value, truth.values[name]) for name, value in ours.values.items()}
+    return {**errors, "each gradient": gradients[worst], "weights changed": float(changed)}, worst
+
+
+def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
+    """Plan the network of ``folder``, or one of its experts, as a role that trains."""
+    settings = ShardSettings(activation_checkpointing="full" if checkpointing else "none")
+    plan = plan_role("student", checkpoint=str(folder), family=family, sharding=settings).expert(expert)
+    return replace(plan, causal=None)  # a causal network's own chunks do not fit the grids
+
+
+def verify(
+    folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
+) -> Iterator[tuple[Case, dict[str, float], str]]:
+    """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
+
+    Arguments are those of :class:`Case`; ``causal`` compares a causal role in all :data:`HISTORIES`, with itself on one
+    rank.
+    """
+    plan = planned(folder, family, expert)
+    size = sum(p.numel() for p in plan.network.parameters())
+    # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.
+    needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free;"
+            " use fewer --ranks, or the name of the family, which tries small networks of the same class"
+        )
+    for grid in GRIDS:
+        plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
+    histories = HISTORIES if causal else (None,)
+    truth: dict[tuple[tuple[int, int, int], str | None], Result] = {}
+    if not causal:
+        truth = {(grid, None): plain_result(plan, grid, optional) for grid in GRIDS}
+    for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
+        with RankPool(world, timeout=1800.0, preload=("torch", "models.verify")) as pool:
+            for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
+                for grid, checkpointing, history in product(GRIDS, (False, True), histories):
+                    case = Case(
+                        folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
+                        checkpointing=checkpointing, expert=expert, optional=optional, history=history,
+                    )  # fmt: skip
+                    with tempfile.TemporaryDirectory() as scratch:
+                        ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
+                    if (grid, history) not in truth:  # a causal role on one rank, whose chunks must give the whole clip
+                        chunks = {"chunk by chunk": ours.values["output"]}
+                        truth[grid, history] = ours._replace(values=ours.values | chunks)
+                    yield case, *compare(ours, truth[grid, history], changed)
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
@@ -154,4 +428,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from models import verify as importable  # ranks import `rank_result` by its module's name
+
+    sys.exit(importable.main())

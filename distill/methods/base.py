@@ -157,11 +157,6 @@ class Method(ABC):
         return
 
     @classmethod
-    def fingerprints(cls, settings: Any) -> dict[str, str]:
-        """Return fingerprints of the files that ``method.*`` names, by dotted key. A resumed run needs the same."""
-        return {}
-
-    @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Raise ``UserError`` for files that only this method reads and cannot use, before anything is built.
 
@@ -228,9 +223,9 @@ class Method(ABC):
                 self.observations.add(f"{name}/{part}", values)
         return errors.total(self.settings.weights)
 
-    @abstractmethod
     def trained_role(self, step: int) -> str:
-        """Return the one role that trains at ``step`` (0-based), the same on every rank."""
+        """Return the one role that trains at ``step`` (0-based), the same on every rank; by default the student."""
+        return "student"
 
     def first_role(self, step: int) -> str:
         """Return the role that runs the first forward of ``step``. It may depend only on ``step`` and the settings."""
@@ -299,22 +294,14 @@ def guided_velocity(
 ) -> Sample:
     """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call.
 
-    Args:
-        role: the network.
-        x: noisy latents.
-        t: times ``(B,)``, or ``(B, T)`` for a time per latent frame.
-        condition: conditions of the B samples; ``u`` gets its ``null``.
-        guidance: ``w``. If it is 1, only the conditional velocity is computed.
-        at: time that selects the expert (:meth:`models.roles.role.Role.network_at`).
-        clean: history of a causal role (:meth:`models.roles.role.Role.velocity`), the same for ``c`` and ``u``.
+    ``guidance`` is ``w``; if it is 1, only the conditional velocity is computed. ``u`` gets the ``null`` of
+    ``condition``. The other arguments are those of :meth:`models.roles.role.Role.velocity`.
     """
     w = guidance_at(role, guidance, at)
     if not is_guided(w):
         return role.velocity(x, t, condition, at=at, clean=clean)
-    branches, history = (
-        Condition.cat([condition, condition.null]),
-        None if clean is None else Sample.cat([clean, clean]),
-    )
+    branches = Condition.cat([condition, condition.null])
+    history = None if clean is None else Sample.cat([clean, clean])
     return guide(role.velocity(Sample.cat([x, x]), torch.cat([t, t]), branches, at=at, clean=history), w)
 
 

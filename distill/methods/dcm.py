@@ -62,9 +62,6 @@ class Dcm(FewStepMethod):
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         check_same_chunks(causal)
 
-    def trained_role(self, step: int) -> str:
-        return "student"
-
     def first_role(self, step: int) -> str:
         return "teacher"
 

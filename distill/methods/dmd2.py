@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error
-from distill.methods.common.expert_times import Times, draw_times
+from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error, score_time
+from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
 from distill.methods.common.schedules import add_noise, denoise
@@ -168,10 +168,10 @@ class Dmd2(FewStepMethod):
             return
         sample = Shared(lambda: self._rollout(batch, rollout, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
-            at_gan, weight = self._score_time("dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
+            at_gan, weight = score_time(self, "dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
             yield Loss("gan", lambda: self._head_loss(batch, sample.take(), at_gan, last, random), weight, at_gan.at)
         # This loss is last because its backward reaches every block: FSDP ends the step with it.
-        times = self._score_time("dmd2/fake_time", batch, random, "fake")
+        times = score_time(self, "dmd2/fake_time", batch, random, "fake")
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), times, last, random), at=times.at)
 
     @classmethod
@@ -233,22 +233,12 @@ class Dmd2(FewStepMethod):
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)
         clips = batch.latents if self._forces_data(random) else None
-        errors = distribution_matching(
-            sample,
-            self._score_time("dmd2/time", batch, random, "teacher", "fake"),
-            batch.noise(random, "dmd2/score_noise"),
-            batch=batch,
-            teacher=self.roles["teacher"],
-            fake=self.roles["fake"],
-            guidance=self.settings.guidance,
-            last_step=last,
-            real_sample=clips,
-            observations=self.observations,
-        )
-        loss = self.total("dmd", errors)
+        times = score_time(self, "dmd2/time", batch, random, "teacher", "fake")
+        noise = batch.noise(random, "dmd2/score_noise")
+        loss = self.total("dmd", distribution_matching(self, sample, times, noise, batch, last, clips))
         if not self.settings.gan:
             return loss
-        t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
+        t, at = score_time(self, "dmd2/gan_time", batch, random, "fake")
         x_t = add_noise(sample, batch.noise(random, "dmd2/gan_noise"), t)
         gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.condition, last, at=at)).mean(1)
         self.observations.add("dmd", loss.expand(len(gan)))
@@ -264,12 +254,7 @@ class Dmd2(FewStepMethod):
         self.observations.add("data_forced", forced.double().to(random.device))  # shared draws are on the CPU
         return bool(forced)
 
-    def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
-        """Draw times at which ``roles`` are evaluated."""
-        scored = [self.roles[name] for name in roles]
-        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [scored])[0]
-
-    def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+    def draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``."""
         settings, t = self.settings, random.uniform(purpose, dtype)
         if settings.time_limits == "draw":

@@ -73,9 +73,6 @@ class FlowMatching(Method):
     trained_roles = ("student",)
     settings: FlowMatchingSettings
 
-    def trained_role(self, step: int) -> str:
-        return "student"
-
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         times = self._times(batch, random)
         yield Loss("flow_matching", lambda: self._loss(batch, times, random), at=times.at)

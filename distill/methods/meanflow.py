@@ -89,9 +89,6 @@ class MeanFlow(FewStepMethod):
     def check(cls, config: Any) -> None:
         check_exact(config)
 
-    def trained_role(self, step: int) -> str:
-        return "student"
-
     def first_role(self, step: int) -> str:
         return "student" if self.settings.velocity == "data" else "teacher"
 

@@ -91,9 +91,6 @@ class OdeRegression(FewStepMethod):
     def state_times(cls, settings: OdeRegressionSettings) -> Sequence[float]:
         return settings.step_list
 
-    def trained_role(self, step: int) -> str:
-        return "student"
-
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("ode_regression", lambda: self._loss(batch, random))
 

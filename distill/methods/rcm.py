@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.distribution_matching import distribution_matching, fake_score_error
+from distill.methods.common.distribution_matching import distribution_matching, fake_score_error, score_time
 from distill.methods.common.expert_times import Draw, Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.methods.scm import Scm, ScmSettings
@@ -123,10 +123,8 @@ class Rcm(Scm):
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         if self.trained_role(step) == "fake":
-            rollout, times = (
-                self._rollout_times(step, batch, random),
-                self._score_times("rcm/fake_time", batch, random, "fake"),
-            )
+            rollout = self._rollout_times(step, batch, random)
+            times = score_time(self, "rcm/fake_time", batch, random, "fake")
             yield Loss("fake_score", lambda: self._fake_loss(batch, rollout, times, random), at=times.at)
             return
         weight = self.settings.consistency_weight
@@ -167,11 +165,7 @@ class Rcm(Scm):
 
         return draw
 
-    def _score_times(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
-        scored = [self.roles[name] for name in roles]
-        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [scored])[0]
-
-    def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+    def draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]
 
     def _last_step(self, times: list[Times]) -> Tensor | None:
@@ -182,18 +176,9 @@ class Rcm(Scm):
         sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
-        errors = distribution_matching(
-            sample,
-            self._score_times("rcm/score_time", batch, random, "teacher", "fake"),
-            batch.noise(random, "rcm/score_noise"),
-            batch=batch,
-            teacher=self.roles["teacher"],
-            fake=self.roles["fake"],
-            guidance=self.settings.guidance,
-            last_step=self._last_step(times),
-            observations=self.observations,
-        )
-        loss = self.total("dmd", errors)
+        at = score_time(self, "rcm/score_time", batch, random, "teacher", "fake")
+        noise = batch.noise(random, "rcm/score_noise")
+        loss = self.total("dmd", distribution_matching(self, sample, at, noise, batch, self._last_step(times)))
         # Observe the gradient on F, like the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
         (gradient,) = torch.autograd.grad(loss, sample.video, retain_graph=True)
         last = times[-1].t

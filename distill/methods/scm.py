@@ -90,9 +90,6 @@ class Scm(FewStepMethod):
     def check(cls, config: Any) -> None:
         check_exact(config)
 
-    def trained_role(self, step: int) -> str:
-        return "student"
-
     def first_role(self, step: int) -> str:
         return "teacher"
 
@@ -182,14 +179,8 @@ def consistency_tangent(
 ) -> Sample:
     """Return ``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), not yet normalized.
 
-    Args:
-        prediction: the student's ``F``, without a graph.
-        teacher: the teacher's ``F_T``, with guidance.
-        derivative: ``J = cos t sin t dF/dt`` along the trajectory.
-        x: ``x_t``.
-        t: TrigFlow times ``(B,)`` or ``(B, T)``.
-        r: warm-up factor in [0, 1] (section 4.2).
-        form: ``lu_song`` or ``rcm``; equal at ``r = 1``.
+    ``prediction`` is the student's ``F``, ``teacher`` the teacher's, and ``derivative`` is ``cos t sin t dF/dt`` along
+    the trajectory. ``r`` is the warm-up factor (section 4.2); at 1 both forms are equal.
     """
     cos, sin = torch.cos(t), torch.sin(t)
     if form == "rcm":

@@ -77,7 +77,7 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
             raise UserError(
                 f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
             )
-    fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
+    fingerprints = config.data.fingerprints()
     for role in roles:
         base = role.name
         if role.lora is not None and role.lora.saved is not None:

@@ -19,10 +19,7 @@ def resolve_hub_names(config: Config, roles: Collection[str] = ROLES) -> None:
     """Replace hub names in ``config`` by ``owner/name@COMMIT``, and download what they need. All ranks must call it.
 
     A run that resumes takes the commits that its ``config.yaml`` records. ``dry_run`` and ``plan`` download nothing.
-
-    Args:
-        config: settings, changed in place.
-        roles: roles whose checkpoints are needed, in addition to the encoders.
+    Only the checkpoints of ``roles`` are needed, in addition to the encoders.
     """
     settings = {f"{role}.checkpoint": (getattr(config, role), "checkpoint", network_files) for role in roles}
     if hasattr(config.data, "encoders"):

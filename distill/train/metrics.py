@@ -107,13 +107,8 @@ def speed(
     A line of metrics holds the latest step of every role, so the keys of phase times contain the role's name. In one
     line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
 
-    Args:
-        seconds: duration of the step, by the host's clock.
-        phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
-        samples: samples of the global batch.
-        tokens: video tokens of the global batch.
-        flops: floating-point operations of the step, over all ranks.
-        peak: peak operations per second of all ranks together; ``None`` if unknown.
+    ``samples``, ``tokens``, ``flops`` and ``peak``, the operations per second of the devices (``None`` if unknown),
+    are those of all ranks together.
     """
     times = {phase.removeprefix(f"{name}/") or "other": taken for phase, taken in phases.items()}
     return {

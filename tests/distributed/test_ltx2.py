@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import verification
+from models import verify
 from models.families.ltx2 import LTX2
 from models.verify import write_example
 
@@ -16,9 +16,9 @@ def test_a_mesh_computes_the_plain_network(pools, tmp_path, dp_shard, cp):
     for i, example in enumerate(EXAMPLES):
         folder = tmp_path / str(i)
         write_example(folder, "ltx2", EXAMPLES[example])
-        grid = verification.GRIDS[0]
-        truth = verification.plain_result(verification.planned(folder, "ltx2"), grid)
-        case = verification.Case(folder=folder, family="ltx2", dp_shard=dp_shard, cp=cp, grid=grid, checkpointing=True)
-        (ours, changed), *_ = pools[dp_shard * cp].run(verification.rank_result, case, tmp_path / f"{i}_out")
-        errors, _ = verification.compare(ours, truth, changed)
+        grid = verify.GRIDS[0]
+        truth = verify.plain_result(verify.planned(folder, "ltx2"), grid)
+        case = verify.Case(folder=folder, family="ltx2", dp_shard=dp_shard, cp=cp, grid=grid, checkpointing=True)
+        (ours, changed), *_ = pools[dp_shard * cp].run(verify.rank_result, case, tmp_path / f"{i}_out")
+        errors, _ = verify.compare(ours, truth, changed)
         assert max(errors.values()) < 1e-12, errors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import verification, verify
+from models import verify
 from models.families.wan import Wan
 from models.families.wan_attention import WanCrossAttention
 from tests.e2e.launch import ROOT
@@ -45,7 +45,7 @@ def test_a_family_by_its_name(capsys, family):
 
 
 def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(verification, "available_host_memory", lambda: 10**7)
+    monkeypatch.setattr(verify, "available_host_memory", lambda: 10**7)
     assert verify.main([str(ROOT / "assets" / "quickstart_teacher")]) == 2
     assert "--ranks" in capsys.readouterr().err
 
@@ -55,21 +55,21 @@ def test_a_wrong_network_is_seen(tmp_path):
     """Every measure can fail: against other weights, and with a missing or non-finite gradient."""
     wan = Wan()
     verify.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
-    plan = verification.planned(tmp_path / "network", "wan", checkpointing=False)
-    truth = verification.plain_result(plan, (2, 2, 4))
-    errors, _ = verification.compare(truth, truth, 0)
+    plan = verify.planned(tmp_path / "network", "wan", checkpointing=False)
+    truth = verify.plain_result(plan, (2, 2, 4))
+    errors, _ = verify.compare(truth, truth, 0)
     assert max(errors.values()) == 0
     scales = {"output": 1.001, "derivative": 1.002, "norm": 1.1}
     other = {name: value * scales[name] for name, value in truth.values.items()}
-    errors, _ = verification.compare(truth._replace(values=other), truth, 3)
+    errors, _ = verify.compare(truth._replace(values=other), truth, 3)
     assert errors["weights changed"] == 3
     assert all(errors[name] == pytest.approx(scale - 1) for name, scale in scales.items())
     name = "blocks.0.attn2.add_k_proj.weight"
     without = {key: value for key, value in truth.gradients.items() if key != name}
-    errors, worst = verification.compare(truth._replace(gradients=without), truth, 0)
+    errors, worst = verify.compare(truth._replace(gradients=without), truth, 0)
     assert errors["each gradient"] == pytest.approx(1) and worst == name, "a missing gradient is 0"
     broken = dict(truth.gradients) | {name: torch.full_like(truth.gradients[name], math.nan)}
-    errors, worst = verification.compare(truth._replace(gradients=broken), truth, 0)
+    errors, worst = verify.compare(truth._replace(gradients=broken), truth, 0)
     assert errors["each gradient"] == math.inf and worst == name
 
 
@@ -93,12 +93,12 @@ class _TextAlone(WanCrossAttention):
 def _rank_result_without_images(case, scratch):
     with pytest.MonkeyPatch.context() as patch:
         _forgets_the_image(patch)
-        return verification.rank_result(case, scratch)
+        return verify.rank_result(case, scratch)
 
 
 @pytest.mark.slow
 def test_an_attention_that_forgets_the_image_ends_with_1(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(verification, "rank_result", _rank_result_without_images)
+    monkeypatch.setattr(verify, "rank_result", _rank_result_without_images)
     verify.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])
     assert verify.main([str(tmp_path / "network"), "--ranks", "1"]) == 1
     assert "1 x 1" in capsys.readouterr().out

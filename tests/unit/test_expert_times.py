@@ -45,7 +45,7 @@ def own_draws(settings):
     if settings.name in ("scm", "rcm"):
         yield method._draw_time, "scm/time", [(), (student, teacher)]
     if settings.name in ("dmd2", "rcm"):
-        yield method._draw_score_time, f"{settings.name}/time", [(teacher, fake)]
+        yield method.draw_score_time, f"{settings.name}/time", [(teacher, fake)]
     if settings.name == "rcm":
         step = next(step for step in range(3, 40) if method.rollout_steps(step) == 4)
         yield method._draw_rollout(step), "rcm/rollout_time", [(student,)] * 4
@@ -135,7 +135,7 @@ def test_scores_are_compared_in_the_common_refinement():
     teacher, fake = role("teacher", 0.8), role("fake", 0.3)
     seen = set()
     for step in range(100):
-        ((t, at),) = draw_times(method._draw_score_time, random(step, 0, 1, 2), "x", torch.float64, [(teacher, fake)])
+        ((t, at),) = draw_times(method.draw_score_time, random(step, 0, 1, 2), "x", torch.float64, [(teacher, fake)])
         seen.add((teacher.expert_at(at), fake.expert_at(at)))
         of_samples = {(teacher.expert_at(x), fake.expert_at(x)) for x in t.tolist()}
         assert of_samples == {(teacher.expert_at(at), fake.expert_at(at))}

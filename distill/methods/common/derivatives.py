@@ -28,12 +28,8 @@ def directional_derivative(
 ) -> Sample:
     """Return ``d/dh function(x + h direction, t + h)`` at ``h = 0``, without a graph.
 
-    Args:
-        function: takes ``x`` and ``t``, the point, as its arguments.
-        direction: the direction of ``x``.
-        mode: ``exact`` (one dual forward) or ``finite_difference`` (two plain forwards, central difference: its error
-            is of order ``step^2``, plus the rounding error of the output divided by ``step``).
-        step: ``h`` of the finite difference.
+    ``exact`` is one dual forward. ``finite_difference`` is two plain forwards, with ``h = step`` to both sides. Its
+    error is of order ``step^2``, plus the rounding error of the output divided by ``step``.
     """
     if mode == "exact":
         with norms_keep_tangent_dtypes(), forward_ad.dual_level():

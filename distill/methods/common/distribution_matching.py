@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Guidance, guided_velocity
-from distill.methods.common.expert_times import Times
-from distill.methods.common.observations import Observations, per_sample_mean, per_sample_norm, squared_error
+from distill.methods.base import Batch, Method, guided_velocity
+from distill.methods.common.expert_times import Times, draw_times
+from distill.methods.common.observations import per_sample_mean, per_sample_norm, squared_error
 from distill.methods.common.schedules import add_noise, denoise, per_sample
+from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.sample import Sample
 
@@ -22,39 +23,38 @@ if TYPE_CHECKING:
     from models.roles.role import Role
 
 
+def score_time(method: Method, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
+    """Draw times at which ``roles`` are evaluated, by the method's ``draw_score_time``."""
+    scored = [method.roles[name] for name in roles]
+    return draw_times(method.draw_score_time, random, purpose, batch.dtype, [scored])[0]
+
+
 def distribution_matching(
+    method: Method,
     sample: Sample,
     times: Times,
     noise: Sample,
-    *,
     batch: Batch,
-    teacher: Role,
-    fake: Role,
-    guidance: Guidance,
     last_step: Tensor | None = None,
     real_sample: Sample | None = None,
-    observations: Observations,
 ) -> Sample:
     """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8), of
     each part.
 
+    The teacher of ``method``, with guidance, gives ``x_real``; its fake score, without, ``x_fake``. Observes
+    ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``) of each part.
+
     Args:
-        sample: ``x_G``.
-        times: times at which the scores are compared.
-        noise: fresh noise in the shape of ``sample``.
-        batch: micro-batch with the captions of ``sample``.
-        teacher: the real score, with guidance.
-        fake: the score of the student's samples, without guidance.
-        guidance: guidance scale ``w``.
+        sample: ``x_G``, of the captions of ``batch``.
+        times: times at which the scores are compared, with this ``noise``.
         last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
         real_sample: what the teacher scores, if not ``sample``: real clips of the same captions (data forcing).
-        observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``) of each part.
     """
-    t, at = times
+    (t, at), teacher, fake, observations = times, method.roles["teacher"], method.roles["fake"], method.observations
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
         scored = x_t if real_sample is None else add_noise(real_sample, noise, t)
-        real = denoise(scored, guided_velocity(teacher, scored, t, batch.condition, guidance, at), t)
+        real = denoise(scored, guided_velocity(teacher, scored, t, batch.condition, method.settings.guidance, at), t)
         estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
         # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank. Use
         # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at

@@ -53,10 +53,8 @@ def draw_times(
     Args:
         draw: pure function: the same streams and purpose must give the same times.
         purpose: name of the draw; redraws are named ``PURPOSE/again_N``.
-        dtype: dtype of the times, fp32 or better.
         roles: roles that are evaluated at each of the times.
-        trains: role that trains at the last of the times; perhaps only some of its experts
-            (:attr:`Role.trained_experts`).
+        trains: role that trains at the last of the times; perhaps only some of its experts.
     """
     if not any(role.has_experts for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]

@@ -62,18 +62,8 @@ def guided_states(
     """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`).
 
     With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
-    call.
-
-    Args:
-        role: the role; a bidirectional one has one chunk, the whole clip.
-        noise: noise of each chunk; read when the chunk begins.
-        random: random streams of the noise on finished chunks, ``sample/context/CHUNK``.
-        sampler, shift, states: as for :func:`integrate`.
-        steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
-        guidance: guidance scale ``w``.
-
-    Yields:
-        States of the next chunk and last its clean latents.
+    call. A chunk takes ``steps`` calls, and one more adds it to the cache. For ``sampler``, ``shift`` and ``states``
+    see :func:`integrate`, whose results this yields.
     """
     how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
     if role.causal is None:
@@ -109,10 +99,8 @@ def by_chunks(
     Args:
         cache: new cache of the role, for the B samples or for several branches of them (guidance).
         noise: noise of each chunk; read when the chunk begins.
-        random, purpose: random streams of the noise on finished chunks, if the role caches them at a ``context_time``
-            above 0; chunk i has the name ``PURPOSE/i``.
-        sample: function of a chunk's number, noise and cache that returns its states, and last its clean latents.
-        states: times of these states.
+        purpose: the noise on finished chunk i, for a ``context_time`` above 0, has the name ``PURPOSE/i``.
+        sample: function of a chunk's number, noise and cache that returns its ``states``, and last its clean latents.
     """
     causal, finished = cache.role.causal, None
     assert causal is not None
@@ -135,12 +123,8 @@ def integrate(
 ) -> list[Sample]:
     """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
 
-    Args:
-        noise: the state at time 1.
-        sampler: ``euler`` or ``unipc``; with ``states``, ``euler``.
-        steps: number of steps without ``states``.
-        shift: time shift of the video.
-        states: times in (0, 1], descending; they are added to the times of the steps.
+    ``shift`` is that of the video's times. ``states`` are times in (0, 1], descending, which are added to those of the
+    ``steps``; only ``euler`` takes them.
     """
     if sampler == "unipc":
         assert not states, "UniPC's steps depend on each other"
@@ -193,12 +177,8 @@ def rollout(
 
     Only the last step has a gradient, if gradients are enabled (backward simulation, Yin et al. 2024b, section 4.5).
 
-    Args:
-        student: the network; its last ``x0`` is the sample.
-        noise: the first input is the noise times the first time.
-        times: rectified-flow times, descending, above 0. Each is a number for all samples, or one per sample in the
-            dtype of ``noise``.
-        random, purpose, sampler: as for :func:`last_input`.
+    The ``times`` descend and are above 0. Each is a number for all samples, or one per sample in the dtype of
+    ``noise``. For the other arguments see :func:`last_input`.
     """
     steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
@@ -221,13 +201,9 @@ def last_input(
 ) -> Sample:
     """Return the input ``x_t`` of the last of a few-step student's ``steps``, without gradient.
 
-    Args:
-        velocity: the student's velocity of a state at a time.
-        noise: the first input is the noise times the first time.
-        steps: descending times.
-        random, purpose: random streams of the fresh noise; the k-th has the name ``PURPOSE_k``.
-        sampler: step to the next time ``t'``: ``renoise`` is ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2);
-            ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
+    The first input is the noise times the first time. The step to the next time ``t'`` is ``(1 - t') x0 + t' e`` with
+    fresh noise ``e``, the k-th named ``PURPOSE_k`` (``renoise``, DMD2), or ``x0 + t' v``, Euler's step along the
+    student's velocity (``ode``, FastGen).
     """
     assert sampler in get_args(StudentSampler), sampler
     x = part_times(steps[0].t, noise) * noise
@@ -269,13 +245,9 @@ def rollout_chunks(
 ) -> Iterator[Sample]:
     """Sample a causal few-step student chunk by chunk (:func:`by_chunks`), each as :func:`rollout` samples a clip.
 
-    Args:
-        noise: noise of each chunk; read when the chunk begins.
-        times: function of a chunk's number that returns its times, descending, above 0.
-        random, purpose: random streams of the draws. The k-th fresh noise of chunk i has the name
-            ``PURPOSE/renoise/i_k``, and the noise on its finished latents ``PURPOSE/context/i``.
-        sampler: as for :func:`last_input`.
-        last_steps: receives the last step of each chunk that is sampled, if given.
+    ``times`` returns the times of a chunk by its number. The k-th fresh noise of chunk i has the name
+    ``PURPOSE/renoise/i_k``, and the noise on its finished latents ``PURPOSE/context/i``. ``last_steps`` receives the
+    last step of each chunk that is sampled.
     """
 
     def sample(i: int, noise: Sample, cache: Cache) -> list[Sample]:

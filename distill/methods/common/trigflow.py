@@ -49,13 +49,8 @@ def trig_field(
 ) -> Sample:
     """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
-    This form avoids 0/0 at ``t -> 0``.
-
-    Args:
-        x: ``x_t`` at the TrigFlow times ``t``.
-        guidance: guidance scale ``w``.
-        at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
-        clean: history of a causal role, a rectified-flow state (:meth:`models.roles.role.Role.velocity`).
+    This form avoids 0/0 at ``t -> 0``. ``at`` and ``clean`` are a rectified-flow time and state
+    (:meth:`models.roles.role.Role.velocity`).
     """
     k = per_sample(torch.cos(t) + torch.sin(t), x)
     v = guided_velocity(role, x / k, flow_time(t), condition, guidance, at, clean=clean)
