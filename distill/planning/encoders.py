@@ -44,7 +44,8 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             return {}
     elif not isinstance(data, VideoFolderSettings):
         return {}
-    text, vae, image = encoder_settings(config, shapes)
+    settings = encoder_settings(config, shapes)
+    vae, image = settings["vae"], settings["image_encoder"]
 
     def build() -> Any:
         with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
@@ -55,7 +56,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
 
     encodes = isinstance(data, VideoFolderSettings)
     kind = FAMILIES[vae.get("_class_name", EncoderFolder.codec_class.vae_class)]
-    peaks = {"encode/captions": _captions_peak(config, kind, text)} if encodes else {}
+    peaks = {"encode/captions": _captions_peak(config, kind, settings)} if encodes else {}
     if encodes and (data.has_clips or data.image is not None):
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
@@ -67,43 +68,32 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     return peaks
 
 
-def _captions_peak(config: Config, kind: type[EncoderFolder], text: Mapping[str, Any]) -> Peak:
+def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[str, Mapping[str, Any]]) -> Peak:
     """Return the peak of encoding one caption, with all text encoders of a folder of that ``kind``."""
-    parts = [part for part in kind.text_parts[1:] if not part.startswith("tokenizer")]
-    others = [_second_text_encoder(config, part) for part in parts]
+    parts = [part for part in kind.text_parts if not part.startswith("tokenizer")]
+    chosen = [settings.get(part, settings.get("text_encoder_2", {})) for part in parts]
 
     def build() -> nn.Module:
         with _default_dtype(kind.text_dtype):
-            made = [build_vae(one) if "_class_name" in one else build_text_encoder(one) for one in others]
-            return nn.ModuleList([build_text_encoder(text), *made])
+            return nn.ModuleList(build_vae(one) if "_class_name" in one else build_text_encoder(one) for one in chosen)
 
     return _peak(build, lambda models: kind.text_class.encode_zeros(models, config.data.max_text_tokens))
 
 
-def _second_text_encoder(config: Config, part: str) -> dict[str, Any]:
-    """Return ``config.json`` of the further text encoder in the folder ``part``, or of the published one."""
-    if config.data.encoders is None:
-        return dict(family_of(config.student.family, "student").planning.text_encoder_2)
-    return json.loads((find_shipped(config.data.encoders) / part / "config.json").read_text())
+def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, Any]]:
+    """Return ``config.json`` of each encoder by its sub-folder.
 
-
-def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return ``config.json`` of the text encoder, the VAE and the image encoder.
-
-    Without ``data.encoders``, return the family's published ones for this number of latent channels. The image
-    encoder's is ``{}`` if the condition has no image features.
+    Without ``data.encoders``, they are the family's published ones for this number of latent channels. The image
+    encoder's is empty if the condition has no image features.
     """
     parts, condition_shapes = shapes
-    names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     path = config.data.encoding().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
-        released = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
-        configs = [dict(settings) for settings in released.values()]
+        settings = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
     else:
-        folder = Path(find_shipped(path))
-        configs = [json.loads((folder / name / "config.json").read_text()) for name in names]
-    text, vae, image = [*configs[: len(names)], {}][:3]
-    return text, vae, image
+        files = Path(find_shipped(path)).glob("*/config.json")
+        settings = {file.parent.name: json.loads(file.read_text()) for file in files}
+    return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
 
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:

@@ -116,11 +116,11 @@ class FamilyPlanning:
         return {VIDEO: (channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        """Return ``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` for this number of latent channels.
+        """Return ``config.json`` of each encoder, by its sub-folder, for this number of latent channels.
 
         The VAE's is empty for the defaults of its class; the image encoder's is empty for none.
         """
-        return {"text_encoder": self.text_encoder, "vae": self.vae, "image_encoder": self.image_encoder}
+        return {name: getattr(self, name) for name in ("text_encoder", "text_encoder_2", "vae", "image_encoder")}
 
 
 class Family(ABC):
