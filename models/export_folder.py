@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from diffusers import SchedulerMixin
 from diffusers import __version__ as diffusers_version
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -78,8 +79,8 @@ def write_folder(
     """
     assert len(networks) == len(boundaries) + 1
     places, writes = EXPERT_FOLDERS if boundaries else ("",), rank() == 0
-    contents = [_contents(weights.shapes, max_bytes // dtype.itemsize) for weights in networks]
-    files = _read_files(places, contents, networks, dtype if writes else None)
+    splits = [_split(weights.shapes, dtype, max_bytes) for weights in networks]
+    files = _read_files(places, splits, networks, dtype if writes else None)
 
     def write() -> None:
         try:
@@ -90,8 +91,8 @@ def write_folder(
                         save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 if unfinished is None:
                     return
-                for place, content, weights in zip(places, contents, networks, strict=True):
-                    _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype, causal)
+                for place, split, weights in zip(places, splits, networks, strict=True):
+                    _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal)
                 if boundaries:
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -107,34 +108,26 @@ def write_folder(
     on_all_ranks(write)
 
 
-def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file of a network; a file has at most ``most`` values."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, shape in network_tensors(shapes).items():
-        if filled and filled + math.prod(shape) > most:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += math.prod(shape)
-    contents = {
-        f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
-        for i, names in enumerate(files)
-    }
-    if addition_tensors(shapes):
-        contents[ADDITIONS_FILE] = list(addition_tensors(shapes))
-    return contents
+def _split(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> StateDictSplit:
+    """Return the files of a network's tensors, without its additions."""
+    return split_state_dict_into_shards_factory(
+        network_tensors(shapes),
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern=f"{NAME}{{suffix}}.safetensors",
+        max_shard_size=max_bytes,
+    )
 
 
 def _read_files(
     places: Sequence[str],
-    contents: Sequence[Mapping[str, list[str]]],
+    splits: Sequence[StateDictSplit],
     networks: Sequence[Weights],
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     """Yield each file and its tensors, without tensors where ``dtype`` is ``None``. Every rank must exhaust it."""
-    for place, files, weights in zip(places, contents, networks, strict=True):
-        for file, names in files.items():
+    for place, split, weights in zip(places, splits, networks, strict=True):
+        additions = {ADDITIONS_FILE: names} if (names := [*addition_tensors(weights.shapes)]) else {}
+        for file, names in {**split.filename_to_tensors, **additions}.items():
             tensors: dict[str, Tensor] = {}
             for name in names:
                 full = weights.read(name)
@@ -147,9 +140,8 @@ def _write_texts(
     unfinished: Path,
     folder: Path,
     config: dict[str, Any],
-    contents: Mapping[str, list[str]],
+    split: StateDictSplit,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
     causal: Mapping[str, Any] | None,
 ) -> None:
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
@@ -162,10 +154,8 @@ def _write_texts(
         notes.append(CAUSAL_NOTE)
     if notes:
         (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")
-    weight_map = {name: file for file, names in contents.items() if file != ADDITIONS_FILE for name in names}
-    if len(set(weight_map.values())) > 1:
-        total = sum(map(math.prod, network_tensors(shapes).values())) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}
     header = {

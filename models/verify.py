@@ -318,29 +318,25 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     plan = planned(folder, family)
     parts, needed = sample_shapes(plan, GRIDS[0])
     optional = sorted(plan.family.optional_shapes(plan.config, parts[VIDEO]).keys() - needed.keys())
-    good = True
+    tables: list[tuple[str, dict[str, Any]]] = []
     for expert in range(experts):
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
-        good &= _table(name, folder, family, ranks, expert)
+        tables.append((name, {"expert": expert}))
         if optional:
-            good &= _table(f"{name}, {' and '.join(optional)} given", folder, family, ranks, expert, optional=True)
-    if experts > 1:
-        return good
-    try:
-        plan.family.check_causal(plan.config, "FOLDER")
-    except UserError:
-        return good
-    return good & _table(f"{title}, causal", folder, family, ranks, optional=bool(optional), causal=True)
+            tables.append((f"{name}, {' and '.join(optional)} given", {"expert": expert, "optional": True}))
+    if experts == 1:
+        with suppress(UserError):
+            plan.family.check_causal(plan.config, "FOLDER")
+            tables.append((f"{title}, causal", {"optional": bool(optional), "causal": True}))
+    return all([_table(name, folder, family, ranks, **options) for name, options in tables])
 
 
-def _table(
-    title: str, folder: Path, family: str, ranks: int, expert: int = 0, *, optional: bool = False, causal: bool = False
-) -> bool:
+def _table(title: str, folder: Path, family: str, ranks: int, *, causal: bool = False, **options: Any) -> bool:
     columns = ("chunk by chunk", *COLUMNS) if causal else COLUMNS
     names = ["dp_shard x cp", "tokens", "checkpointing", *(["history"] if causal else []), *columns]
     print(f"\n**{title}**\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|")
     good = True
-    for case, errors, worst in verify(folder, family, ranks, expert, optional, causal=causal):
+    for case, errors, worst in verify(folder, family, ranks, causal=causal, **options):
         fits = max(errors.values()) <= BOUND
         good &= fits
         cells = [f"{case.dp_shard} x {case.cp}", str(math.prod(case.grid)), "on" if case.checkpointing else "off"]

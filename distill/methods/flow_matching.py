@@ -18,7 +18,7 @@ from distill.methods.base import Batch, Loss, Method, PartSettings, is_guided
 from distill.methods.common.chunks import chunk_draws, clean_history
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
-from distill.methods.common.sampling import Sampler, guided_chunks
+from distill.methods.common.sampling import Sampler, guided_states
 from distill.methods.common.schedules import add_noise
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
@@ -128,17 +128,9 @@ class FlowMatching(Method):
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Sample]:
-        settings = self.settings
-        return guided_chunks(
-            self.roles[role],
-            noise,
-            condition,
-            random,
-            sampler=settings.sampler,
-            steps=steps,
-            shift=settings.shift,
-            guidance=settings.guidance,
-        )
+        s = self.settings
+        states = guided_states(self.roles[role], noise, condition, random, s.sampler, steps, s.shift, s.guidance)
+        return (chunk[-1] for chunk in states)
 
 
 def gaussian(t: Tensor, shift: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guided
 from distill.methods.common.expert_times import Times
-from distill.methods.common.sampling import Sampler, StudentSampler, guided_chunks, rollout, rollout_chunks
+from distill.methods.common.sampling import Sampler, StudentSampler, guided_states, rollout, rollout_chunks
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -123,27 +123,19 @@ class FewStepMethod(Method):
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Sample]:
-        settings = self.settings
+        network, settings = self.roles[role], self.settings
         if role != "student":
-            return guided_chunks(
-                self.roles[role],
-                noise,
-                condition,
-                random,
-                sampler=settings.teacher_sampler,
-                steps=steps,
-                shift=settings.sampling_shift,
-                guidance=settings.guidance,
-            )
-        student, sampler = self.roles[role], settings.student_sampler
-        if student.causal is not None:
+            how = settings.teacher_sampler, steps, settings.sampling_shift, settings.guidance
+            return (chunk[-1] for chunk in guided_states(network, noise, condition, random, *how))
+        sampler = settings.student_sampler
+        if network.causal is not None:
             chunk_times = self.chunk_times(steps)
-            return rollout_chunks(student, noise, condition, chunk_times, random, "sample", sampler=sampler)
+            return rollout_chunks(network, noise, condition, chunk_times, random, "sample", sampler=sampler)
         times = self.sampling_times(steps)
 
         @torch.no_grad()
         def sample(x: Sample) -> Sample:
-            with student.kept_gathered():
-                return rollout(student, x, condition, times, random, "sample/renoise", sampler=sampler)
+            with network.kept_gathered():
+                return rollout(network, x, condition, times, random, "sample/renoise", sampler=sampler)
 
         return map(sample, noise)

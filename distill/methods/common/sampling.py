@@ -40,19 +40,11 @@ def guided(role: Role, condition: Condition, guidance: Guidance) -> Velocity:
     return velocity
 
 
-def guided_chunks(
-    role: Role, noise: Iterable[Sample], condition: Condition, random: StepRandom, **sampling: Any
-) -> Iterator[Sample]:
-    """Yield the clean latents of each chunk of :func:`guided_states`, which has the same arguments."""
-    return (chunk[-1] for chunk in guided_states(role, noise, condition, random, **sampling))
-
-
 def guided_states(
     role: Role,
     noise: Iterable[Sample],
     condition: Condition,
     random: StepRandom,
-    *,
     sampler: Sampler,
     steps: int,
     shift: float,
