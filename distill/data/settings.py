@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -188,14 +188,7 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import encode_source
 
-        return encode_source(
-            **asdict(self.encoding()),
-            path=self.path,
-            has_clips=self.has_clips,
-            columns=self.columns,
-            cache=self.cache or str(run_dir / "cache"),
-            **runtime,
-        )
+        return encode_source(self, Path(self.cache or run_dir / "cache"), **runtime)
 
     def encoding(self) -> Encoding:
         return _encoding(self)
@@ -260,9 +253,13 @@ class EncodedSettings(DataSettings):
         return self.encoding().shapes()
 
     def encoding(self) -> Encoding:
+        return self._read()[1]
+
+    def _read(self) -> tuple[EncodedSet, Encoding]:
         from distill.data.sets.dataset import encoding_of
 
-        return encoding_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
+        encoded, changes = self.open(), {"vae_precision": self.vae_precision, "vae_tiling": self.vae_tiling}
+        return encoded, encoding_of(encoded, self.encoders, **changes)
 
     def open(self) -> EncodedSet:
         """Open the set, without reading a clip."""
@@ -275,8 +272,7 @@ class EncodedSettings(DataSettings):
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import open_set
 
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
-        return open_set(**values | {"cache": self.cache or str(run_dir / "cache")}, **runtime)
+        return open_set(self._read, Path(self.cache or run_dir / "cache"), damaged=self.damaged, **runtime)
 
     def fingerprints(self) -> dict[str, str]:
         return {"data.path": self.open().fingerprint()}

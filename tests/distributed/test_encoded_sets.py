@@ -11,8 +11,8 @@ import torch.distributed as dist
 from distill.data import shares
 from distill.data.encoders.wan import TextEncoder, VideoCodec
 from distill.data.sets import encode as encoding
-from distill.data.sets.dataset import encode_source
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
 from tests.pools import run_ranks
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 

@@ -9,10 +9,10 @@ import train
 from distill.config import load_config
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
-from distill.data.sets.dataset import encode_source
 from distill.data.settings import CaptionsSettings
 from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
 from tests.oracles.samples import video
 from tests.tiny_pipeline import render_clips
 

@@ -9,10 +9,10 @@ import av
 import numpy as np
 import pytest
 
-from distill.data.sets.dataset import encode_source
 from distill.data.settings import MovingShapesSettings, VideoFolderSettings
 from distill.data.videos.decode import ClipError, ClipFormat, read_clip
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
 from tests.tiny_pipeline import render_clips, write_metadata
 from tests.unit.refused import refused
 from tests.unit.test_sample_command import full_disk

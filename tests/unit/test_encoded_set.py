@@ -9,7 +9,6 @@ import torch
 
 from distill.config import compose_config
 from distill.data.order import Batching, clips_of_micro_batches
-from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.encode import Encoding
 from distill.data.sets.write_set import SetWriter, refuse_other_set, verify
 from distill.data.settings import EncodedSettings, MovingShapesSettings
@@ -20,6 +19,7 @@ from distill.run.folder import held_run_dir
 from distill.run.open import dry_run
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source, open_set
 from tests.oracles.state_set import SHAPE, stored, write_state_set
 from tests.unit.refused import refused
 from tests.unit.test_paths import as_a_user

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.hunyuan import GLYPH_TOKENS, HunyuanVideoCodec
-from distill.data.sets.dataset import encode_source
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
 from tests.unit.refused import refused
 

@@ -10,9 +10,9 @@ from diffusers import LTX2Pipeline
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.ltx2 import log_mel
-from distill.data.sets.dataset import encode_source
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.unit.refused import refused
 

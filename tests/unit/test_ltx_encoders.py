@@ -10,10 +10,10 @@ from diffusers import LTXConditionPipeline, LTXPipeline
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageInput
 from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec
-from distill.data.sets.dataset import encode_source
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.ltx import video_coordinates
+from tests.encoded import encode_source
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy import stats
 
-from distill.data.sets.dataset import open_set
 from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
@@ -16,6 +15,7 @@ from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
+from tests.encoded import open_set
 from tests.oracles.samples import video
 from tests.oracles.state_set import stored, write_state_set
 from tests.oracles.tiny_wan import text_condition

@@ -12,9 +12,9 @@ from safetensors.torch import save
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
-from distill.data.sets.dataset import encode_source, open_set
 from distill.data.sets.write_set import verify
 from distill.data.videos.decode import ClipFormat, read_clip
+from tests.encoded import encode_source, open_set
 from tests.oracles.samples import video
 from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 from tests.unit.refused import refused

@@ -9,10 +9,10 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +26,9 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
 from models.sample import AUDIO, Sample, part_name
+
+if TYPE_CHECKING:
+    from distill.data.settings import VideoFolderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -192,82 +195,65 @@ class EncodedDataset:
 
 
 def encode_source(
+    data: VideoFolderSettings,
+    cache: Path,
     *,
-    path: str | Path,
-    cache: str | Path,
-    has_clips: bool = True,
-    columns: Mapping[str, str] | None = None,
     captions: Sequence[str] = (),
     images: Sequence[str] = (),
-    device: str | torch.device = "cpu",
-    **settings: Any,
+    device: torch.device,
 ) -> EncodedDataset:
-    """Encode a folder of videos or a file of captions into a set of the folder ``cache``, unless it is there, and open
-    it. A collective.
+    """Encode the source of ``data`` into a set of the folder ``cache``, unless it is there, and open it. A collective.
 
-    Args:
-        path: folder of the videos and their table, or file of the captions.
-        cache: folder of sets, shared by all ranks; created.
-        columns: names that the table has for its columns (``data.columns``), or ``None``.
-        captions: further captions for :meth:`EncodedDataset.condition`; they are not part of ``fingerprint``.
-        images: files of the images of ``captions``, in their order, or empty.
-        settings: fields of :class:`distill.data.sets.encode.Encoding`.
+    ``captions`` are further ones for :meth:`EncodedDataset.condition`, and ``images`` the files of their images, in
+    their order, or empty. ``fingerprint`` does not depend on them.
     """
-    settings = Encoding(**settings | {"encoders": str(settings["encoders"])})
-    device = torch.device(device)
+    settings = data.encoding()
 
     def check() -> Source:
-        source = Source.read(path, columns, has_clips=has_clips)
+        source = data.source()
         check_further(settings, captions, images)
         return source
 
-    source = check_local(check)
-    folder = Path(cache).expanduser().absolute()
+    source, folder = check_local(check), cache.expanduser().absolute()
     made = encode(source, settings, device, cache=folder)
-    if rank() == 0 and has_clips and (extra := unlisted_videos(Path(path).expanduser(), source.rows)):
-        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), path, ", ".join(extra[:5]))
-    shared = {"captions": captions, "images": images, "device": device}
-    return open_set(made, cache=folder, encoders=settings.encoders, setting="data.cache", **shared)
+    if rank() == 0 and data.has_clips and (extra := unlisted_videos(source.folder, source.rows)):
+        first = ", ".join(extra[:5])
+        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), data.path, first)
+
+    def read() -> tuple[EncodedSet, Encoding]:
+        encoded = EncodedSet(made, f"data.cache={made}")
+        return encoded, encoding_of(encoded, settings.encoders)
+
+    return open_set(read, folder, captions=captions, images=images, device=device)
 
 
 def open_set(
-    path: str | Path,
+    read: Callable[[], tuple[EncodedSet, Encoding]],
+    cache: Path,
     *,
-    cache: str | Path,
-    encoders: str | None = None,
-    damaged: Literal["refuse", "skip"] = "refuse",
-    vae_precision: str | None = None,
-    vae_tiling: bool | None = None,
     captions: Sequence[str] = (),
     images: Sequence[str] = (),
-    device: str | torch.device = "cpu",
-    setting: str = "data.path",
+    device: torch.device,
+    damaged: Literal["refuse", "skip"] = "refuse",
 ) -> EncodedDataset:
-    """Open the set ``path``. A collective.
+    """Open the set that ``read`` returns with its settings. A collective.
 
-    Args:
-        cache: folder for the embeddings of ``captions``.
-        encoders: the pipeline folder; by default the one that the set names.
-        damaged: see :class:`EncodedDataset`.
-        vae_precision, vae_tiling: how samples are decoded; by default as the set was encoded.
-        captions, images, device: see :func:`encode_source`.
-        setting: setting that the set comes from, for messages.
+    The folder ``cache`` is for the embeddings of ``captions``; see :func:`encode_source` and :class:`EncodedDataset`.
     """
 
     def check() -> tuple[EncodedSet, Encoding]:
-        encoded = EncodedSet(Path(path).expanduser(), f"{setting}={path}")
-        settings = encoding_of(encoded, encoders, vae_precision=vae_precision, vae_tiling=vae_tiling)
+        encoded, settings = read()
         check_further(settings, captions, images)
         return encoded, settings
 
     encoded, settings = check_local(check)
-    device, further = torch.device(device), None
+    further = None
     if images or any(encoded.find(caption) is None for caption in captions):
         files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
         rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
         source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
         their_settings = settings if images else replace(settings, image=None)
-        made = encode(source, their_settings, device, cache=Path(cache).absolute())
+        made = encode(source, their_settings, device, cache=cache.absolute())
         further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
     data = EncodedDataset(encoded, settings, further=further, device=device, damaged=damaged)
     for caption in captions if settings.image is not None else ():

@@ -1,0 +1,24 @@
+"""Encoded data sets, as a run builds them from its settings."""
+
+from pathlib import Path
+
+import torch
+
+from distill.data.sets.dataset import EncodedDataset
+from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
+
+
+def encode_source(*, path, encoders, cache, has_clips=True, device="cpu", captions=(), images=(), **settings):
+    """Encode a folder of videos, or a file of captions, and open the set."""
+    kind = VideoFolderSettings if has_clips else CaptionsSettings
+    return _built(kind(path=str(path), encoders=str(encoders), cache=str(cache), **settings), device, captions, images)
+
+
+def open_set(path, *, cache, device="cpu", captions=(), images=(), **settings):
+    """Open a set."""
+    return _built(EncodedSettings(path=str(path), cache=str(cache), **settings), device, captions, images)
+
+
+def _built(settings, device, captions, images) -> EncodedDataset:
+    chosen = {"captions": captions, "images": images}
+    return settings.build(seed=0, device=torch.device(device), run_dir=Path(settings.cache), **chosen)
