@@ -80,19 +80,22 @@ def split_word(word: str) -> tuple[str, str]:
     return key, value
 
 
-def in_grammar(key: str, value: str, setting: Setting) -> str:
-    """Return ``key=value`` in Hydra's grammar, with quotes around text, so that users can type paths and prompts bare.
+def parsed_value(key: str, value: str, setting: Setting) -> Any:
+    """Return a typed value, which is in Hydra's grammar. Text needs no quotes, so that users can type paths bare.
 
     Expand ``~`` at the start of a path: the shell does not expand it after ``=``.
     """
-    if not setting.is_text or value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value):
-        return f"{key}={value}"
-    if key.rpartition(".")[2] in PATHS:
+    is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value)
+    if setting.is_text and value != "null" and not is_quoted:
+        if key.rpartition(".")[2] not in PATHS:
+            return value
         path = user_path(value, key)
-        value = str(path) if value.startswith("~") else value
-    value = re.sub(r"(\\+)(?='|$)", lambda run: run.group(1) * 2, value)  # backslashes count only before a quote
-    value = value.replace("'", r"\'")
-    return f"{key}='{value}'"
+        return str(path) if value.startswith("~") else value
+    word = f"{key}={value}"
+    override = OverridesParser.create().parse_override(word)
+    if override.is_sweep_override():
+        raise UserError(f"{short(word)} has several values; use python -m distill.sweep to run each of them")
+    return override.value()
 
 
 @cache
@@ -172,16 +175,13 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
         raise UserError(no_such_setting(key, known))
     if key in ("method.name", "data.name"):
         raise UserError(f"{key}={value}: use {key.partition('.')[0]}={value}")
-    word, setting = f"{key}={value}", known[mapping]
+    setting = known[mapping]
+    # An architecture replaces the recipe's instead of merging: keys of another network would be wrong.
+    merge = not key.endswith(".architecture")
     try:
-        override = OverridesParser.create().parse_override(in_grammar(key, value, setting))
-        if override.is_sweep_override():
-            raise UserError(f"{short(word)} has several values; use python -m distill.sweep to run each of them")
-        # An architecture replaces the recipe's instead of merging: keys of another network would be wrong.
-        merge = not key.endswith(".architecture")
-        OmegaConf.update(composed, key, override.value(), merge=merge, force_add=True)
+        OmegaConf.update(composed, key, parsed_value(key, value, setting), merge=merge, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{short(word)} must be {setting.words(mapping)}") from error
+        raise UserError(f"{short(f'{key}={value}')} must be {setting.words(mapping)}") from error
 
 
 def _typed(values: dict[str, Any]) -> Config:

@@ -33,8 +33,6 @@ class DataSettings:
 
     has_clips: ClassVar[bool] = True
     """Whether items have latents to train on. Captions alone have none."""
-    cheap_frames: ClassVar[bool] = False
-    """Whether clips are so small that many are sampled at once."""
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns")
     """Settings that do not change an item; a resumed run may have others."""
     name: str = ""
@@ -95,7 +93,6 @@ class DataSettings:
 class MovingShapesSettings(DataSettings):
     """``data=moving_shapes``."""
 
-    cheap_frames: ClassVar[bool] = True
     free_on_resume: ClassVar[tuple[str, ...]] = ("fps",)
     name: str = "moving_shapes"
     encoders: str = "assets/quickstart_teacher"

@@ -103,7 +103,12 @@ class MeanFlow(FewStepMethod):
         t, r = self._times(random, batch)
         noise = batch.noise(random, "meanflow/noise")
         x = add_noise(batch.latents, noise, t)
-        target = velocity = self._velocity(batch, noise, x, t)
+        if settings.velocity == "data":
+            velocity = noise - batch.latents
+        else:
+            with torch.no_grad():
+                velocity = guided_velocity(self.roles["teacher"], x, t, batch.condition, settings.guidance)
+        target = velocity
         if growth and settings.interval_ratio:
             derivative = directional_derivative(
                 lambda x, t: student.velocity(x, t, batch.condition, r),
@@ -131,12 +136,6 @@ class MeanFlow(FewStepMethod):
         )
         t, r = torch.maximum(one, other), torch.minimum(one, other)
         return t, torch.where(random.uniform("meanflow/interval") < self.settings.interval_ratio, r, t)
-
-    @torch.no_grad()
-    def _velocity(self, batch: Batch, noise: Sample, x: Sample, t: Tensor) -> Sample:
-        if self.settings.velocity == "data":
-            return noise - batch.latents
-        return guided_velocity(self.roles["teacher"], x, t, batch.condition, self.settings.guidance)
 
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom

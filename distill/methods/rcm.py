@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.common.distribution_matching import distribution_matching, fake_score_error, score_time
-from distill.methods.common.expert_times import Draw, Times, draw_times
+from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.methods.scm import Scm, ScmSettings
 from fsdp_cp.choices import check_range
@@ -147,23 +148,18 @@ class Rcm(Scm):
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
         """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""
         steps, student = self.rollout_steps(step), self.roles["student"]
-        return draw_times(self._draw_rollout(step), random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
+        draw = partial(self._draw_rollout, steps)
+        return draw_times(draw, random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
 
-    def _draw_rollout(self, step: int) -> Draw:
-        """Return the draw of the rollout's times: first 1, then by ``method.rollout``."""
-        steps = self.rollout_steps(step)
-
-        def draw(random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-            first = torch.ones(len(random.positions), dtype=dtype, device=random.device)
-            if self.settings.rollout == "fixed":
-                return [first, *(time * first for time in self.settings.student_times()[1:steps])]
-            times = [first]
-            for k in range(1, steps):
-                drawn = shift_time(random.uniform(f"{purpose}_{k}", dtype), self.settings.shift)
-                times.append(torch.minimum(drawn, times[-1]))
-            return times
-
-        return draw
+    def _draw_rollout(self, steps: int, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+        """Draw the times of a rollout of ``steps``: first 1, then by ``method.rollout``."""
+        times = [torch.ones(len(random.positions), dtype=dtype, device=random.device)]
+        if self.settings.rollout == "fixed":
+            return [*times, *(time * times[0] for time in self.settings.student_times()[1:steps])]
+        for k in range(1, steps):
+            drawn = shift_time(random.uniform(f"{purpose}_{k}", dtype), self.settings.shift)
+            times.append(torch.minimum(drawn, times[-1]))
+        return times
 
     def draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]

@@ -4,6 +4,7 @@ The tests take one sample of each step. Samples of one step share a range, so th
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def own_draws(settings):
         yield method.draw_score_time, f"{settings.name}/time", [(teacher, fake)]
     if settings.name == "rcm":
         step = next(step for step in range(3, 40) if method.rollout_steps(step) == 4)
-        yield method._draw_rollout(step), "rcm/rollout_time", [(student,)] * 4
+        yield partial(method._draw_rollout, method.rollout_steps(step)), "rcm/rollout_time", [(student,)] * 4
 
 
 SETTINGS = [Dmd2Settings(), RcmSettings(consistency_steps=0), ScmSettings(), FlowMatchingSettings(shift=3.0)]

@@ -64,18 +64,13 @@ def observe_latents(observations: Observations, prefix: str, sample: Sample) -> 
     prefix ``PREFIX_PART``.
     """
     for name, part in sample.parts.items():
-        _observe_part(observations, prefix if name == VIDEO else f"{prefix}_{name}", part.detach())
-
-
-def _observe_part(observations: Observations, prefix: str, x: Tensor) -> None:
-    flat = x.flatten(2)
-    for channel, (mean, std) in enumerate(
-        zip(flat.mean(2).unbind(1), flat.std(2, correction=0).unbind(1), strict=True)
-    ):
-        observations.add(f"{prefix}_mean/{channel}", mean)
-        observations.add(f"{prefix}_std/{channel}", std)
-    moved = x.diff(dim=2).abs()
-    observations.add(f"{prefix}_motion", per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0]))
+        of_part, x = prefix if name == VIDEO else f"{prefix}_{name}", part.detach()
+        flat, moved = x.flatten(2), x.diff(dim=2).abs()
+        for kind, values in (("mean", flat.mean(2)), ("std", flat.std(2, correction=0))):
+            for channel, of_channel in enumerate(values.unbind(1)):
+                observations.add(f"{of_part}_{kind}/{channel}", of_channel)
+        motion = per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0])
+        observations.add(f"{of_part}_motion", motion)
 
 
 def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor) -> None:
