@@ -153,28 +153,18 @@ def _trained(
     return trained, weights
 
 
-def export_checkpoint(
-    checkpoint: Path,
-    out: Path,
-    *,
-    role: str,
-    weights: str | None,
-    dtype: str | None,
-    kind: str | None,
-    base: str | None,
-    expert: str | None = None,
-) -> str:
+def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) -> str:
     """Export a role of a training checkpoint without a process group, with at most one output file in memory.
 
-    The other arguments are the command's options, where ``kind`` is ``--format``; ``None`` for what the run exports.
-    Return a description of the export.
+    ``options`` are those of the command. Return a description of the export.
     """
+    role, kind, expert = options.role, options.format, options.expert
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)
     try:
         settings, boundaries = state.get("settings", {}), list(state.get("boundaries", {}).get(role) or ())
         as_the_run = {"weights": "auto", "dtype": "fp32", **settings.get("export", {})}
-        trained, weights = _trained(checkpoint, role, boundaries, weights, as_the_run["weights"])
+        trained, weights = _trained(checkpoint, role, boundaries, options.weights, as_the_run["weights"])
         adapters = state.get("adapters", {}).get(role)
         exported = RoleExport(
             family=family_of(settings.get(role, {}).get("family", "wan"), role),
@@ -187,13 +177,13 @@ def export_checkpoint(
             bases=lambda: (
                 [trained.get(i, next(iter(trained.values()))) for i in range(len(boundaries) + 1)]
                 if adapters is None
-                else _bases(adapters["base"], role, base, out)
+                else _bases(adapters["base"], role, options.base, out)
             ),
             few_steps=state.get("few_steps") if role == "student" else None,
         )
         about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
         about["method"] = settings.get("method")  # decides how the student is sampled
-        options: dict[str, Any] = {"dtype": DTYPES[dtype or as_the_run["dtype"]], "scheduler": exported.scheduler()}
+        dtype, scheduler = DTYPES[options.dtype or as_the_run["dtype"]], exported.scheduler()
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -209,7 +199,7 @@ def export_checkpoint(
             )
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
-            about["expert"], options["scheduler"] = expert, None
+            about["expert"], scheduler = expert, None
     if kind == OWN and exported.family.name != "wan":
         raise UserError(f"--format {OWN} is for Wan, and the {role} is {exported.family.name}; leave it out")
     if adapters is None and kind not in (None, OWN):
@@ -218,7 +208,7 @@ def export_checkpoint(
         raise UserError(
             f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
         )
-    exported.write(out, kind, about=about, **options)
+    exported.write(out, kind, dtype=dtype, about=about, scheduler=scheduler)
     if kind in FORMATS:
         return f"the {weights} adapters of {name}"
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
@@ -269,10 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
-        base = str(user_path(args.base, "--base")) if args.base is not None else None
-        chosen = {name: getattr(args, name) for name in ("role", "weights", "dtype", "expert")}
-        written = export_checkpoint(checkpoint, out, kind=args.format, base=base, **chosen)
-        print(f"{out}: {written} in {checkpoint}")
+        if args.base is not None:
+            args.base = str(user_path(args.base, "--base"))
+        print(f"{out}: {export_checkpoint(checkpoint, out, args)} in {checkpoint}")
 
     return exit_code(work)
 

@@ -68,13 +68,6 @@ class Outcome:
         """Whether the candidate fits with :data:`MARGIN` to spare."""
         return self.refused is None and self.device_gib <= (1 - MARGIN) * self.memory_gib
 
-    @property
-    def why_not(self) -> str:
-        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest share."""
-        if self.refused is not None:
-            return self.refused
-        return f"{self.device_gib:.1f} GiB in {self.peak_phase or 'between phases'}, most of it {self.largest}"
-
 
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
@@ -253,4 +246,7 @@ def in_words(outcomes: Sequence[Outcome], typed: Sequence[str]) -> list[str]:
         lines.append(f"    {shlex.join([*kept, *outcome.words])}")
     if len(fitting) > _SHOWN:
         lines.append(f"  and {len(fitting) - _SHOWN} slower ones")
-    return lines + [f"  {shlex.join(o.words)} does not fit: {o.why_not}" for o in ordered if not o.fits]
+    for outcome in ordered[len(fitting) :]:
+        peak = f"{outcome.device_gib:.1f} GiB in {outcome.peak_phase or 'between phases'}, most of it {outcome.largest}"
+        lines.append(f"  {shlex.join(outcome.words)} does not fit: {outcome.refused or peak}")
+    return lines
