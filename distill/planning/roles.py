@@ -21,7 +21,6 @@ from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.condition import Condition
 from models.families.causal_forward import CausalForward
-from models.roles.load import build_roles
 from models.roles.network import Network
 from models.roles.role import Observer, Role
 from models.roles.role_plan import RolePlan
@@ -99,22 +98,13 @@ class Watch(Observer):
 
     def build_roles(self, plan: RunPlan, mesh: Mesh, tensors: AbstractContextManager) -> dict[str, Role]:
         """Build the roles as in training, with allocated weights but without values, and observe them."""
-        shapes, condition_shapes = plan.shapes
 
         def fill(network: Network, plans: Sequence[RolePlan]) -> None:
             # A network on meta cannot be copied inside the fake mode, so only its allocation is.
             with tensors, self.storages:
                 self._allocate(network, plans)
 
-        roles = build_roles(
-            plan.roles,
-            trained=plan.method.trained_roles,
-            mesh=mesh,
-            device=torch.device("cpu"),
-            shapes=shapes,
-            condition_shapes=condition_shapes,
-            fill=fill,
-        )
+        roles = plan.build_roles(mesh=mesh, device=torch.device("cpu"), fill=fill)
         for role in roles.values():
             role.observer = self
         return roles

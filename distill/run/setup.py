@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from fsdp_cp.attention.kernels.choose import check_backend, check_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input
 from fsdp_cp.launch import choose_device, rank, world_size
-from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
+from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import Shape
@@ -56,17 +57,14 @@ class RunPlan:
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
-    def build_roles(self, *, mesh: Mesh, device: torch.device, data: ClipDataset, seed: int) -> dict[str, Role]:
-        """Build the roles on ``mesh`` for the shapes of ``data``. ``seed`` sets random weights. A collective."""
-        return build_roles(
-            self.roles,
-            trained=self.method.trained_roles,
-            mesh=mesh,
-            device=device,
-            shapes=data.latent_shapes,
-            condition_shapes=data.condition_shapes,
-            seed=seed,
-        )
+    def build_roles(self, *, data: ClipDataset | None = None, **options: Any) -> dict[str, Role]:
+        """Build the roles for the shapes of ``data``, by default the plan's. A collective.
+
+        ``options`` are those of :func:`models.roles.load.build_roles`: mesh, device and others.
+        """
+        shapes, of_condition = self.shapes if data is None else (data.latent_shapes, data.condition_shapes)
+        options |= {"shapes": shapes, "condition_shapes": of_condition, "trained": self.method.trained_roles}
+        return build_roles(self.roles, **options)
 
 
 @paths_of_the_user()

@@ -1,6 +1,7 @@
 """Settings of causal roles: chunks, refusals, and ``causal.json`` next to exported weights."""
 
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill.planning.roles import Watch
+from distill.run.setup import RunPlan
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
@@ -159,6 +161,7 @@ def test_a_plan_counts_the_cache(cp):
     shapes = (frames(7), CONDITION_SHAPES)
     role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
     run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan], shapes=shapes)
+    run.build_roles = partial(RunPlan.build_roles, run)
     with fake_world(cp) as fakes:
         mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
         storages = LiveStorages(fakes=True)
