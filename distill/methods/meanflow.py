@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class MeanFlow(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
+    check = staticmethod(check_exact)
     settings: MeanFlowSettings
 
     @classmethod
@@ -84,10 +85,6 @@ class MeanFlow(FewStepMethod):
     @classmethod
     def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:
         return {"student": (NAME,)}
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        check_exact(config)
 
     def first_role(self, step: int) -> str:
         return "student" if self.settings.velocity == "data" else "teacher"

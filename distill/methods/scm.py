@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -84,11 +84,8 @@ class Scm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
+    check = staticmethod(check_exact)
     settings: ScmSettings
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        check_exact(config)
 
     def first_role(self, step: int) -> str:
         return "teacher"
