@@ -123,8 +123,8 @@ class MovingShapes:
             raise IndexError(index)
         scene = self._scene(index)
         item = {
-            "latents": torch.from_numpy(self._render(scene)) * 2 - 1,
-            "caption": self._captions[index % len(self._captions)],
+            "latents": torch.from_numpy(render(scene, **self._frame)) * 2 - 1,
+            "caption": self.caption(index),
             **self._tensors(self._caption_text[index % len(self._captions)]),
         }
         if self._has_sound:
@@ -167,16 +167,12 @@ class MovingShapes:
 
     def clips(self, count: int, first: int = 0) -> Tensor:
         """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
-        scenes = (self._scene(i % self._num_clips) for i in range(first, first + count))
-        items = [torch.from_numpy(self._render(scene)) for scene in scenes]
-        return PixelCodec().decode(torch.stack(items) * 2 - 1)
+        items = [self[i % self._num_clips]["latents"] for i in range(first, first + count)]
+        return PixelCodec().decode(torch.stack(items))
 
     @property
     def _frame(self) -> dict[str, int]:
         return {"height": self._size["height"], "width": self._size["width"]}
-
-    def _render(self, scene: Scene) -> np.ndarray:
-        return render(scene, **self._frame)
 
     def _scene(self, index: int) -> Scene:
         stream = (self._seed, SPLITS.index(self._split), index)
