@@ -1,5 +1,6 @@
 """Encoded data sets, as a run builds them from its settings."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,9 +9,15 @@ from distill.data.sets.dataset import EncodedDataset
 from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
 
 
+@dataclass(kw_only=True)
+class _Clips(VideoFolderSettings):
+    latents: str = "fp32"
+    """As ``distill.encode --latents``."""
+
+
 def encode_source(*, path, encoders, cache, has_clips=True, device="cpu", captions=(), images=(), **settings):
     """Encode a folder of videos, or a file of captions, and open the set."""
-    kind = VideoFolderSettings if has_clips else CaptionsSettings
+    kind = _Clips if has_clips else CaptionsSettings
     return _built(kind(path=str(path), encoders=str(encoders), cache=str(cache), **settings), device, captions, images)
 
 
