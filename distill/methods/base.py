@@ -43,9 +43,7 @@ class Batch:
     @property
     def shapes(self) -> PartShapes:
         """Shape ``(C, T, ...)`` of each part of one sample."""
-        shapes = self.latent_shapes if self.latents is None else self.latents.shapes
-        assert shapes is not None
-        return shapes
+        return self.latent_shapes if self.latents is None else self.latents.shapes
 
     @property
     def frames(self) -> int:

@@ -183,7 +183,6 @@ def consistency_tangent(
     if form == "rcm":
         scale = cos * torch.sqrt(1 - (r * sin).square())
         return per_sample(-scale, x) * (prediction - teacher) - (per_sample(r * cos * sin, x) * x + derivative)
-    assert form == "lu_song", form
     return per_sample(-cos.square(), x) * (prediction - teacher) - r * (per_sample(cos * sin, x) * x + derivative)
 
 

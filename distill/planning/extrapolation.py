@@ -103,7 +103,6 @@ def shallow_depths(plan: RunPlan) -> tuple[int, int]:
 def shallow(role: RolePlan, layers: int) -> RolePlan:
     """Return ``role`` with ``layers`` blocks and random weights."""
     config = role.family.planning.with_layers(role.config, layers)
-    assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")
     return role.for_network(network, ())

@@ -90,7 +90,6 @@ class Watch(Observer):
             moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(role)
             kind, holder = _SHARDING_KINDS[kind], self.holders[role.networks[0]]
             if role.networks[0].adapters and kind != "gathered":
-                assert isinstance(self.storages.label, tuple)
                 holder = self.storages.label[0]
             self.storages.relabel(tensor, (holder, HOST if moved else kind))
 

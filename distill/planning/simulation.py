@@ -228,7 +228,6 @@ class _Run:
 
     def host_buffer(self, size: int, pinned: bool) -> Tensor:
         """Allocate a host buffer instead of :func:`activations.host_buffer`; count its bytes and label it."""
-        assert isinstance(self.storages.label, tuple)
         self.copied += size
         with self.storages.labelled((self.storages.label[0], HOST)):
             return self.allocate_host_buffer(size, pinned)

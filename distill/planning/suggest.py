@@ -221,7 +221,6 @@ def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
         prediction = make_prediction(*plan_without_gpus(compose_config([*typed, *words, "plan=true"])))
     except UserError as error:
         return Outcome(words=words, refused=str(error))
-    assert prediction.hardware is not None
     (role, kind), size = max(prediction.peaks[prediction.peak_phase].by.items(), key=lambda item: item[1])
     return Outcome(
         words=words,

@@ -95,7 +95,6 @@ class StepProfiler:
     def _stop(self, stem: str, *, with_trace: bool) -> None:
         """Stop recording and write files whose names begin with ``stem``."""
         profiler, self._profiler = self._profiler, None
-        assert profiler is not None
         with ExitStack() as stack:
             if self._memory:
                 stack.callback(torch.cuda.memory._record_memory_history, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,6 @@ def by_chunks(
         sample: function of a chunk's number, noise and cache that returns its ``states``, and last its clean latents.
     """
     causal, finished = cache.role.causal, None
-    assert causal is not None
     frame = cache.condition.tensors.get(FIRST_FRAME)
     for i, x in enumerate(noise):
         if i == 0 and frame is not None:
@@ -197,7 +196,6 @@ def last_input(
     fresh noise ``e``, the k-th named ``PURPOSE_k`` (``renoise``, DMD2), or ``x0 + t' v``, Euler's step along the
     student's velocity (``ode``, FastGen).
     """
-    assert sampler in get_args(StudentSampler), sampler
     x = part_times(steps[0].t, noise) * noise
     for k, (step, (next_t, _)) in enumerate(pairwise(steps), start=1):
         v = velocity(x, step)
