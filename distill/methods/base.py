@@ -17,11 +17,11 @@ from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 if TYPE_CHECKING:
-    from models.causal import CausalSettings
     from models.roles.role import Role
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from distill.methods.common.schedules import add_noise, denoise, euler_times, pa
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
+from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+from models.causal import CausalSettings
 from models.sample import Sample, shift_time
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from distill.methods.common.schedules import add_noise
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import Sample, shift_time
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
+from models.causal import CausalSettings
 from models.sample import VIDEO, shift_time
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)

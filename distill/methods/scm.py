@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.sample import Sample
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
 
 Tangent = Literal["lu_song", "rcm"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,9 @@ from distill.methods.common.sampling import LastStep, rollout_chunks
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.condition import FIRST_FRAME
 from models.sample import VIDEO, Sample
-
-if TYPE_CHECKING:
-    from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)
