@@ -41,15 +41,13 @@ class Batching:
         return micro_batch * self.parts // self.accumulation
 
 
-@lru_cache(maxsize=2)
-def _epoch(seed: int, epoch: int, clips: int) -> list[int]:
-    return permutation(seed, "data/order", epoch, clips)
+_order = lru_cache(maxsize=2)(permutation)
 
 
 def clip_at(seed: int, clips: int, position: int) -> int:
     """Return the clip at ``position`` of the endless stream of samples, in which each epoch is a new permutation."""
     epoch, offset = divmod(position, clips)
-    return _epoch(seed, epoch, clips)[offset]
+    return _order(seed, "data/order", epoch, clips)[offset]
 
 
 def clips_of_micro_batches(
