@@ -24,7 +24,7 @@ def network():
 
 @pytest.fixture
 def run(tmp_path, network):
-    """Write a run directory with two checkpoints, as the trainer saves them, and beside it one of two experts."""
+    """Write a run directory with two checkpoints, as the trainer saves them, and next to it one of two experts."""
     weights = {name: p.detach() for name, p in network.named_parameters()}
     average = {name: p + 1 for name, p in weights.items()}
     config = {key: value for key, value in network.config.items() if key != "_use_default_values"}
