@@ -109,6 +109,7 @@ def test_what_is_finished_is_not_measured_again(tmp_path, capsys):
     assert third["good"]["seconds"] != first["good"]["seconds"] and third["empty"] == second["empty"]
 
 
+@pytest.mark.slow
 def test_processes_of_a_part_may_fail_alone():
     found = run_part(part("isolating"), device_type="cpu", tiny=True, seconds=60)
     assert found.status == "finished"
