@@ -12,7 +12,7 @@ from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolder
 @dataclass(kw_only=True)
 class _Clips(VideoFolderSettings):
     latents: str = "fp32"
-    """As ``distill.encode --latents``."""
+    """Type of stored latents, as ``distill.encode --latents``."""
 
 
 def encode_source(*, path, encoders, cache, has_clips=True, device="cpu", captions=(), images=(), **settings):
