@@ -173,7 +173,6 @@ def test_a_step_equals_its_formula(pools, folder, truth, dp_shard, cp):
     adapted, formulas = truth
     ranks, errors = pools[dp_shard * cp].run(_steps, folder, dp_shard, cp, adapted), {}
     for name, (loss, norm, gradients, normalisers) in formulas.items():
-        assert gradients.keys() == ranks[0][1][name][2].keys()
         shares = {tuple(mine): found[name] for mine, found in ranks}
         errors[name, "loss"] = relative_error(sum(share[0] for share in shares.values()), loss)
         errors[name, "norm"] = max(relative_error(torch.as_tensor(found[name][1]), norm) for _, found in ranks)
