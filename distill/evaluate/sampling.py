@@ -50,6 +50,10 @@ def alone(method: type[Method], name: str) -> type[Method]:
             """Read no files: only training does."""
 
         @classmethod
+        def check_parts(cls, *_: Any) -> None:
+            """Accept sound: samplers know all parts."""
+
+        @classmethod
         def check_experts(cls, *_: Any) -> None:
             """Accept two experts: guidance has one scale for each."""
 
