@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 import pytest
 
@@ -26,6 +27,15 @@ def _ranks_are_forked_with_their_imports():
         "torch", "distill.train.trainer", "tests.oracles.sharded_run", "torch._decomp.decompositions_for_jvp", "pytest",
         "tests.frozen",
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _examples_do_not_depend_on_earlier_tests():
+    """Keep constants of the modules imported so far out of Hypothesis' examples (private, hypothesis 6.170)."""
+    if "hypothesis" in sys.modules:
+        from hypothesis.internal.conjecture import providers
+
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(autouse=True, scope="module")
