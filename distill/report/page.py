@@ -56,6 +56,18 @@ def page(
     )
 
 
+def evaluation_page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], fps: float, **context: Any) -> str:
+    """Return the page of ``evaluation.json``, as text.
+
+    `rows` are the participants with the clips of the first prompts; `context` is what else the template shows.
+    """
+    count = len(rows[0].clips)
+    shown = {"captions": data["prompts"][:count], "films": [_films(row, fps, count, target=104) for row in rows]}
+    has_sound = any(row.sounds for row in rows)
+    title = f"Evaluation of {len(rows)} networks"
+    return render("evaluation.html.j2", **data | shown | context, title=title, rows=rows, fps=fps, has_sound=has_sound)
+
+
 def render(template: str, **context: Any) -> str:
     """Render a file of ``templates/``."""
     return _templates().get_template(template).render(context)

@@ -68,7 +68,7 @@ def write_report(
         "run": dict(config_summary),
         "starts": read_starts(run_dir / STARTS),
     }
-    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     write_text(run_dir / "report.json", text)
     # Make the page from the written JSON, so that the two cannot differ.
     write_text(run_dir / "report.html", page(json.loads(text), rows=ordered, records=records, fps=fps))
@@ -86,12 +86,12 @@ def _row_json(row: ReportRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")} | {"measures": measures}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replace non-finite numbers, which JSON does not have, by null."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,452 @@
+"""Evaluate students next to their teacher, so that others can repeat it:
+
+``torchrun --nproc-per-node N -m distill.evaluate WHAT... --prompts FILE --out DIR [--seeds 5] [--like FILE]``
+
+WHAT is a run's folder, whose exported student is sampled; a diffusers folder or an adapter of other weights; or
+``teacher``, which is always there if the first run has one. ``@N`` after it is the number of steps, as in
+``runs/wan_dmd2@2`` and ``teacher@50``. Settings of the first run hold for all folders that are not a run's; without a
+run, give ``experiment=NAME key=value ...``. Prompt i starts from the same noise of each seed for every participant.
+
+After a kill, the same command continues. ``--like`` takes prompts, seeds, sizes and precision of another evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from distill.config import Config, compose_config
+from distill.config.trained_method import sampling_in_words
+from distill.data import ClipDataset
+from distill.data.base import MeasuredDataset
+from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
+from distill.data.shares import Shares
+from distill.evaluate.comparison import (
+    FEW_PROMPTS,
+    compare,
+    comparison_lines,
+    differing,
+    markdown,
+    rows_of_table,
+    summarize,
+)
+from distill.evaluate.measures import VERSION, prompt_measures
+from distill.evaluate.networks import (
+    SampledNetwork,
+    check_number,
+    checked_steps,
+    exported_student,
+    network_to_sample,
+    read_prompts,
+    sampled_as,
+    settings_of_run,
+    teacher_of,
+)
+from distill.evaluate.sampling import sample_batches, sampling_batch
+from distill.methods.common.few_step import FewStepSettings
+from distill.report.media import Sound, write_clips
+from distill.report.page import evaluation_page
+from distill.report.verdict import ReportRow
+from distill.report.write import finite
+from distill.run.folder import command_line, this_start
+from distill.run.hub_names import resolve_hub_names
+from distill.run.open import open_device, open_mesh
+from fsdp_cp.checkpoint.lock import held_directory
+from fsdp_cp.choices import user_path
+from fsdp_cp.errors import UserError, counted, paths_of_the_user
+from fsdp_cp.files.atomic_file import atomic_path, write_text
+from fsdp_cp.files.foreign import refuse_foreign
+from fsdp_cp.launch import exit_code, rank, recorded, world_size
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import log_to_console, progress
+from fsdp_cp.reduce import on_all_ranks, on_first_rank
+from models.files.checkpoint_files import fingerprint, fingerprint_of
+from models.sample import AUDIO, Sample
+
+log = logging.getLogger(__name__)
+
+RESULT = "evaluation.json"
+_BEGUN, _PROMPTS = "evaluation_begun.json", "prompts.jsonl"
+_SIZES = ("negative_prompt", "num_frames", "height", "width", "fps")
+_MOST_SEEDS = 1000
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Checked evaluation."""
+
+    out: Path
+    config: Config
+    """Settings of the data that all participants share."""
+    networks: dict[str, SampledNetwork]
+    prompts: list[str]
+    seeds: int
+    protocol: dict[str, Any]
+    """Settings that two evaluations must share to be compared."""
+    other: dict[str, Any] | None
+    """Content of the evaluation that ``--like`` names."""
+
+    @property
+    def teacher(self) -> str | None:
+        """Name of the first teacher, from which distances are measured."""
+        return next((name for name, network in self.networks.items() if network.role == "teacher"), None)
+
+    def participants(self) -> dict[str, Any]:
+        """Return the facts of the participants, which may differ between evaluations that are compared."""
+        return {name: _facts(network) for name, network in self.networks.items()}
+
+    def folder(self, kind: str, name: str) -> Path:
+        """Return the folder of a participant's ``latents`` or ``clips``."""
+        number = list(self.networks).index(name)
+        return self.out / kind / f"{number}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[-60:]}"
+
+
+def _facts(network: SampledNetwork) -> dict[str, Any]:
+    (role,), method = network.plan.roles, network.config.method
+    weights = [*map(fingerprint, role.folders)]
+    if role.lora is not None and role.lora.saved is not None:
+        weights.append(fingerprint_of([role.lora.saved.file]))
+    if network.role == "teacher":
+        shift = f"shift {method.sampling_shift:g}"
+        sampler = f"{method.teacher_sampler}, {shift}, guidance {json.dumps(method.guidance)}"
+    else:
+        sampler = sampling_in_words(method)
+    facts = {"role": network.role, "family": role.family.name, "steps": network.steps, "sampler": sampler}
+    return facts | {"causal": role.causal and asdict(role.causal), "weights": " ".join(weights)}
+
+
+def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespace) -> dict[str, SampledNetwork]:
+    """Plan the networks that the words name, by their names in tables."""
+    shapes, networks = config.data.sample_shapes()[0], {}
+    if isinstance(config.method, FewStepSettings) and not any(re.fullmatch(r"teacher(@\d+)?", word) for word in words):
+        words = [*words, *["teacher"] * (config.teacher.checkpoint is not None)]
+    for word in words:
+        path, _, count = word.rpartition("@") if re.search(r"@\d+$", word) else (word, "", "")
+        role, own = "student", config
+        if path == "teacher":
+            role, folder = "teacher", Path(teacher_of(config))
+        else:
+            folder = user_path(path, "WHAT")
+            if (folder / "config.yaml").is_file():
+                own, folder = settings_of_run(folder, arguments.device), exported_student(folder)
+                if (sizes := own.data.sample_shapes()[0]) != shapes:
+                    raise UserError(
+                        f"{word} makes clips with latents {sizes}, and the first run {shapes}; leave it out"
+                    )
+            own = sampled_as(own, folder)
+        steps = checked_steps(own, role, int(count) if count else None, f"{path}@")
+        own = replace(own, data=config.data)
+        if own.teacher.checkpoint is not None:
+            resolve_hub_names(own, ["teacher"])
+        if arguments.precision:
+            own = replace(own, **{role: replace(getattr(own, role), precision=arguments.precision)})
+        name = f"{path}, {counted(steps, 'step')}"
+        if name in networks:
+            raise UserError(f"{word} is there twice; leave one out")
+        networks[name] = network_to_sample(own, role, folder, steps)
+    for what, of in (
+        ("family", {name: network.plan.roles[0].family.name for name, network in networks.items()}),
+        ("precision", {name: network.plan.roles[0].sharding.precision for name, network in networks.items()}),
+    ):
+        if len(set(of.values())) > 1:
+            hint = "give --precision" if what == "precision" else "evaluate them apart"
+            raise UserError(f"WHAT are of different {what}: {', '.join(f'{n} {x}' for n, x in of.items())}; {hint}")
+    return networks
+
+
+@paths_of_the_user()
+def plan_evaluation(arguments: argparse.Namespace) -> Plan:
+    """Check the command line without starting anything.
+
+    Raises:
+        UserError: what cannot be evaluated, or an ``--out`` that holds another evaluation.
+    """
+    settings = [word for word in arguments.what if "=" in word]
+    words = [word for word in arguments.what if "=" not in word]
+    other = _read(user_path(arguments.like, "--like")) if arguments.like else None
+    if (arguments.prompts is None) == (other is None):
+        raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
+    prompts = other["prompts"] if other else read_prompts(arguments.prompts, "--prompts")
+    seeds = other["protocol"]["seeds"] if other else arguments.seeds
+    check_number("--seeds", seeds, 1, _MOST_SEEDS)
+    runs = [Path(word.partition("@")[0]) for word in words]
+    run = next((path for path in runs if (path / "config.yaml").is_file()), None)
+    if bool(settings) == bool(run):
+        raise UserError("give the settings of one run: a run's folder among WHAT, or experiment=NAME key=value ...")
+    config = settings_of_run(run, arguments.device) if run else compose_config(settings)
+    if not run and arguments.device:
+        config.device = arguments.device
+    out = user_path(arguments.out, "--out").absolute()
+    _use_prompts(config, out / _PROMPTS)
+    if other:
+        arguments.precision = other["protocol"]["precision"]
+        known = {field.name for field in fields(config.data)}
+        sizes = {name: other["protocol"][name] for name in _SIZES if name in known}
+        config.data = replace(config.data, **sizes)
+    networks = _networks(words, config, arguments)
+    encoding = config.data.encoding()
+    protocol = {
+        "prompts": hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
+        "seeds": seeds,
+        **{name: getattr(encoding, name) for name in _SIZES},
+        "data": config.data.name,
+        "latents": {part: list(shape) for part, shape in config.data.sample_shapes()[0].items()},
+        "precision": next(iter(networks.values())).plan.roles[0].sharding.precision,
+        "decoder": encoding.fingerprint(),
+        "decoder precision": encoding.vae_precision,
+        "measures": VERSION,
+    }
+    plan = Plan(out=out, config=config, networks=networks, prompts=prompts, seeds=seeds, protocol=protocol, other=other)
+    earlier = refuse_foreign(
+        out,
+        "--out",
+        (RESULT, _PROMPTS, "latents", "measures", "clips", "evaluation.html", "evaluation.md"),
+        record=_BEGUN,
+        is_ours=lambda it: {"protocol", "participants"} <= it.keys(),
+        maker="an evaluation",
+    )
+    if earlier is not None:
+        changed = differing(earlier["protocol"], protocol)
+        changed += [f"participant {name}" for name in differing(earlier["participants"], _json(plan.participants()))]
+        if changed:
+            raise UserError(f"--out={out} holds an evaluation of another {', '.join(changed)}; give another --out")
+    return plan
+
+
+def _json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if {"protocol", "participants", "prompts", "values", "made"} <= content.keys():
+            return content
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"--like {path} cannot be read ({error}); give the {RESULT} of an evaluation") from error
+    raise UserError(f"--like {path} is not the {RESULT} of an evaluation; give one")
+
+
+def _use_prompts(config: Config, file: Path) -> None:
+    """Replace videos or an encoded set by the prompts: sampling needs no clip of the training."""
+    if isinstance(config.data, VideoFolderSettings | EncodedSettings):
+        values = asdict(config.data.encoding())
+        known = {field.name for field in fields(CaptionsSettings)}
+        kept = {name: value for name, value in values.items() if name in known}
+        config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions"})
+
+
+@contextmanager
+def _written(plan: Plan) -> Iterator[None]:
+    """Turn a failed write into a one-line error that says that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or plan.out} cannot be written ({error.strerror})"
+        raise UserError(f"{reason}; start the same command again when it can: finished clips are kept") from error
+
+
+def _latents_file(plan: Plan, name: str, prompt: int, seed: int) -> Path:
+    return plan.folder("latents", name) / f"{prompt:05d}-{seed}.safetensors"
+
+
+def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, device: torch.device) -> None:
+    """Sample the clips of a participant that are not there yet, and store their latents. A collective."""
+    network, folder = plan.networks[name], plan.folder("latents", name)
+    have = on_first_rank(lambda: {file.name for file in folder.glob("*.safetensors")})
+    count = len(plan.prompts)
+    finished = [
+        {i for i in range(count) if _latents_file(plan, name, i, seed).name in have} for seed in range(plan.seeds)
+    ]
+    missing = count * plan.seeds - sum(map(len, finished))
+    if not missing:
+        return
+    method = network.method(mesh=mesh, device=device, data=data)
+    batch = min(sampling_batch(method.roles.values(), mesh, device), -(-count // mesh.dp_size))
+    with progress(missing, f"sampling {name}", "clip") as advance:
+        for seed in range(plan.seeds):
+            times = [time.perf_counter()]
+            for positions, latents in sample_batches(
+                method,
+                network.role,
+                steps=network.steps,
+                captions=plan.prompts,
+                data=data,
+                mesh=mesh,
+                device=device,
+                seed=seed,
+                batch=batch,
+                chunk_done=lambda times=times: times.append(time.perf_counter()),
+                finished=finished[seed],
+            ):
+                seconds = {"seconds": (times[-1] - times[0]) / len(positions), "first": times[1] - times[0]}
+
+                def save(positions=positions, latents=latents, seed=seed, seconds=seconds) -> None:
+                    for i in range(rank(), len(positions), world_size()):
+                        parts = {part: x[i].contiguous() for part, x in latents.parts.items()}
+                        if not all(x.isfinite().all() for x in parts.values()):
+                            raise UserError(f"{name}: the latents of prompt {positions[i]} are not finite")
+                        with _written(plan), atomic_path(_latents_file(plan, name, positions[i], seed)) as file:
+                            save_file(parts, file, {key: str(value) for key, value in seconds.items()})
+
+                on_all_ranks(save)
+                advance(len(set(positions) - finished[seed]))
+                times[:] = [time.perf_counter()]
+
+
+def _latents(plan: Plan, name: str, prompt: int, seeds: Sequence[int]) -> tuple[Sample, list[dict[str, str]]]:
+    """Read the latents of a prompt's clips, and the times that they took."""
+    made, times = [], []
+    for seed in seeds:
+        path = _latents_file(plan, name, prompt, seed)
+        try:
+            with safe_open(path, framework="pt") as file:
+                made.append(Sample({part: file.get_tensor(part)[None] for part in plan.config.data.sample_shapes()[0]}))
+                times.append(file.metadata())
+        except Exception as error:
+            raise UserError(f"{path} cannot be read ({error}); remove it, and start the same command again") from error
+    return Sample.cat(made), times
+
+
+def _decoded(data: ClipDataset, latents: Sample) -> tuple[np.ndarray, list[Sound] | None]:
+    frames = data.decode(latents).numpy()
+    if AUDIO not in latents.parts:
+        return frames, None
+    waves, sample_rate = data.decode_sound(latents)
+    return frames, [Sound(wave, sample_rate) for wave in waves.numpy()]
+
+
+def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]:
+    """Decode, measure and write the clips of a prompt, or read its measures if they are there."""
+    record = plan.out / "measures" / f"{prompt:05d}.json"
+    if record.is_file():
+        return json.loads(record.read_text())
+    latents, clips, times = {}, {}, {}
+    for name in plan.networks:
+        latents[name], times[name] = _latents(plan, name, prompt, range(plan.seeds))
+        clips[name], sounds = _decoded(data, latents[name])
+        files = [plan.folder("clips", name) / f"{prompt:05d}-{seed}.mp4" for seed in range(plan.seeds)]
+        with _written(plan):
+            write_clips(files, clips[name], sounds, fps=data.fps)
+    found = finite({"values": prompt_measures(clips, latents, plan.teacher), "times": times})
+    with _written(plan):
+        write_text(record, json.dumps(found))
+    return found
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Sample, measure and write the files of the evaluation. All ranks must call this."""
+    plan = plan_evaluation(arguments)
+    if len(plan.prompts) < FEW_PROMPTS and rank() == 0:
+        log.warning("%d prompts are few: intervals are reliable from %d on", len(plan.prompts), FEW_PROMPTS)
+    device = open_device(plan.config)
+    first = next(iter(plan.networks.values()))
+    with open_mesh(plan.config, first.plan, device) as mesh, held_directory(plan.out, "--out"):
+        begun = {"protocol": plan.protocol, "participants": plan.participants()}
+
+        def begin() -> None:
+            with _written(plan):
+                write_text(plan.out / _PROMPTS, "".join(json.dumps({"caption": p}) + "\n" for p in plan.prompts))
+                write_text(plan.out / _BEGUN, json.dumps(begun, indent=1) + "\n")
+
+        on_first_rank(begin)
+        options = {"seed": plan.config.seed, "device": device, "run_dir": plan.out, "captions": plan.prompts}
+        data = plan.config.data.build(**options)
+        for name in plan.networks:
+            sample_missing(plan, name, data=data, mesh=mesh, device=device)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        with progress(len(plan.prompts), "measuring", "prompt") as advance:
+            found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i), advance)
+        on_first_rank(lambda: _write(plan, data, found, begun))
+        data.release()
+
+
+def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], begun: Mapping[str, Any]) -> None:
+    """Write ``evaluation.json``, ``evaluation.md`` and ``evaluation.html``, and print the table."""
+    values = {
+        name: {key: [prompt["values"][name][key] for prompt in found] for key in found[0]["values"][name]}
+        for name in plan.networks
+    }
+    times = {name: [clip for prompt in found for clip in prompt["times"][name]] for name in plan.networks}
+    result = {
+        "version": 1,
+        **begun,
+        "made": this_start(command_line(sys.argv[1:])),
+        "prompts": plan.prompts,
+        "results": summarize(values, plan.teacher),
+        "report": _report_measures(plan, data),
+        "seconds": {
+            name: {key: float(np.median([float(clip[key]) for clip in clips])) for key in ("seconds", "first")}
+            for name, clips in times.items()
+        },
+        "values": values,
+    }
+    compared = compare(_json(finite(result)), plan.other) if plan.other else None
+    lines = comparison_lines(compared, "--like") if compared else []
+    seconds = [
+        f"{name}: {x['seconds']:.3g} s a clip, first chunk after {x['first']:.3g} s (latents, median)"
+        for name, x in result["seconds"].items()
+    ]
+    table = "\n\n".join([markdown(result["results"]), "\n".join(seconds), *(["\n".join(lines)] if lines else [])])
+    rows = []
+    for name, network in plan.networks.items():
+        clips = [_decoded(data, _latents(plan, name, i, [0])[0]) for i in range(min(_SHOWN, len(plan.prompts)))]
+        sounds = None if clips[0][1] is None else [sound for _, (sound,) in clips]
+        frames = np.concatenate([frames for frames, _ in clips])
+        rows.append(ReportRow(name, network.role, network.steps, None, frames, 0, sounds))
+    shown = {"table": rows_of_table(result["results"]), "compared": lines, "few": FEW_PROMPTS}
+    page = evaluation_page(_json(finite(result)), rows=rows, fps=data.fps, **shown)
+    with _written(plan):
+        write_text(plan.out / RESULT, json.dumps(finite(result | {"compared": compared}), indent=1) + "\n")
+        write_text(plan.out / "evaluation.md", table + "\n")
+        write_text(plan.out / "evaluation.html", page)
+    print(f"{table}\n\nwritten to {plan.out / 'evaluation.html'}")
+
+
+def _report_measures(plan: Plan, data: ClipDataset) -> dict[str, Any] | None:
+    """Return the measures of the report, of all clips of a participant together, where there are renders."""
+    if not isinstance(data, MeasuredDataset):
+        return None
+    captions = [prompt for prompt in plan.prompts for _ in range(plan.seeds)]
+    measured = {}
+    for name in plan.networks:
+        clips = [_decoded(data, _latents(plan, name, i, range(plan.seeds))[0])[0] for i in range(len(plan.prompts))]
+        found = data.measure(np.concatenate(clips), captions)
+        measured[name] = {key: asdict(measure) for key, measure in found.items()}
+    return measured
+
+
+@recorded
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return exit code 0, or 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m distill.evaluate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("what", nargs="+", metavar="WHAT", help="run's folder, diffusers folder, adapter, or teacher; @N for N steps")
+    add("--prompts", metavar="FILE", help="text file with a prompt per line, or .csv or .jsonl with a column caption")
+    add("--seeds", type=int, default=5, help="clips of each prompt")
+    add("--out", required=True, help="folder to write: new, empty, or of the same evaluation, which then continues")
+    add("--like", metavar="FILE", help="evaluation.json whose prompts, seeds, sizes and precision to repeat")
+    add("--precision", choices=("fp32", "bf16"), help="of all networks; by default as in their runs")
+    add("--device", choices=("auto", "cpu", "cuda"), help="the first run's by default; auto for one on GPUs")
+    arguments = parser.parse_args(argv)
+    log_to_console()
+    return exit_code(lambda: evaluate(arguments))

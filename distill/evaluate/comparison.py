@@ -1,0 +1,147 @@
+"""Results of an evaluation: means over prompts with their intervals, paired differences, and tables of them.
+
+``values`` are those of ``evaluation.json``: by participant and measure, for each prompt a list with a number per seed,
+or with one number for all seeds together. A missing number is ``None`` or NaN, and its prompt is left out of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distill.evaluate.intervals import bootstrap_t
+from distill.evaluate.measures import MEASURES, SHARES
+
+FEW_PROMPTS = 32
+_FEW_EVENTS = 10
+
+Values = Mapping[str, Mapping[str, Sequence[Sequence[float | None]]]]
+Result = dict[str, Any]
+
+
+def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Result]]:
+    """Return the results by participant and measure.
+
+    A result has ``value``, ``low`` and ``high`` (of the 95 % interval) and ``standard_error`` of the mean over
+    ``prompts``; ``unsure`` for a share with fewer than 10 clips on one side; and ``difference`` from ``reference``,
+    paired by prompt, if both have the measure.
+    """
+    results: dict[str, dict[str, Result]] = {}
+    for name, measures in values.items():
+        results[name] = {}
+        for key in (key for key in MEASURES if key in measures):
+            numbers = _array(measures[key])
+            result = _interval(numbers.mean(axis=1))
+            if key in SHARES:
+                result["unsure"] = _is_unsure(numbers)
+            if reference not in (None, name) and key in values[reference]:
+                other = _array(values[reference][key])
+                result["difference"] = _interval(numbers.mean(axis=1) - other.mean(axis=1))
+                if key in SHARES:
+                    result["difference"]["unsure"] = result["unsure"] or _is_unsure(other)
+            results[name][key] = result
+    return results
+
+
+def _array(numbers: Sequence[Sequence[float | None]]) -> np.ndarray:
+    return np.array(numbers, dtype=float)  # None becomes NaN
+
+
+def _is_unsure(shares: np.ndarray) -> bool:
+    """Return whether fewer than 10 clips have the property, or lack it."""
+    return bool(min(shares.sum(), (1 - shares).sum()) < _FEW_EVENTS)
+
+
+def _interval(means: np.ndarray) -> Result:
+    """Return the interval of the mean of one number per prompt; one without bounds for fewer than 2 prompts."""
+    means = means[np.isfinite(means)]
+    if len(means) < 2:
+        value = float(means[0]) if len(means) else None
+        return {"value": value, "low": None, "high": None, "standard_error": None, "prompts": len(means)}
+    return {key: float(x) for key, x in bootstrap_t(means)._asdict().items()} | {"prompts": len(means)}
+
+
+def verdict(difference: Result) -> str:
+    """Return ``higher``, ``lower``, ``unsure`` or ``no difference shown`` for an interval of a difference."""
+    if difference["low"] is None or difference.get("unsure"):
+        return "unsure"
+    return "higher" if difference["low"] > 0 else "lower" if difference["high"] < 0 else "no difference shown"
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values differ."""
+    return [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
+
+
+def in_words(result: Result | None) -> str:
+    """Format a value with its interval."""
+    if result is None or result["value"] is None:
+        return ""
+    bounds = "" if result["low"] is None else f" [{result['low']:.4g}, {result['high']:.4g}]"
+    return f"{result['value']:.4g}{bounds}{' (unsure)' if result.get('unsure') else ''}"
+
+
+def rows_of_table(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]]:
+    """Return a row per measure: its name and meaning, and a cell per participant."""
+    rows = []
+    for key in (key for key in MEASURES if any(key in measures for measures in results.values())):
+        cells = []
+        for measures in results.values():
+            result = measures.get(key)
+            difference = result and result.get("difference")
+            against = f"{in_words(difference)}: {verdict(difference)}" if difference else ""
+            cells.append({"value": in_words(result), "difference": against})
+        rows.append({"measure": key, "meaning": MEASURES[key], "cells": cells})
+    return rows
+
+
+def markdown(results: Mapping[str, Mapping[str, Result]]) -> str:
+    """Return the table as Markdown. The difference from the teacher stands in parentheses."""
+    lines = [f"| measure | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
+    for row in rows_of_table(results):
+        cells = [cell["value"] + f" ({cell['difference']})" * bool(cell["difference"]) for cell in row["cells"]]
+        lines.append(f"| {row['measure']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare two contents of ``evaluation.json``.
+
+    Returns:
+        ``protocol``: the locked settings that differ; then there is no verdict. ``participants``: for each pair of one
+        of ``ours`` and one of ``theirs``, teachers with teachers, the facts that differ and the paired differences.
+    """
+    found: dict[str, Any] = {"protocol": differing(ours["protocol"], theirs["protocol"]), "participants": []}
+    if found["protocol"]:
+        return found
+    for name, facts in ours["participants"].items():
+        for other, other_facts in theirs["participants"].items():
+            if facts["role"] != other_facts["role"]:
+                continue
+            results = summarize({"there": theirs["values"][other], "here": ours["values"][name]}, "there")["here"]
+            pair = {
+                "here": name,
+                "there": other,
+                "facts": differing(facts, other_facts) + differing(_made(ours), _made(theirs)),
+                "differences": {key: x["difference"] for key, x in results.items() if "difference" in x},
+            }
+            found["participants"].append(pair)
+    return found
+
+
+def _made(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: evaluation["made"].get(key) for key in ("versions", "commit", "device")}
+
+
+def comparison_lines(found: Mapping[str, Any], where: str) -> list[str]:
+    """Describe :func:`compare` in lines."""
+    if found["protocol"]:
+        return [f"no verdict against {where}: another {', '.join(found['protocol'])}"]
+    lines = []
+    for pair in found["participants"]:
+        differ = f" (differ in {', '.join(pair['facts'])})" if pair["facts"] else ""
+        lines.append(f"{pair['here']}, against {pair['there']} of {where}{differ}:")
+        lines += [f"  {key}: {in_words(x)}: {verdict(x)}" for key, x in pair["differences"].items()]
+    return lines

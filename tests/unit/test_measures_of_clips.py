@@ -1,0 +1,129 @@
+"""Measures of an evaluation: each finds the damage that it is meant for; prompts are compared in pairs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from distill.evaluate.comparison import compare, summarize, verdict
+from distill.evaluate.measures import clip_measures, prompt_measures
+from models.sample import Sample
+
+PROMPTS, SEEDS = 32, 4
+
+
+def noisy(clips):
+    noise = np.random.default_rng(0).normal(0, 8, clips.shape)
+    return (clips + noise).round().clip(0, 255).astype(np.uint8)
+
+
+def frozen(clips):
+    return clips[:, :1].repeat(clips.shape[1], axis=1)
+
+
+def saturated(clips):
+    grey = clips.mean(axis=-1, keepdims=True)
+    return (grey + 1.3 * (clips - grey)).round().clip(0, 255).astype(np.uint8)
+
+
+def one_mode(clips):
+    return clips[:1].repeat(len(clips), axis=0)
+
+
+@pytest.fixture(scope="module")
+def teacher_clips():
+    """The shipped teacher's clips, (seeds, T, H, W, 3) of each prompt."""
+    with safe_open("assets/quickstart_teacher/clips_50steps.safetensors", framework="np") as stored:
+        clips, captions = stored.get_tensor("clips"), json.loads(stored.metadata()["captions"])
+    groups = {}
+    for caption, clip in zip(captions, clips, strict=True):
+        groups.setdefault(caption, []).append(clip)
+    return [np.stack(group[:SEEDS]) for group in groups.values()][:PROMPTS]
+
+
+def evaluated(prompts, change):
+    """Return the values of the teacher's clips and of the changed ones."""
+    values = {"teacher": {}, "student": {}}
+    for clips in prompts:
+        both = {"teacher": clips, "student": change(clips)}
+        latents = {name: Sample({"video": torch.from_numpy(x).float()}) for name, x in both.items()}
+        for name, measures in prompt_measures(both, latents, "teacher").items():
+            for key, numbers in measures.items():
+                values[name].setdefault(key, []).append(numbers)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "meant"),
+    [(noisy, {"sharpness", "flicker"}), (frozen, {"static"}), (saturated, {"saturation"}), (one_mode, {"diversity"})],
+)
+def test_the_measure_that_is_meant_for_a_damage_finds_it(teacher_clips, change, meant):
+    results = summarize(evaluated(teacher_clips, change), "teacher")
+    whole, worse = results["teacher"], results["student"]
+    shifts = {key: abs(worse[key]["value"] - x["value"]) / (x["standard_error"] or 1e-9) for key, x in whole.items()}
+    found = meant & set(sorted(shifts, key=shifts.get)[-2:])
+    assert found, shifts
+    assert any(not whole[key]["low"] <= worse[key]["value"] <= whole[key]["high"] for key in found)
+
+
+def test_measures_of_simple_clips():
+    black = np.zeros((4, 8, 8, 3), np.uint8)
+    assert clip_measures(black) == dict.fromkeys(clip_measures(black), 0.0) | {"static": 1.0}
+    blinking = black.copy()
+    blinking[1::2] = 255
+    assert clip_measures(blinking)["motion"] == clip_measures(blinking)["flicker"] == 1.0
+    fading = np.arange(4, dtype=np.uint8)[:, None, None, None] * 51 + black
+    assert clip_measures(fading)["motion"] == pytest.approx(0.2) and clip_measures(fading)["flicker"] < 1e-6
+    red = black.copy()
+    red[..., 0] = 255
+    assert clip_measures(red)["saturation"] == 1.0 and clip_measures(red)["contrast"] < 1e-6
+    halves = black.copy()
+    halves[:, :, 4:] = 255
+    assert clip_measures(halves)["contrast"] == pytest.approx(0.5)
+    assert clip_measures(halves)["sharpness"] == pytest.approx(2 / 6), "2 of 6 inner columns"
+
+
+def test_distances_and_diversity():
+    x = {"teacher": np.stack([np.full((3, 4, 4, 3), value, np.uint8) for value in (0, 51)])}
+    x["student"] = x["teacher"] + 51
+    latents = {"teacher": Sample({"video": torch.ones(2, 3)}), "student": Sample({"video": 1.5 * torch.ones(2, 3)})}
+    found = prompt_measures(x, latents, "teacher")
+    assert found["student"]["distance/pixels"] == pytest.approx([0.2, 0.2])
+    assert found["student"]["distance/latents"] == pytest.approx([0.5, 0.5])
+    assert found["student"]["diversity"] == pytest.approx([0.2]) and found["student"]["diversity/teacher"] == [1.0]
+    assert "distance/pixels" not in found["teacher"]
+    alone = prompt_measures({name: clips[:1] for name, clips in x.items()}, latents, None)
+    assert "diversity" not in alone["student"] and "distance/pixels" not in alone["student"]
+
+
+def test_paired_differences_see_what_the_means_do_not():
+    rng = np.random.default_rng(0)
+    of_prompt = rng.lognormal(size=(40, 1))
+    teacher = of_prompt + 0.01 * rng.standard_normal((40, 5))
+    values = {"teacher": {"motion": teacher.tolist()}, "student": {"motion": (teacher + 0.02).tolist()}}
+    values["student"]["motion"][7] = [None] * 5
+    result = summarize(values, "teacher")["student"]["motion"]
+    assert result["low"] < np.mean(teacher) < result["high"] and result["prompts"] == 39
+    assert verdict(result["difference"]) == "higher" and result["difference"]["value"] == pytest.approx(0.02)
+
+
+def test_a_share_of_few_clips_is_unsure():
+    def share(count):
+        clips = np.zeros(200)
+        clips[:count] = 1
+        return summarize({"student": {"static": clips.reshape(40, 5).tolist()}}, None)["student"]["static"]
+
+    assert share(9)["unsure"] and share(191)["unsure"] and not share(10)["unsure"]
+
+
+def test_evaluations_of_different_protocols_get_no_verdict():
+    values = {"a": {"motion": [[0.1], [0.2], [0.3]]}}
+    one = {"protocol": {"seeds": 1, "decoder": "x"}, "values": values, "made": {"commit": "1"}}
+    one |= {"participants": {"a": {"role": "student", "steps": 4}}}
+    other = one | {"protocol": {"seeds": 1, "decoder": "y"}}
+    assert compare(one, other) == {"protocol": ["decoder"], "participants": []}
+    other = one | {"participants": {"a": {"role": "student", "steps": 2}}, "made": {"commit": "2"}}
+    (pair,) = compare(one, other)["participants"]
+    assert pair["facts"] == ["steps", "commit"] and pair["differences"]["motion"]["value"] == 0
