@@ -59,6 +59,7 @@ from distill.evaluate.networks import (
     teacher_of,
 )
 from distill.evaluate.sampling import sample_batches, sampling_batch
+from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_suite, run_suite, seeds_of
 from distill.methods.common.few_step import FewStepSettings
 from distill.report.media import Sound, write_clips
 from distill.report.page import evaluation_page
@@ -96,12 +97,29 @@ class Plan:
     config: Config
     """Settings of the data that all participants share."""
     networks: dict[str, SampledNetwork]
-    prompts: list[str]
-    seeds: int
+    counts: dict[str, int]
+    """Number of seeds of each prompt."""
+    suite: list[dict[str, Any]] | None
+    """Entries of VBench, if its suite is evaluated."""
+    dimensions: list[str]
+    """Dimensions of VBench to compute."""
     protocol: dict[str, Any]
     """Settings that two evaluations must share to be compared."""
     other: dict[str, Any] | None
     """Content of the evaluation that ``--like`` names."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """Return the prompts in their order."""
+        return list(self.counts)
+
+    def clips_of(self, name: str) -> dict[tuple[str, int], Path]:
+        """Return the videos of a participant by prompt and seed."""
+        return {
+            (prompt, seed): self.folder("clips", name) / f"{i:05d}-{seed}.mp4"
+            for i, (prompt, count) in enumerate(self.counts.items())
+            for seed in range(count)
+        }
 
     @property
     def teacher(self) -> str | None:
@@ -183,9 +201,20 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     other = _read(user_path(arguments.like, "--like")) if arguments.like else None
     if (arguments.prompts is None) == (other is None):
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
-    prompts = other["prompts"] if other else read_prompts(arguments.prompts, "--prompts")
-    seeds = other["protocol"]["seeds"] if other else arguments.seeds
-    check_number("--seeds", seeds, 1, _MOST_SEEDS)
+    suite, dimensions = other.get("suite") if other else None, []
+    if arguments.suite and other is None:
+        suite = read_suite(user_path(arguments.prompts, "--prompts"))
+    if suite is not None:
+        counts = seeds_of(suite)
+        have = {dimension for entry in suite for dimension in entry["dimension"]}
+        dimensions = [name for name in DIMENSIONS if name in have & set(arguments.dimensions or DIMENSIONS)]
+        if arguments.vbench_python:
+            dimensions = check_package(user_path(arguments.vbench_python, "--vbench-python"), dimensions)
+    elif other is not None:
+        counts = dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
+    else:
+        check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
+        counts = dict.fromkeys(read_prompts(arguments.prompts, "--prompts"), arguments.seeds)
     runs = [Path(word.partition("@")[0]) for word in words]
     run = next((path for path in runs if (path / "config.yaml").is_file()), None)
     if bool(settings) == bool(run):
@@ -203,8 +232,9 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     networks = _networks(words, config, arguments)
     encoding = config.data.encoding()
     protocol = {
-        "prompts": hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
-        "seeds": seeds,
+        "prompts": hashlib.sha256("\n".join(counts).encode()).hexdigest(),
+        "seeds": SEEDS if suite else next(iter(counts.values())),
+        "suite": suite and "vbench",
         **{name: getattr(encoding, name) for name in _SIZES},
         "data": config.data.name,
         "latents": {part: list(shape) for part, shape in config.data.sample_shapes()[0].items()},
@@ -213,11 +243,20 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         "decoder precision": encoding.vae_precision,
         "measures": VERSION,
     }
-    plan = Plan(out=out, config=config, networks=networks, prompts=prompts, seeds=seeds, protocol=protocol, other=other)
+    plan = Plan(
+        out=out,
+        config=config,
+        networks=networks,
+        counts=counts,
+        suite=suite,
+        dimensions=dimensions,
+        protocol=protocol,
+        other=other,
+    )
     earlier = refuse_foreign(
         out,
         "--out",
-        (RESULT, _PROMPTS, "latents", "measures", "clips", "evaluation.html", "evaluation.md"),
+        (RESULT, _PROMPTS, "latents", "measures", "clips", "vbench", "evaluation.html", "evaluation.md"),
         record=_BEGUN,
         is_ours=lambda it: {"protocol", "participants"} <= it.keys(),
         maker="an evaluation",
@@ -271,17 +310,19 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
     """Sample the clips of a participant that are not there yet, and store their latents. A collective."""
     network, folder = plan.networks[name], plan.folder("latents", name)
     have = on_first_rank(lambda: {file.name for file in folder.glob("*.safetensors")})
-    count = len(plan.prompts)
+    count, counts = len(plan.prompts), list(plan.counts.values())
+    # A prompt of fewer seeds counts as finished in the others.
     finished = [
-        {i for i in range(count) if _latents_file(plan, name, i, seed).name in have} for seed in range(plan.seeds)
+        {i for i in range(count) if seed >= counts[i] or _latents_file(plan, name, i, seed).name in have}
+        for seed in range(max(counts))
     ]
-    missing = count * plan.seeds - sum(map(len, finished))
+    missing = count * len(finished) - sum(map(len, finished))
     if not missing:
         return
     method = network.method(mesh=mesh, device=device, data=data)
     batch = min(sampling_batch(method.roles.values(), mesh, device), -(-count // mesh.dp_size))
     with progress(missing, f"sampling {name}", "clip") as advance:
-        for seed in range(plan.seeds):
+        for seed in range(len(finished)):
             times = [time.perf_counter()]
             for positions, latents in sample_batches(
                 method,
@@ -300,6 +341,8 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
 
                 def save(positions=positions, latents=latents, seed=seed, seconds=seconds) -> None:
                     for i in range(rank(), len(positions), world_size()):
+                        if seed >= counts[positions[i]]:
+                            continue
                         parts = {part: x[i].contiguous() for part, x in latents.parts.items()}
                         if not all(x.isfinite().all() for x in parts.values()):
                             raise UserError(f"{name}: the latents of prompt {positions[i]} are not finite")
@@ -338,11 +381,11 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]
     record = plan.out / "measures" / f"{prompt:05d}.json"
     if record.is_file():
         return json.loads(record.read_text())
-    latents, clips, times = {}, {}, {}
+    latents, clips, times, text = {}, {}, {}, plan.prompts[prompt]
     for name in plan.networks:
-        latents[name], times[name] = _latents(plan, name, prompt, range(plan.seeds))
+        latents[name], times[name] = _latents(plan, name, prompt, range(plan.counts[text]))
         clips[name], sounds = _decoded(data, latents[name])
-        files = [plan.folder("clips", name) / f"{prompt:05d}-{seed}.mp4" for seed in range(plan.seeds)]
+        files = [file for (of, _), file in plan.clips_of(name).items() if of == text]
         with _written(plan):
             write_clips(files, clips[name], sounds, fps=data.fps)
     found = finite({"values": prompt_measures(clips, latents, plan.teacher), "times": times})
@@ -356,6 +399,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     plan = plan_evaluation(arguments)
     if len(plan.prompts) < FEW_PROMPTS and rank() == 0:
         log.warning("%d prompts are few: intervals are reliable from %d on", len(plan.prompts), FEW_PROMPTS)
+    if rank() == 0:
+        many = counted(sum(plan.counts.values()), "clip")
+        log.info("%s of each of %d networks; the time left is shown meanwhile", many, len(plan.networks))
     device = open_device(plan.config)
     first = next(iter(plan.networks.values()))
     with open_mesh(plan.config, first.plan, device) as mesh, held_directory(plan.out, "--out"):
@@ -378,6 +424,16 @@ def evaluate(arguments: argparse.Namespace) -> None:
             found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i), advance)
         on_first_rank(lambda: _write(plan, data, found, begun))
         data.release()
+    if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait
+        with _written(plan):
+            run_suite(
+                plan.out,
+                {name: (plan.folder("clips", name).name, plan.clips_of(name)) for name in plan.networks},
+                entries=plan.suite,
+                python=arguments.vbench_python and Path(arguments.vbench_python),
+                dimensions=plan.dimensions,
+                device=device.type,
+            )
 
 
 def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], begun: Mapping[str, Any]) -> None:
@@ -392,6 +448,7 @@ def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], be
         **begun,
         "made": this_start(command_line(sys.argv[1:])),
         "prompts": plan.prompts,
+        "suite": plan.suite,
         "results": summarize(values, plan.teacher),
         "report": _report_measures(plan, data),
         "seconds": {
@@ -426,10 +483,11 @@ def _report_measures(plan: Plan, data: ClipDataset) -> dict[str, Any] | None:
     """Return the measures of the report, of all clips of a participant together, where there are renders."""
     if not isinstance(data, MeasuredDataset):
         return None
-    captions = [prompt for prompt in plan.prompts for _ in range(plan.seeds)]
+    captions = [prompt for prompt, count in plan.counts.items() for _ in range(count)]
     measured = {}
     for name in plan.networks:
-        clips = [_decoded(data, _latents(plan, name, i, range(plan.seeds))[0])[0] for i in range(len(plan.prompts))]
+        latents = [_latents(plan, name, i, range(count))[0] for i, count in enumerate(plan.counts.values())]
+        clips = [_decoded(data, x)[0] for x in latents]
         found = data.measure(np.concatenate(clips), captions)
         measured[name] = {key: asdict(measure) for key, measure in found.items()}
     return measured
@@ -442,7 +500,10 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("what", nargs="+", metavar="WHAT", help="run's folder, diffusers folder, adapter, or teacher; @N for N steps")
     add("--prompts", metavar="FILE", help="text file with a prompt per line, or .csv or .jsonl with a column caption")
-    add("--seeds", type=int, default=5, help="clips of each prompt")
+    add("--seeds", type=int, default=SEEDS, help="clips of each prompt")
+    add("--suite", choices=("vbench",), help="whose prompts these are: FILE is the package's VBench_full_info.json")
+    add("--vbench-python", metavar="PATH", help="Python of an environment that has vbench, to compute its dimensions")
+    add("--dimensions", nargs="+", choices=DIMENSIONS, metavar="NAME", help="of VBench; all by default")
     add("--out", required=True, help="folder to write: new, empty, or of the same evaluation, which then continues")
     add("--like", metavar="FILE", help="evaluation.json whose prompts, seeds, sizes and precision to repeat")
     add("--precision", choices=("fp32", "bf16"), help="of all networks; by default as in their runs")

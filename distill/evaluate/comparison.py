@@ -32,26 +32,27 @@ def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Resu
     for name, measures in values.items():
         results[name] = {}
         for key in (key for key in MEASURES if key in measures):
-            numbers = _array(measures[key])
-            result = _interval(numbers.mean(axis=1))
+            result = _interval(_means(measures[key]))
             if key in SHARES:
-                result["unsure"] = _is_unsure(numbers)
+                result["unsure"] = _is_unsure(measures[key])
             if reference not in (None, name) and key in values[reference]:
-                other = _array(values[reference][key])
-                result["difference"] = _interval(numbers.mean(axis=1) - other.mean(axis=1))
+                other = values[reference][key]
+                result["difference"] = _interval(_means(measures[key]) - _means(other))
                 if key in SHARES:
                     result["difference"]["unsure"] = result["unsure"] or _is_unsure(other)
             results[name][key] = result
     return results
 
 
-def _array(numbers: Sequence[Sequence[float | None]]) -> np.ndarray:
-    return np.array(numbers, dtype=float)  # None becomes NaN
+def _means(numbers: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """Return the mean of each prompt; NaN where a number is missing."""
+    return np.array([np.array(of_prompt, dtype=float).mean() for of_prompt in numbers])
 
 
-def _is_unsure(shares: np.ndarray) -> bool:
+def _is_unsure(shares: Sequence[Sequence[float | None]]) -> bool:
     """Return whether fewer than 10 clips have the property, or lack it."""
-    return bool(min(shares.sum(), (1 - shares).sum()) < _FEW_EVENTS)
+    clips = [float(clip or 0) for of_prompt in shares for clip in of_prompt]
+    return min(sum(clips), len(clips) - sum(clips)) < _FEW_EVENTS
 
 
 def _interval(means: np.ndarray) -> Result:
