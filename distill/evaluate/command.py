@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from distill.config import Config, compose_config
@@ -150,29 +150,39 @@ def _facts(network: SampledNetwork) -> dict[str, Any]:
     return facts | {"causal": role.causal and asdict(role.causal), "weights": " ".join(weights)}
 
 
+def _path_and_steps(word: str) -> tuple[str, int | None]:
+    """Split ``PATH@STEPS``."""
+    path, _, count = word.rpartition("@")
+    return (path, int(count)) if count.isdecimal() and path else (word, None)
+
+
+def _resolved(config: Config) -> Config:
+    """Replace the hub names of teacher and encoders, in place, and return ``config``."""
+    resolve_hub_names(config, ["teacher"] if config.teacher.checkpoint else [])
+    return config
+
+
 def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespace) -> dict[str, SampledNetwork]:
     """Plan the networks that the words name, by their names in tables."""
     shapes, networks = config.data.sample_shapes()[0], {}
-    if isinstance(config.method, FewStepSettings) and not any(re.fullmatch(r"teacher(@\d+)?", word) for word in words):
+    if isinstance(config.method, FewStepSettings) and "teacher" not in {_path_and_steps(word)[0] for word in words}:
         words = [*words, *["teacher"] * (config.teacher.checkpoint is not None)]
     for word in words:
-        path, _, count = word.rpartition("@") if re.search(r"@\d+$", word) else (word, "", "")
+        path, count = _path_and_steps(word)
         role, own = "student", config
         if path == "teacher":
             role, folder = "teacher", Path(teacher_of(config))
         else:
             folder = user_path(path, "WHAT")
             if (folder / "config.yaml").is_file():
-                own, folder = settings_of_run(folder, arguments.device), exported_student(folder)
+                own, folder = _resolved(settings_of_run(folder, arguments.device)), exported_student(folder)
                 if (sizes := own.data.sample_shapes()[0]) != shapes:
                     raise UserError(
                         f"{word} makes clips with latents {sizes}, and the first run {shapes}; leave it out"
                     )
             own = sampled_as(own, folder)
-        steps = checked_steps(own, role, int(count) if count else None, f"{path}@")
+        steps = checked_steps(own, role, count, f"{path}@")
         own = replace(own, data=config.data)
-        if own.teacher.checkpoint is not None:
-            resolve_hub_names(own, ["teacher"])
         if arguments.precision:
             own = replace(own, **{role: replace(getattr(own, role), precision=arguments.precision)})
         name = f"{path}, {counted(steps, 'step')}"
@@ -196,8 +206,9 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     Raises:
         UserError: what cannot be evaluated, or an ``--out`` that holds another evaluation.
     """
-    settings = [word for word in arguments.what if "=" in word]
-    words = [word for word in arguments.what if "=" not in word]
+    # The folder of a run of a sweep may have "=" in its name.
+    settings = [word for word in arguments.what if "=" in word and not Path(_path_and_steps(word)[0]).exists()]
+    words = [word for word in arguments.what if word not in settings]
     other = _read(user_path(arguments.like, "--like")) if arguments.like else None
     if (arguments.prompts is None) == (other is None):
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
@@ -215,11 +226,11 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     else:
         check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
         counts = dict.fromkeys(read_prompts(arguments.prompts, "--prompts"), arguments.seeds)
-    runs = [Path(word.partition("@")[0]) for word in words]
-    run = next((path for path in runs if (path / "config.yaml").is_file()), None)
+    folders = [Path(_path_and_steps(word)[0]) for word in words]
+    run = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     if bool(settings) == bool(run):
         raise UserError("give the settings of one run: a run's folder among WHAT, or experiment=NAME key=value ...")
-    config = settings_of_run(run, arguments.device) if run else compose_config(settings)
+    config = _resolved(settings_of_run(run, arguments.device) if run else compose_config(settings))
     if not run and arguments.device:
         config.device = arguments.device
     out = user_path(arguments.out, "--out").absolute()
@@ -363,7 +374,7 @@ def _latents(plan: Plan, name: str, prompt: int, seeds: Sequence[int]) -> tuple[
             with safe_open(path, framework="pt") as file:
                 made.append(Sample({part: file.get_tensor(part)[None] for part in plan.config.data.sample_shapes()[0]}))
                 times.append(file.metadata())
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({error}); remove it, and start the same command again") from error
     return Sample.cat(made), times
 
