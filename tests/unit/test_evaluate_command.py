@@ -8,7 +8,8 @@ import pytest
 
 from distill.evaluate.command import main
 from tests.e2e.launch import forked
-from tests.unit.test_sample_command import TEACHER, full_disk, listing, write_run
+from tests.unit.damage import snapshot
+from tests.unit.test_sample_command import TEACHER, full_disk, write_run
 
 PROMPTS = ["a red circle growing", "a blue square falling", "a green square blinking"]
 
@@ -93,7 +94,7 @@ def test_a_killed_evaluation_continues_to_the_same_numbers(home, caplog):
 
 @pytest.mark.slow
 def test_mistakes(home, tmp_path, capsys):
-    before = listing(home / "done")
+    before = snapshot(home / "done")
     run, prompts = home / "run", home / "prompts.txt"
     (tmp_path / "empty.txt").write_text("\n")
     write_run(tmp_path / "larger", TEACHER, "data.height=32")
@@ -116,7 +117,7 @@ def test_mistakes(home, tmp_path, capsys):
     refused(capsys, "clips", [run, "--prompts", prompts, "--out", tmp_path / "mine"])
     with full_disk(4000):
         refused(capsys, "cannot be written", words(home, "full"))
-    assert listing(home / "done") == before
+    assert snapshot(home / "done") == before
     assert main(words(home, "full")) == 0 and result(home, "full")["values"] == result(home, "done")["values"]
 
 
