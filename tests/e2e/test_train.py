@@ -160,8 +160,8 @@ def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
 
 
 COMMANDS = (
-    "train", "distill.encode", "distill.evaluate", "distill.sample", "distill.sweep", "distill.teacher_clips", "models.export",
-    "models.lora", "models.verify",
+    "train", "distill.encode", "distill.evaluate", "distill.sample", "distill.sweep", "distill.teacher_clips",
+    "models.export", "models.lora", "models.verify",
     "tests.tiny_pipeline", "tests.tiny_ltx_pipeline", "tests.tiny_hunyuan_pipeline", "benchmarks.gpu",
 )  # fmt: skip
 
