@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from distill.config import Config, compose_config
 from distill.config.trained_method import sampling_in_words
@@ -350,7 +350,7 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
             ):
                 seconds = {"seconds": (times[-1] - times[0]) / len(positions), "first": times[1] - times[0]}
 
-                def save(positions=positions, latents=latents, seed=seed, seconds=seconds) -> None:
+                def store(positions=positions, latents=latents, seed=seed, seconds=seconds) -> None:
                     for i in range(rank(), len(positions), world_size()):
                         if seed >= counts[positions[i]]:
                             continue
@@ -358,9 +358,10 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
                         if not all(x.isfinite().all() for x in parts.values()):
                             raise UserError(f"{name}: the latents of prompt {positions[i]} are not finite")
                         with _written(plan), atomic_path(_latents_file(plan, name, positions[i], seed)) as file:
-                            save_file(parts, file, {key: str(value) for key, value in seconds.items()})
+                            # As bytes: save_file hides a full disk in a SafetensorError.
+                            file.write_bytes(save(parts, {key: str(value) for key, value in seconds.items()}))
 
-                on_all_ranks(save)
+                on_all_ranks(store)
                 advance(len(set(positions) - finished[seed]))
                 times[:] = [time.perf_counter()]
 

@@ -118,7 +118,6 @@ def test_mistakes(home, tmp_path, capsys):
     with full_disk(4000):
         refused(capsys, "cannot be written", words(home, "full"))
     assert snapshot(home / "done") == before
-    assert main(words(home, "full")) == 0 and result(home, "full")["values"] == result(home, "done")["values"]
 
 
 @pytest.mark.slow
