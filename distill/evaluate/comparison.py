@@ -15,6 +15,7 @@ from distill.evaluate.intervals import bootstrap_t
 from distill.evaluate.measures import MEASURES, SHARES
 
 FEW_PROMPTS = 32
+_LEAST_PROMPTS = 8
 _FEW_EVENTS = 10
 
 Values = Mapping[str, Mapping[str, Sequence[Sequence[float | None]]]]
@@ -32,12 +33,12 @@ def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Resu
     for name, measures in values.items():
         results[name] = {}
         for key in (key for key in MEASURES if key in measures):
-            result = _interval(_means(measures[key]))
+            result = mean_over_prompts(_means(measures[key]))
             if key in SHARES:
                 result["unsure"] = _is_unsure(measures[key])
             if reference not in (None, name) and key in values[reference]:
                 other = values[reference][key]
-                result["difference"] = _interval(_means(measures[key]) - _means(other))
+                result["difference"] = mean_over_prompts(_means(measures[key]) - _means(other))
                 if key in SHARES:
                     result["difference"]["unsure"] = result["unsure"] or _is_unsure(other)
             results[name][key] = result
@@ -55,11 +56,14 @@ def _is_unsure(shares: Sequence[Sequence[float | None]]) -> bool:
     return min(sum(clips), len(clips) - sum(clips)) < _FEW_EVENTS
 
 
-def _interval(means: np.ndarray) -> Result:
-    """Return the interval of the mean of one number per prompt; one without bounds for fewer than 2 prompts."""
+def mean_over_prompts(means: np.ndarray) -> Result:
+    """Return the mean of one number per prompt with its interval; without bounds for fewer than 8 prompts.
+
+    Draws of a few prompts have so few different means that the bounds would lie far too close.
+    """
     means = means[np.isfinite(means)]
-    if len(means) < 2:
-        value = float(means[0]) if len(means) else None
+    if len(means) < _LEAST_PROMPTS:
+        value = float(means.mean()) if len(means) else None
         return {"value": value, "low": None, "high": None, "standard_error": None, "prompts": len(means)}
     return {key: float(x) for key, x in bootstrap_t(means)._asdict().items()} | {"prompts": len(means)}
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill.evaluate.comparison import in_words
-from distill.evaluate.intervals import bootstrap_t
+from distill.evaluate.comparison import in_words, mean_over_prompts
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.launch import outside_of_torchrun
@@ -138,7 +137,8 @@ def link_clips(clips: Mapping[tuple[str, int], Path], folder: Path, *, flickerin
 
 def command(python: str | Path, request: Mapping[str, Any]) -> list[str]:
     """Return the words of the command that computes a dimension."""
-    return [str(python), str(Path(__file__).with_name("vbench_process.py")), json.dumps(request)]
+    # -P: `import vbench` must not find this file, which is next to the script.
+    return [str(python), "-P", str(Path(__file__).with_name("vbench_process.py")), json.dumps(request)]
 
 
 def score(
@@ -169,9 +169,7 @@ def score(
     means = np.array([np.mean(numbers) for numbers in groups.values()])
     if dimension == "imaging_quality":  # the package divides the mean alone
         means = means / 100
-    bounds = bootstrap_t(means) if len(means) > 1 else None
-    low, high = (None, None) if bounds is None else (float(bounds.low), float(bounds.high))
-    return {"value": float(value), "low": low, "high": high, "prompts": len(means), "note": note}
+    return mean_over_prompts(means) | {"value": float(value), "note": note}
 
 
 def _filtered(videos: Path, python: Path | None, device: str) -> tuple[Path, str]:
