@@ -238,18 +238,8 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     return ContextGroups(*fields)
 
 
-def build_mesh(
-    *,
-    dp_replicate: int = 1,
-    dp_shard: int = -1,
-    cp: int = 1,
-    ulysses: int | Literal["auto"] = "auto",
-    ring: int | Literal["auto"] = "auto",
-    heads: int | None = None,
-    sharded: bool = True,
-    device_type: str = "cpu",
-) -> Mesh:
-    """Build the mesh over the initialized process group, with its timeout. Arguments are those of :func:`resolve_mesh`.
+def build_mesh(*, device_type: str = "cpu", **sizes: Any) -> Mesh:
+    """Build the mesh over the initialized process group, with its timeout. ``sizes`` are those of :func:`resolve_mesh`.
 
     Raises:
         UserError: sizes that do not fit the world or the heads; no process group; no GPU for ``cuda``.
@@ -258,16 +248,7 @@ def build_mesh(
         raise UserError(
             "build_mesh needs a process group; use `with fsdp_cp.launch.process_group(device)` and torchrun"
         )
-    shape = resolve_mesh(
-        world_size=dist.get_world_size(),
-        dp_replicate=dp_replicate,
-        dp_shard=dp_shard,
-        cp=cp,
-        ulysses=ulysses,
-        ring=ring,
-        heads=heads,
-        sharded=sharded,
-    )
+    shape = resolve_mesh(world_size=dist.get_world_size(), **sizes)
     return mesh_of_shape(shape, device_type=device_type)
 
 

@@ -20,7 +20,7 @@ from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
 from distill.run.parameter_groups import parameter_groups
-from fsdp_cp.attention.kernels.choose import check_backend, check_kernel
+from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input
 from fsdp_cp.launch import choose_device, rank, world_size
@@ -289,6 +289,6 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
         for role in roles if device is not None else ():
             size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
             masked = role.family.masked_attention
-            check_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=masked)
+            choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=masked)
     except ValueError as error:
         raise UserError(f"attention.{error}") from error

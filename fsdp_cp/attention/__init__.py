@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.kernels.choose import check_kernel, choose_dual
+from fsdp_cp.attention.kernels.choose import choose_dual, choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
@@ -291,7 +291,7 @@ def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any 
         raise UserError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
     if not torch.compiler.is_compiling():
         masked = key_mask is not None
-        check_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
+        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
 
 
 def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: Any, groups: ContextGroups) -> None:

@@ -253,12 +253,7 @@ class Family(ABC):
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shape of each required tensor of one sample's condition, by name.
 
-        :meth:`optional_shapes` returns the optional ones.
-
-        Args:
-            config: configuration of the network.
-            latent_shape: ``(C, T, H, W)`` of a sample's video.
-            text_tokens: L, if the network does not fix it.
+        :meth:`optional_shapes` returns the optional ones. ``text_tokens`` is L, if the network does not fix it.
         """
 
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
@@ -296,18 +291,15 @@ class Family(ABC):
         condition: Shapes,
         pairs: int | None = None,
         times: int | None = None,
+        /,
     ) -> Flops:
         """Return the floating-point operations of one forward of one sample: matrix products and attention only.
 
         A linear map's tangent costs its own operations once more; the tangent of a product of two factors with
         tangents, as in self-attention, costs twice its own.
 
-        Args:
-            config: configuration of the network.
-            shapes: shape of each part.
-            condition: shape of each tensor of the condition.
-            pairs: number of query-key pairs in a layer's self-attention, for a causal network; all by default.
-            times: number of embedded times, 1 or that of the tokens, for a causal network.
+        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``,
+        1 or that of the tokens.
         """
 
     def pipeline_times(self, steps: int) -> list[float] | None:

@@ -27,6 +27,8 @@ _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
 _MOST = 2**20
 """Maximum of all other integers."""
+TIME_FEATURES = 256
+"""Number of sines and cosines of a time, a constant in the embeddings of most of diffusers' networks."""
 
 
 class DiffusersFamily(Family):
@@ -145,6 +147,12 @@ class DiffusersFamily(Family):
 
     def layers(self, config: NetworkConfig) -> int:
         return config["num_layers"]
+
+    def time_features(self, config: NetworkConfig) -> int:
+        return TIME_FEATURES
+
+    def blocks(self, network: Any) -> list[nn.Module]:
+        return list(network.transformer_blocks)
 
 
 def parameters_of(cls: type[Any]) -> dict[str, inspect.Parameter]:

@@ -33,6 +33,7 @@ from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
+    TIME_FEATURES,
     DiffusersFamily,
     first_frame_shape,
     insert_first_frame,
@@ -42,8 +43,6 @@ from models.sample import VIDEO, PartShapes, Sample
 
 RotaryTables = tuple[Tensor, Tensor, int]
 
-TIME_FEATURES = 256
-"""Number of sines and cosines of a time, a constant in diffusers' ``HunyuanVideo15TimeEmbedding``."""
 GLYPH_TOKENS, GLYPH_HIDDEN = 256, 2048
 """Tokens of quoted text, as in ``HunyuanVideo15Pipeline``, and the inner width of their projection."""
 IMAGE_TOKENS = 729
@@ -111,10 +110,6 @@ class Hunyuan(DiffusersFamily):
         odd = {"patch_size": 2, "num_refiner_layers": 1, "mlp_ratio": 2.5, "rope_axes_dim": [2, 4, 6]}
         return {"t2v, i2v": sizes, "t2v, i2v of patches": sizes | odd}
 
-    def blocks(self, network: HunyuanVideo15Transformer3DModel) -> list[nn.Module]:
-        """Return the blocks, which return the texts' tokens ``(B, L, width)`` after the video's."""
-        return list(network.transformer_blocks)
-
     def time_embedder(self, network: HunyuanVideo15Transformer3DModel) -> nn.Module:
         """Return the time embedder. Under bf16 it computes in bf16 from fp32 sines, since HunyuanVideo's
         ``_keep_in_fp32_modules`` do not include it. The token refiner has a separate one."""
@@ -129,9 +124,6 @@ class Hunyuan(DiffusersFamily):
         last = len(network.transformer_blocks) - 1
         unread = (f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.ff_context.")
         return [name for name, _ in network.named_parameters() if name.startswith(unread)]
-
-    def time_features(self, config: NetworkConfig) -> int:
-        return TIME_FEATURES
 
     def latent_channels(self, config: NetworkConfig) -> int:
         return config["out_channels"]
@@ -155,14 +147,7 @@ class Hunyuan(DiffusersFamily):
             "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"]),
         }
 
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         tokens, dim = self.tokens(config, shapes), self.width(config)
         layers, refiners = config["num_layers"], config["num_refiner_layers"]
         caption, text_dim = condition["text"]

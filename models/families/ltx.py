@@ -23,6 +23,7 @@ from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
+    TIME_FEATURES,
     DiffusersFamily,
     first_frame_shape,
     hold_first_frame,
@@ -30,9 +31,6 @@ from models.families.diffusers_family import (
     token_times,
 )
 from models.sample import VIDEO, PartShapes, Sample
-
-TIME_FEATURES = 256
-"""Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 
 
 class LTXPlanning(FamilyPlanning):
@@ -91,16 +89,10 @@ class LTX(DiffusersFamily):
         odd = {"num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
         return {"t2v": sizes, "t2v of other norms": sizes | odd | other}
 
-    def blocks(self, network: LTXVideoTransformer3DModel) -> list[nn.Module]:
-        return list(network.transformer_blocks)
-
     def time_embedder(self, network: LTXVideoTransformer3DModel) -> nn.Module:
         """Return the time embedder. Under bf16 it computes in bf16: diffusers casts its sines, and LTX's
         ``_keep_in_fp32_modules`` do not include it."""
         return network.time_embed.emb.timestep_embedder
-
-    def time_features(self, config: NetworkConfig) -> int:
-        return TIME_FEATURES
 
     def latent_channels(self, config: NetworkConfig) -> int:
         return config["in_channels"]
@@ -116,14 +108,7 @@ class LTX(DiffusersFamily):
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
         dim, layers = self.width(config), config["num_layers"]
         # Self-attention has four products and cross-attention two of video tokens; the feed-forward is four times as
@@ -195,16 +180,11 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
         self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
     def __call__(
-        self,
-        attn: LTXAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        self, attn: LTXAttention, hidden_states: Tensor, text: None, mask: None, image_rotary_emb: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``, with tables ``(B, S_local, dim)`` of the rank's own
         tokens."""
-        assert encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
+        assert text is None and mask is None
         q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
         k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
@@ -225,24 +205,15 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
         # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
         self.backend = "reference" if backend == "reference" else "auto"
 
-    def __call__(
-        self,
-        attn: LTXAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Attend from ``(B, S_local, dim)`` to ``(B, L, dim)``; the mask is the network's bias ``(B, 1, L)``, 0 or
-        -10000.
+    def __call__(self, attn: LTXAttention, hidden_states: Tensor, text: Tensor, bias: Tensor | None, _: None) -> Tensor:
+        """Attend from ``(B, S_local, dim)`` to the ``text`` ``(B, L, dim)`` with a ``bias`` ``(B, 1, L)``, 0 or -10000.
 
         A weight under the bias -10000 underflows to 0 in every dtype, so skipping its key gives the same result.
         """
-        assert image_rotary_emb is None
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1))
-        mask = None if attention_mask is None else attention_mask[:, 0] == 0
+        k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
+        v = attn.to_v(text).unflatten(2, (attn.heads, -1))
+        mask = None if bias is None else bias[:, 0] == 0
         # total_keys states that the caption is not split, since it can have as many tokens as a rank's share of the
         # video.
         out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])

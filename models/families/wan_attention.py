@@ -43,15 +43,10 @@ class WanSelfAttention(WanAttnProcessor):
         self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
     def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: RotaryTables | None = None,
+        self, attn: WanAttention, hidden_states: Tensor, text: None, mask: None, rotary_emb: RotaryTables
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
-        assert rotary_emb is not None and attention_mask is None
+        assert text is None and mask is None
         cos, sin, total, history = (*rotary_emb, None, None)[:4]
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
@@ -92,25 +87,19 @@ class WanCrossAttention(WanAttnProcessor):
         self.backend = backend
 
     def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | CachedText,
-        attention_mask: Tensor | None = None,
-        rotary_emb: RotaryTables | None = None,
+        self, attn: WanAttention, hidden_states: Tensor, text: Tensor | CachedText, mask: None, _: None
     ) -> Tensor:
-        """Attend from ``(B, S_local, dim)`` to ``encoder_hidden_states`` ``(B, N + L, dim)``, with N image features
-        first."""
-        assert attention_mask is None and rotary_emb is None
+        """Attend from ``(B, S_local, dim)`` to ``text`` ``(B, N + L, dim)``, with N image features first."""
+        assert mask is None
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         image = None
-        if isinstance(encoder_hidden_states, CachedText):
-            k, v = encoder_hidden_states.keys_values(attn)
-        else:
-            text = encoder_hidden_states
-            if attn.add_k_proj is not None:
-                image, text = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
+        if isinstance(text, CachedText):
+            k, v = text.keys_values(attn)
+        elif attn.add_k_proj is None:
             k, v = _keys_values(attn, text)
+        else:
+            image, last = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
+            k, v = _keys_values(attn, last)
         out = cross_attention(q, k, v, backend=self.backend).flatten(2, 3)
         if image is not None:
             k = attn.norm_added_k(attn.add_k_proj(image)).unflatten(2, (attn.heads, -1))

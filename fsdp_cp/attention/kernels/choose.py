@@ -8,8 +8,9 @@ Two implementations compute attention with its derivative: one fused Triton kern
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,6 @@ def check_backend(backend: str) -> None:
         raise UserError(f"backend={backend!r} is unknown; use {', '.join(names)}")
 
 
-def check_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> None:
-    """Refuse a ``backend`` that cannot run such tensors."""
-    _choose(backend, device, dtype, head_dim, masked, tokens=0, gradients=False)
-
-
 def choose_kernel(
     backend: str,
     *,
@@ -66,48 +62,34 @@ def choose_kernel(
     dtype: torch.dtype,
     head_dim: int,
     masked: bool,
-    tokens: int,
-    gradients: bool,
+    tokens: int | None = None,
+    gradients: bool = False,
 ) -> Kernel:
     """Return the kernel named ``backend``; for ``"auto"``, return the best that can run and log the reason once.
 
     It issues no collective, since ranks may call it at different moments.
 
     Args:
-        tokens: number of queries or of keys of the call, the smaller one.
+        tokens: number of queries or of keys of the call, the smaller one; ``None`` for a check, which logs nothing.
         gradients: whether the call is part of a forward and backward.
     """
-    kernel, reasons = _choose(backend, device, dtype, head_dim, masked, tokens, gradients)
-    if backend == "auto":
-        what = f"{dtype} on {device.type}{', masked' if masked else ''}{', with gradients' if gradients else ''}"
-        _explain(kernel.name, what, "; ".join(reasons) or "first choice")
-    return kernel
-
-
-def _choose(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    masked: bool,
-    tokens: int,
-    gradients: bool,
-) -> tuple[Kernel, list[str]]:
-    """Return the kernel, and why kernels that ``auto`` prefers were not taken."""
     check_backend(backend)
     if backend != "auto":
         if reason := KERNELS[backend].refuses(device, dtype, head_dim, masked):
             able = [name for name, other in KERNELS.items() if not other.refuses(device, dtype, head_dim, masked)]
             raise UserError(f"backend={backend!r} {reason}; use auto or {', '.join(able)}")
-        return KERNELS[backend], []
+        return KERNELS[backend]
     reasons: list[str] = []
     for name in (*(preferred(device) if device.type == "cuda" else ("cpu_flash",)), "reference"):
         kernel = KERNELS[name]
-        reason = kernel.refuses(device, dtype, head_dim, masked) or kernel.slower_than_others(tokens, gradients)
+        reason = kernel.refuses(device, dtype, head_dim, masked) or kernel.slower_than_others(tokens or 0, gradients)
         if reason is None and kernel.checked_at_setup:
             reason = _checked_kernels.get((name, dtype, head_dim), "was not checked at setup (prepare_kernels)")
         if reason is None:
-            return kernel, reasons
+            if tokens is not None:
+                kind = ", masked" * masked + ", with gradients" * gradients
+                _explain(name, f"{dtype} on {device.type}{kind}", "; ".join(reasons) or "first choice")
+            return kernel
         reasons.append(f"{name} {reason}")
     masks = " with a mask" if masked else ""
     raise UserError(
@@ -173,12 +155,17 @@ def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_di
             )
             for x in (reference, kernel)
         )
-        for name, a, b in zip(names, computed, expected, strict=True):
-            difference = float((a.float() - b.float()).norm() / b.float().norm())
-            if not difference < _TOLERANCE:
-                return f"is off by {difference:.1e} in the {name} of its self-check"
+        return _difference(names, computed, expected)
     except Exception as error:  # the compiler, the driver or the package fails: use another kernel
         return f"fails in its self-check ({_one_line(error)})"
+
+
+def _difference(names: Sequence[str], computed: Sequence[Any], expected: Sequence[Any]) -> str | None:
+    """Name the first tensor of a self-check that differs; return ``None`` if none does."""
+    for name, a, b in zip(names, computed, expected, strict=True):
+        difference = float((a.float() - b.float()).norm() / b.float().norm())
+        if not difference < _TOLERANCE:
+            return f"is off by {difference:.1e} in the {name} of its self-check"
     return None
 
 
@@ -228,14 +215,9 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         chunked: AttendDual = attention_dual
         fused: AttendDual = triton_dual.attention_dual
         expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
+        return fused, _difference(Dual._fields, computed, expected)
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
         return None, _one_line(error)
-    for name, a, b in zip(Dual._fields, computed, expected, strict=True):
-        assert a is not None and b is not None
-        difference = float((a - b).norm() / b.norm())
-        if not difference < _TOLERANCE:
-            return None, f"its {name} is off by {difference:.1e} in the self-check"
-    return fused, None
 
 
 def _one_line(error: Exception) -> str:
