@@ -19,12 +19,9 @@ from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.allocations import watch_allocations
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from models.condition import Condition
-from models.families.causal_forward import CausalForward
 from models.roles.network import Network
-from models.roles.role import Observer, Role
+from models.roles.role import Call, Role
 from models.roles.role_plan import RolePlan
-from models.sample import Sample
 
 KINDS = (
     "parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "cache", "workspace",
@@ -41,7 +38,7 @@ _SHARDING_KINDS = {
 }
 
 
-class Watch(Observer):
+class Watch:
     """Observer of all roles. It labels the allocations of a forward with its role, also while another role trains."""
 
     def __init__(self, storages: LiveStorages):
@@ -54,28 +51,17 @@ class Watch(Observer):
         """Role for which the memory of each network counts: of a shared one, the role without adapters, if any."""
 
     @contextmanager
-    def forward(
-        self,
-        role: Role,
-        network: Network,
-        x: Sample,
-        t: Tensor,
-        condition: Condition,
-        *,
-        depth: float,
-        causal: CausalForward | None,
-    ) -> Iterator[None]:
-        settings = settings_of(network.module)
-        if torch.is_grad_enabled() and (role.trainable or any(part.requires_grad for part in x.parts.values())):
-            flops = role.flops_of(network, x, t, condition, causal)
+    def forward(self, call: Call) -> Iterator[None]:
+        role, settings, size = call.role, settings_of(call.network.module), len(call.x)
+        if torch.is_grad_enabled() and (role.trainable or any(part.requires_grad for part in call.x.parts.values())):
             if settings.activation_checkpointing != "none":
-                again = flops.forward - (flops.attention if keeps_attention(settings) else 0)
-                self.recomputed[role.name] += depth * len(x) * again
-            size = len(x) * role.tokens_of(network, x, causal) * network.family.width(network.config)
-            self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
+                again = call.flops.forward - (call.flops.attention if keeps_attention(settings) else 0)
+                self.recomputed[role.name] += call.depth * size * again
+            queries = size * call.tokens * call.network.family.width(call.network.config)
+            self.queries[phase_now()] = max(queries, self.queries.get(phase_now(), 0))
         with self.storages.labelled((role.name, "activations")):
             yield
-        for tensor in () if causal is None else causal.history.tensors():
+        for tensor in () if call.causal is None else call.causal.history.tensors():
             self.storages.relabel(tensor, (role.name, "cache"))
 
     def sharding(self, role: Role) -> AbstractContextManager:
@@ -105,7 +91,7 @@ class Watch(Observer):
 
         roles = plan.build_roles(mesh=mesh, device=torch.device("cpu"), fill=fill)
         for role in roles.values():
-            role.observer = self
+            role.observer = self.forward
         return roles
 
     def _allocate(self, network: Network, plans: Sequence[RolePlan]) -> None:

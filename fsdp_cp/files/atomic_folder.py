@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "fsdp_cp_export.json"
 """File in every such folder that records its maker and its files."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of reading a damaged manifest."""
 
 
 def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
@@ -65,29 +67,27 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
     if first is None:
         return None
     try:
-        files, maker = _manifest(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files, earlier = _manifest(folder)
+    except _UNREADABLE:
         return f"it is not an earlier export: it holds {first.name} and no readable {MANIFEST}"
-    if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
-        return f"it holds files of {maker}"
+    if about is not None and _maker(earlier).partition(".")[0] != _maker(about).partition(".")[0]:
+        return f"it holds files of {_maker(earlier)}"
     changed = next((name for name, state in _states(folder).items() if files.get(name) != state), None)
     return None if changed is None else f"{changed} was added or has changed since the earlier export in it"
 
 
-def _manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
-    """Return the files that the manifest in ``folder`` names, with their states (:func:`_states`), and their maker."""
+def _manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
+    """Return the files that the manifest in ``folder`` names, with their states (:func:`_states`), and ``about``."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    files = {name: tuple(state) for name, state in manifest["files"].items()}
-    return files, _maker(manifest.get("about") or {})
+    return {name: tuple(state) for name, state in manifest["files"].items()}, dict(manifest.get("about") or {})
 
 
 def description(folder: Path) -> dict[str, Any]:
     """Return what was given as ``about`` for the export in ``folder``; empty without a readable manifest."""
     try:
-        about = json.loads((folder / MANIFEST).read_text())["about"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return _manifest(folder)[1]
+    except _UNREADABLE:
         return {}
-    return about if isinstance(about, dict) else {}
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:

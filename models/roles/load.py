@@ -79,17 +79,16 @@ def build_roles(
         networks = []
         for i in range(group[0].experts):
             plans_of_expert = [plan.expert(i) for plan in group]
-            network = _build_network(
-                plans_of_expert,
-                trained={plan.name for plan in group if plan.name in trained and i in plan.trained_experts},
-                mesh=mesh,
-                device=device,
-                precision=precision,
-                shapes=shapes,
-                condition_shapes=condition_shapes,
-                allocate=fill is None,
-            )
+            trained_here = {plan.name for plan in group if plan.name in trained and i in plan.trained_experts}
+            network = _build_network(plans_of_expert, trained_here, mesh, precision, shapes, condition_shapes)
+            settings = settings_of(network.module)
+            if settings.precision != "bf16" and device.type == "cuda":
+                # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
+                torch.backends.cudnn.allow_tf32 = False
             if fill is None:
+                # Offloaded parameters live in CPU memory, but buffers on the compute device.
+                materialise(network.module, "cpu" if settings.offload == "cpu" else device)
+                network.family.restore_buffers(network.module, device)
                 set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
             else:
                 fill(network, plans_of_expert)
@@ -115,20 +114,13 @@ def seed_of_expert(seed: int, expert: int) -> int:
 
 def _build_network(
     plans: Sequence[RolePlan],
-    *,
     trained: Collection[str],
     mesh: Mesh,
-    device: torch.device,
-    precision: Precision | None = None,
+    precision: Precision | None,
     shapes: PartShapes,
     condition_shapes: Mapping[str, Shape],
-    allocate: bool,
 ) -> Network:
-    """Build the network of one group of :func:`sharing`, with uninitialized memory for its weights.
-
-    Arguments are those of :func:`build_roles`; ``plans`` are the group's, for experts those of one expert.
-    ``allocate=False`` leaves the network on the meta device.
-    """
+    """Build the network of one group of :func:`sharing`, for experts one of them, on the meta device."""
     plan, family = plans[0], plans[0].family
     adapted = {role.name: role.lora for role in plans if role.lora is not None}
     (tokens,) = {role.tokens(shapes, condition_shapes) for role in plans}  # the roles share one base
@@ -140,20 +132,12 @@ def _build_network(
             attach_additions(network, role.name, deepcopy(role.added), family, mesh, shared=len(plans) > 1)
     serving = Serving(network, family.blocks(network)) if adapted else None
     parallelize(network, plans, trained=trained, mesh=mesh, precision=precision)
-    settings = settings_of(network)
-    if settings.precision != "bf16" and device.type == "cuda":
-        # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
-        torch.backends.cudnn.allow_tf32 = False
-    # Offloaded parameters live in CPU memory, but buffers on the compute device.
-    if allocate:
-        materialise(network, "cpu" if settings.offload == "cpu" else device)
-        family.restore_buffers(network, device)
     return Network(
         family=family,
         config=plan.config,
         module=network,
         mesh=mesh,
-        precision=settings.precision,
+        precision=settings_of(network).precision,
         tokens=tokens,
         flops=family.flops(plan.config, shapes, condition_shapes),
         adapters=tuple(adapted),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from models.families.base import Family, Flops, Outputs
 from models.families.causal_forward import CausalForward, History, Slots
 from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
-from models.sample import VIDEO, PartShapes, Sample
+from models.sample import VIDEO, Sample
 
 EXPERTS = ("high", "low")
 """Names of two experts, by the noise level of their times."""
@@ -39,27 +39,35 @@ def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]
     return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
 
 
-def _frame_tokens(network: Network, shapes: PartShapes) -> int:
-    """Return the number of tokens in a latent frame of a causal network, whose tokens are of one frame."""
-    return network.family.tokens(network.config, shapes) // shapes[VIDEO][1]
+class Call(NamedTuple):
+    """One forward of a role's network."""
 
+    role: Role
+    network: Network
+    x: Sample
+    t: Tensor
+    condition: Condition
+    causal: CausalForward | None = None
+    depth: float = 1.0
+    """Share of the blocks that a backward passes."""
 
-class Observer:
-    """Observer of a role's forwards; this one does nothing. The planner's counts and labels what they allocate."""
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of one sample."""
+        if self.causal is None:
+            return self.network.tokens
+        return self.network.family.tokens(self.network.config, self.x.shapes)
 
-    def forward(
-        self,
-        role: Role,
-        network: Network,
-        x: Sample,
-        t: Tensor,
-        condition: Condition,
-        *,
-        depth: float,
-        causal: CausalForward | None,
-    ) -> AbstractContextManager:
-        """Return a context in which ``role`` calls ``network``; a backward passes the share ``depth`` of it."""
-        return nullcontext()
+    @property
+    def flops(self) -> Flops:
+        """Operations of one sample."""
+        if self.causal is None:
+            return self.network.flops
+        tensors = self.condition.tensors
+        by_token = self.t.ndim == 2 or (FIRST_FRAME in tensors and 0 in self.causal.positions)
+        shapes = {name: tuple(value.shape[1:]) for name, value in tensors.items()}
+        pairs, times = self.causal.history.pairs(self.tokens), self.tokens if by_token else 1
+        return self.network.family.flops(self.network.config, self.x.shapes, shapes, pairs, times)
 
 
 @dataclass(kw_only=True)
@@ -93,7 +101,8 @@ class Role:
     """Addition of the role that embeds a second time, of each network with one."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
-    observer: Observer = field(default_factory=Observer, repr=False)
+    observer: Callable[[Call], AbstractContextManager] = field(default=nullcontext, repr=False)
+    """Function that returns a context in which the role makes a call. The planner's labels what the call allocates."""
 
     def __post_init__(self) -> None:
         ends = (1.0, *self.boundaries, 0.0)
@@ -220,11 +229,12 @@ class Role:
         if clean is not None and second_time is not None:
             raise ValueError(f"{self.name}: a clean history has one time a token, and takes no second time")
         if self.causal is not None:
-            causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x.shapes))
+            frame_tokens = network.family.tokens(network.config, x.shapes) // x.video.shape[2]
+            causal, hidden, times = whole_clip(self.causal, x, t, clean, frame_tokens)
         elif clean is not None:
             raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
         with self._at_second_time(network, t, second_time):
-            v = self._outputs(network, hidden, times, condition, causal=causal).velocity
+            v = self._outputs(Call(self, network, hidden, times, condition, causal)).velocity
         if causal is None and v.dtype == x.dtype:
             return v
         v = v.map(lambda part, noisy: part[:, :, -noisy.shape[2] :].to(noisy.dtype), x)
@@ -282,7 +292,7 @@ class Role:
                 f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
                 f" samples, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}"
             )
-        return self._outputs(network, x, t, cache.condition, causal=causal).velocity.to(x.dtype)
+        return self._outputs(Call(self, network, x, t, cache.condition, causal)).velocity.to(x.dtype)
 
     def logits(
         self, x: Sample, t: Tensor, condition: Condition, second_time: Tensor | None = None, *, at: float | None = None
@@ -298,34 +308,11 @@ class Role:
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
         with head.wanted(self.tokens), self._at_second_time(network, t, second_time):
-            return self._outputs(network, x, t, condition, depth=head.depth).others[0].to(x.dtype)
+            return self._outputs(Call(self, network, x, t, condition, depth=head.depth)).others[0].to(x.dtype)
 
-    def tokens_of(self, network: Network, x: Sample, causal: CausalForward | None) -> int:
-        """Return the number of tokens of one sample in a forward; arguments as for a call of the network."""
-        return network.tokens if causal is None else network.family.tokens(network.config, x.shapes)
-
-    def flops_of(
-        self, network: Network, x: Sample, t: Tensor, condition: Condition, causal: CausalForward | None
-    ) -> Flops:
-        """Return the operations of one forward of one sample; arguments as for a call of the network."""
-        if causal is None:
-            return network.flops
-        tokens = self.tokens_of(network, x, causal)
-        by_token = t.ndim == 2 or (FIRST_FRAME in condition.tensors and 0 in causal.positions)
-        shapes = {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
-        times = tokens if by_token else 1
-        return network.family.flops(network.config, x.shapes, shapes, causal.history.pairs(tokens), times)
-
-    def _outputs(
-        self,
-        network: Network,
-        x: Sample,
-        t: Tensor,
-        condition: Condition,
-        depth: float = 1.0,
-        causal: CausalForward | None = None,
-    ) -> Outputs:
-        """Call ``network`` and return its outputs; a backward passes the share ``depth`` of it."""
+    def _outputs(self, call: Call) -> Outputs:
+        """Call a network and return its outputs."""
+        _, network, x, t, condition, causal, depth = call
         dtype = COMPUTE_DTYPE[network.precision]
         by_frame = network.family.frame_times and t.shape == (len(x), x.video.shape[2])
         if t.shape != (len(x),) and not by_frame:
@@ -336,15 +323,14 @@ class Role:
         # former.
         needs_gradient = any(part.requires_grad for part in x.parts.values())
         backward = (1 if network.adapters else 2) if self.trainable else int(needs_gradient)
-        sample = self.flops_of(network, x, t, condition, causal)
+        sample = call.flops
         flops = (1 + depth * backward * torch.is_grad_enabled()) * sample.forward
         inputs = (*x.parts.values(), t)
         if may_be_dual(t) and any(forward_ad.unpack_dual(value).tangent is not None for value in inputs):
             flops += sample.tangent
         self.flops += int(flops * len(x))
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
-        observed = self.observer.forward(self, network, x, t, condition, depth=depth, causal=causal)
-        with observed, network.serves(self.name), recorded:
+        with self.observer(call), network.serves(self.name), recorded:
             # Chunks of a clip, and the clip, are split differently.
             x = x.map(lambda part: with_whole_gradient(part, network.mesh).to(dtype))
             history = () if causal is None else (causal,)

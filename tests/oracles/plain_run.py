@@ -27,9 +27,8 @@ from models.families.base import Flops, Outputs
 from models.families.registry import FAMILIES
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
-from models.roles.role import Role
+from models.roles.role import Call, Role
 from models.roles.role_plan import build_additions
-from models.sample import Sample
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.joint_self_forcing import JointSelfForcing
@@ -66,11 +65,9 @@ class _PlainRole(Role):
 
     kept_gathered = nullcontext
 
-    def _outputs(
-        self, network: Network, x: Sample, t: Tensor, condition: Condition, depth: float = 1.0, causal: object = None
-    ) -> Outputs:
-        assert causal is None, "_PlainCausalRole calls causal networks"
-        v, *others = self._called(network, x.video, t, condition.tensors)
+    def _outputs(self, call: Call) -> Outputs:
+        assert call.causal is None, "_PlainCausalRole calls causal networks"
+        v, *others = self._called(call.network, call.x.video, call.t, call.condition.tensors)
         return Outputs(video(v), tuple(others))
 
     def _called(self, network: Network, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
