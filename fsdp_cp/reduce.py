@@ -112,10 +112,8 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the squared norm of all gradients together, in fp64, the same on every rank.
 
     One all-reduce serves all parameters (the norm of a DTensor would be one collective per tensor). A missing gradient
-    counts as zero, so ranks may lack different gradients. Replicas (hybrid sharding) count once.
-
-    Args:
-        parameters: DTensors of one mesh, sharded over its last axis.
+    counts as zero, so ranks may lack different gradients. Replicas (hybrid sharding) count once. The parameters are
+    DTensors of one mesh, sharded over its last axis.
     """
     device: torch.device | None = None
     mesh: DeviceMesh | None = None
@@ -179,10 +177,9 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the square of the Euclidean norm of each tensor, computed in fp64: ``(n,)``, on the device of the first.
+    """Return the square of the Euclidean norm of each plain tensor, of at least one, computed in fp64: ``(n,)``.
 
-    Args:
-        tensors: at least one plain tensor, all on one device; any dtypes, and tensors may be empty.
+    They are on one device, of any dtypes, and may be empty.
     """
     # Do not split fake tensors: each piece is one call, and the planner of a 14B network would make half a million.
     if tensors[0].device.type != "cpu" or isinstance(tensors[0], FakeTensor):
@@ -205,13 +202,8 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
 
     All ranks call it between backward and the optimizer's step. Each rank sums the squares of its shards in fp64, and
     one all-reduce adds all of them (the norm of a DTensor would be one collective per tensor). Replicas count once.
-
-    Args:
-        named: sharded parameters of one mesh, by name. Reshard a gathered network first: its ``named_parameters`` are
-            full copies without the reduced gradients.
-
-    Returns:
-        ``(norm of the weight, norm of the gradient)`` by name; the second is ``None`` without a gradient.
+    A missing gradient has norm ``None``. Reshard a gathered network first: its ``named_parameters`` are full copies
+    without the reduced gradients.
     """
     if not named:
         return {}
@@ -235,12 +227,7 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
 def first_non_finite(named: Mapping[str, nn.Parameter], world: DeviceMesh) -> str:
     """Return the name of the first parameter whose gradient is not finite on some rank. Called by all ranks.
 
-    Args:
-        named: parameters by name, sharded or not. Each rank checks its shards.
-        world: mesh of all ranks, with one axis.
-
-    Returns:
-        The name; ``no parameter`` if all gradients are finite.
+    Return ``no parameter`` if all are finite. Each rank checks its shards; ``world`` is the mesh of all ranks.
     """
     broken = (
         index

@@ -84,12 +84,9 @@ class CausalSettings:
         return sum(self.chunks(frames)[:-1])
 
     def mask(self, frames: int, tokens: int, *, clean: bool = False) -> BlockMask:
-        """Return the attention mask of a whole clip.
+        """Return the attention mask of a whole clip of ``frames`` latent frames, each of ``tokens`` tokens.
 
-        Args:
-            frames: number of latent frames.
-            tokens: number of tokens in a latent frame.
-            clean: whether a clean clip of the same frames comes first and is the history.
+        With ``clean``, a clean clip of the same frames comes first and is the history.
         """
         from fsdp_cp.attention.mask import block_causal, teacher_forcing  # settings alone need no attention
 

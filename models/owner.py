@@ -14,14 +14,10 @@ _BASE_LAYER = "base_layer"
 
 @lru_cache(maxsize=2**16)  # called for the same thousands of names, a dozen times a step
 def owner(name: str) -> tuple[str | None, str]:
-    """Return the role that owns the parameter ``name``, and the parameter's public name.
+    """Return the role that owns the parameter ``name`` of a module, and the parameter's public name.
 
-    Args:
-        name: name in the module, e.g. ``blocks.0.attn1.to_q.lora_A.student.weight``.
-
-    Returns:
-        Role (``None`` for a parameter of the network itself, whose public name is diffusers') and public name. Names
-        with ``lora_A.weight`` and ``additions.gan_head`` are the same for every role.
+    ``blocks.0.attn1.to_q.lora_A.student.weight`` is ``blocks.0.attn1.to_q.lora_A.weight`` of the student. The role of a
+    parameter of the network itself is ``None``, and its public name is diffusers'.
     """
     path = name.split(".")
     if path[0] == ADDITIONS:

@@ -234,10 +234,9 @@ def _attend(
             ring = make_ring(layout, groups.ring_rank, groups.ring_group)
 
             def attend_dual(x: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
-                q, k, v, t_q, t_k, t_v = x
                 if pass_q:
-                    return pass_q_dual(q, k, v, t_q, t_k, t_v, scale, ring, attention_dual)
-                return ring_dual(q, k, v, t_q, t_k, t_v, key_mask, scale, ring, attention_dual)
+                    return pass_q_dual(x, scale, ring, attention_dual)
+                return ring_dual(x, key_mask, scale, ring, attention_dual)
 
             # Tangents may be None only on one rank, where nothing packs them.
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))

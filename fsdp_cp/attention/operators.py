@@ -37,11 +37,9 @@ class AttentionOperator:
     Calling it with one further argument (tensors or ``None``), the settings of the schema above up to the backend, and
     q, k and v returns the output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
 
-    Args:
-        name: name of the operator in the namespace ``fsdp_cp``.
-        further: schema of the further argument: an optional tensor or a list of tensors, both without gradients.
-        forward: function like :func:`fsdp_cp.attention.ring.ring_forward`.
-        backward: function like :func:`fsdp_cp.attention.ring.ring_backward`.
+    ``further`` is the schema of that argument, an optional tensor or a list of tensors without gradients; ``forward``
+    and ``backward`` are functions as :func:`ring_forward <fsdp_cp.attention.ring.ring_forward>` and
+    :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`.
     """
 
     def __init__(self, name: str, further: str, forward: Callable, backward: Callable):

@@ -30,13 +30,8 @@ def pass_q_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's queries to the keys ``k`` and ``past`` of all ranks.
 
-    Args:
-        q, k, v: queries, and keys and values, each split over the ring as ``ring.layout`` says.
-        past: keys and values ``(B, tokens without pads, Hk, D)`` of each cached chunk, in turn.
-
-    Returns:
-        ``(B, S, H, D)`` in the dtype of ``q`` and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), as
-        :func:`fsdp_cp.attention.ring.ring_forward`.
+    ``past`` has the keys and values ``(B, tokens without pads, Hk, D)`` of each cached chunk, in turn. Results are
+    those of :func:`fsdp_cp.attention.ring.ring_forward`.
     """
     return _attend(q, _held(ring, k, v, past), scale, ring, kernel)
 
@@ -44,13 +39,8 @@ def pass_q_forward(
 def attend_in_buffer(q, k, v, k_slots: Tensor, v_slots: Tensor, place: Tensor, scale: float, *settings: Any) -> Tensor:
     """Write the rank's share of ``k`` and ``v`` into buffers, and compute attention to a range of them, on all ranks.
 
-    Args:
-        k_slots, v_slots: buffers ``(B, slots, Hk, D)``, changed in place.
-        place: see :func:`fsdp_cp.attention.cached.buffered_attention`.
-        scale, settings: as for the operators.
-
-    Returns:
-        ``(B, S, H, D)`` in the dtype of ``q``.
+    The buffers ``k_slots`` and ``v_slots`` ``(B, slots, Hk, D)`` are changed in place, as ``place`` of
+    :func:`fsdp_cp.attention.cached.buffered_attention` says.
     """
     ring, kernel = ring_and_kernel(q, k, [], *settings)
     # A plan's fake tensors have no values; it then counts attention to the whole buffer.
@@ -118,23 +108,13 @@ def pass_q_backward(
 
 
 def pass_q_dual(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    t_q: Tensor,
-    t_k: Tensor,
-    t_v: Tensor,
-    scale: float,
-    ring: Ring,
-    attention_dual: Callable[..., Dual],
+    duals: Sequence[Tensor], scale: float, ring: Ring, attention_dual: Callable[..., Dual]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention as :func:`pass_q_forward` without ``past``, and its derivative along the tangents.
 
-    ``attention_dual`` computes the rank's part, like :func:`fsdp_cp.attention.kernels.kernel.attention_dual`.
-
-    Returns:
-        ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    Arguments and results are those of :func:`fsdp_cp.attention.ring.ring_dual`, without a mask.
     """
+    q, k, v, t_q, t_k, t_v = duals
     chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
     queries, t_queries = _from_all(ring, q, t_q)
     merged = Merged(queries, moves=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -346,25 +346,15 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, S
 
 
 def ring_dual(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    t_q: Tensor | None,
-    t_k: Tensor | None,
-    t_v: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    ring: Ring,
-    attention_dual: Callable[..., Dual],
+    duals: Sequence[Any], mask: Tensor | None, scale: float, ring: Ring, attention_dual: Callable[..., Dual]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
-    Shapes are those of :func:`ring_forward`. In a ring of one, ``None`` stands for a tangent of 0. ``attention_dual``
-    computes one tile, like :func:`fsdp_cp.attention.kernels.kernel.attention_dual`.
-
-    Returns:
-        ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    ``duals`` are q, k, v and their tangents, in the shapes of :func:`ring_forward`; in a ring of one, ``None`` stands
+    for a tangent of 0. ``attention_dual`` computes one tile, like
+    :func:`fsdp_cp.attention.kernels.kernel.attention_dual`. Return ``out`` and ``t_out`` in the dtype of ``q``.
     """
+    q, k, v, t_q, t_k, t_v = duals
     layout, me = ring.layout, ring.rank
     local = layout.chunk(me)
 

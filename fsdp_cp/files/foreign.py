@@ -25,15 +25,9 @@ def refuse_foreign(
 ) -> Any:
     """Refuse a folder that cannot be made or written, or in which a command would overwrite files of other programs.
 
-    Changes nothing, and needs no process group.
-
-    Args:
-        folder: the folder to write.
-        setting: the user's name for it, for messages.
-        names: files in it that the command replaces.
-        record: file that marks the folder as the command's; ``is_ours`` tells so from its first JSON value.
-        maker: noun for the command, for messages.
-        is_read: whether the folder is complete, so that the command only reads it.
+    Changes nothing, and needs no process group. ``names`` are the files that the command replaces, and ``record`` is
+    the one whose first JSON value ``is_ours`` knows. ``setting`` and ``maker`` name folder and command in messages.
+    With ``is_read`` the folder is complete and only read.
 
     Returns:
         The first JSON value of ``record``; ``None`` for a folder that the command has not written yet.

@@ -186,16 +186,12 @@ def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., A
 
 @contextmanager
 def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[None]:
-    """Freeze ``model``, or its parameters ``names``, within this context, and restore the earlier state on exit. Nests.
+    """Freeze the root ``model``, or its parameters ``names``, within this context; restore the earlier state. Nests.
 
     Use it for whole steps: a backward must end inside. ``requires_grad_`` alone does not suffice: FSDP2 chooses the
     dtypes of reductions at the first forward, from the trainable parameters. A network frozen at that time would reduce
     in the compute dtype, and fail to store bf16 gradients on its fp32 masters. On gathered parameters
     ``requires_grad_`` would be lost at the next reshard.
-
-    Args:
-        model: root of :func:`fsdp_cp.shard_module`.
-        names: names of the parameters to freeze; ``None`` for all.
     """
     reshard(model)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

@@ -44,10 +44,8 @@ class _TokenHead(nn.Module):
 class GanHead(Addition):
     """Discriminator on the tokens after each of K blocks. ``D(x)`` has K logits, each a mean over a sample's tokens.
 
-    It computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
-
-    Args:
-        blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
+    It computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits. It
+    reads the outputs of ``blocks``, ascending; those of :func:`default_blocks` by default.
     """
 
     full_precision = True

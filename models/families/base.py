@@ -318,13 +318,8 @@ class Family(ABC):
     def parallelize(self, network: nn.Module, mesh: Mesh, backend: str = "auto", head_groups: int = 1) -> None:
         """Split the tokens over ``mesh.cp`` and replace the attention, in place, before the network is sharded.
 
-        Args:
-            network: network to split.
-            mesh: mesh of all ranks. Attention must accept forward-mode duals at cp = 1 too.
-            backend, head_groups: as for :func:`fsdp_cp.attention.context_parallel_attention`.
-
-        Raises:
-            ValueError: the installed version of the network's library is not supported.
+        Attention must accept forward-mode duals at cp = 1 too. ``backend`` and ``head_groups`` are those of
+        :func:`fsdp_cp.attention.context_parallel_attention`.
         """
 
     @abstractmethod
@@ -363,11 +358,7 @@ class Family(ABC):
         """Return the video's velocity ``v`` with that of given frames recomputed in the caller's dtype.
 
         :meth:`outputs` rounds given frames to the compute dtype, and division by a small time would magnify the error.
-        If the compute dtype is not the caller's dtype, this runs after :meth:`outputs` with unrounded inputs.
-
-        Args:
-            v: velocity of the video from :meth:`outputs`, in the dtype of ``x``.
-            x: the video's ``x_t``, ``(B, C, T, H, W)``, fp32 or better.
-            t, condition: as for :meth:`outputs`.
+        If the compute dtype is not the caller's dtype, this runs after :meth:`outputs` with the video's unrounded
+        ``x_t``, ``(B, C, T, H, W)`` in fp32 or better, and ``v`` in its dtype.
         """
         return v

@@ -39,15 +39,10 @@ class History(ABC):
     def begin(  # noqa: B027
         self, k: Tensor, tokens: int, layers: int, mesh: Mesh, shift: int, rotate: Rotate
     ) -> None:
-        """Prepare a forward of a chunk, before its first block.
+        """Prepare a forward of a chunk of ``tokens`` tokens on all ranks, before its first block.
 
-        Args:
-            k: empty tensor ``(B, 0, heads, head_dim)`` with the dtype and device of the keys.
-            tokens: number of tokens in the chunk, on all ranks.
-            layers: number of layers.
-            mesh: mesh of the network.
-            shift: number of frames by which the sinks are nearer than their positions say.
-            rotate: function that moves keys by ``shift`` frames.
+        ``k`` is an empty tensor ``(B, 0, heads, head_dim)`` with the dtype and device of the keys. ``rotate`` moves
+        keys by ``shift`` frames, by which the sinks are nearer than their positions say.
         """
 
     @abstractmethod

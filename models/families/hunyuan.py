@@ -223,19 +223,11 @@ class OwnForward:
         image_embeds: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """Run diffusers' forward with bool masks, and with an image's features if given.
+        """Run diffusers' forward with bool masks and fp32 times; return the velocity ``(B, C, T, H, W)``.
 
-        Args:
-            hidden_states: latents, an image's latents and its mask, ``(B, in_channels, T, H, W)``.
-            timestep: ``(B,)``, fp32 or better.
-            encoder_hidden_states, encoder_attention_mask: caption, ``(B, L1, D1)`` and ``(B, L1)``.
-            encoder_hidden_states_2, encoder_attention_mask_2: quoted text, ``(B, L2, D2)`` and ``(B, L2)``.
-            image_embeds: features of the image, ``(B, N, D3)``; N is 0 without an image. The projection then gets zero
-                gradients, as in diffusers.
-            return_dict: diffusers' argument; not supported.
-
-        Returns:
-            Velocity ``(B, C, T, H, W)``.
+        The latents, an image's latents and its mask are ``hidden_states`` ``(B, in_channels, T, H, W)``. The caption is
+        ``(B, L1, D1)`` and the quoted text, with the suffix ``_2``, ``(B, L2, D2)``. The image's features are ``(B, N,
+        D3)``; without one N is 0, and their projection gets zero gradients, as in diffusers.
         """
         network, dtype = self.network, hidden_states.dtype
         assert not return_dict

@@ -59,11 +59,9 @@ class Checkpoint(NamedTuple):
 
 
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
-    """Find and describe the transformer in ``checkpoint``.
+    """Find and describe the transformer in ``checkpoint``, a transformer folder or a pipeline with one expert.
 
-    Args:
-        checkpoint: a diffusers pipeline folder (its ``transformer/`` is read) or a transformer folder.
-        setting: the setting it came from, for messages ("teacher.checkpoint").
+    ``setting`` is where it came from, for messages ("teacher.checkpoint").
     """
     inspected = inspect_checkpoint(checkpoint, setting, alone=True)
     if inspected.boundaries:

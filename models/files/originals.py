@@ -59,10 +59,7 @@ def diffusers_names(shapes: Mapping[str, Shape], where: str) -> dict[str, str]:
 def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """Return diffusers' configuration of a network in its own names.
 
-    Args:
-        shapes: shape of each tensor by its own name.
-        given: a configuration of Wan's own code (``dim``, ``num_heads``), or ``None`` for a released network.
-        where: the setting and its value, for messages.
+    ``given`` is a configuration of Wan's own code (``dim``, ``num_heads``), or ``None`` for a released network.
     """
     if missing := [name for name in _NEEDED if name not in shapes or len(shapes[name]) < 2]:
         raise UserError(f"{where} has no {missing[0]} as Wan's networks have; give a diffusers folder")

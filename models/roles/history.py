@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 def whole_clip(
     settings: CausalSettings, x: Sample, t: Tensor, clean: Sample | None, tokens: int
 ) -> tuple[CausalForward, Sample, Tensor]:
-    """Return the history, the latents and the times of a forward of a whole clip.
+    """Return the history, the latents and the times of a forward of a clip ``x`` at ``t``, ``(B,)`` or ``(B, T)``.
 
-    Args:
-        settings: settings of the role.
-        x: latents ``x_t``.
-        t: ``(B,)`` or ``(B, T)``.
-        clean: clean clip, the history of every chunk; ``None`` for the noisy history in ``x``.
-        tokens: number of tokens in a latent frame.
+    The history of every chunk is in the ``clean`` clip, or noisy in ``x``. A latent frame has ``tokens`` tokens.
     """
     frames = x.video.shape[2]
     history = WholeClip(settings.mask(frames, tokens, clean=clean is not None))
@@ -67,11 +62,8 @@ class Cache(ABC):
     def with_chunk(self, x0: Sample) -> Cache:
         """Return the cache with one more chunk, without the chunks that the one after it does not attend to.
 
-        One forward without gradient computes keys and values at ``context_time``; for ``context_time`` above 0 the
-        caller adds the noise. A collective.
-
-        Args:
-            x0: latents of the finished chunk.
+        One forward without gradient computes keys and values of the finished chunk ``x0`` at ``context_time``; for
+        ``context_time`` above 0 the caller adds the noise. A collective.
         """
 
     @property

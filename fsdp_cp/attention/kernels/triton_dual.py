@@ -133,16 +133,9 @@ def attention_dual(
     mask: Tensor | None,
     scale: float,
 ) -> Dual:
-    """Compute attention of queries to keys, and its derivative along the tangents, in one kernel launch.
+    """Compute :func:`fsdp_cp.attention.kernels.kernel.attention_dual` in one kernel launch, with fp32 results.
 
-    Args:
-        q, t_q: ``(B, Sq, H, D)`` with any strides; copied if the last dimension is not contiguous.
-        k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero; give at least one.
-        mask: ``(B, Sk)``, True where a key may be attended to.
-        scale: factor on the logits.
-
-    Returns:
-        All in fp32. A row without a key has ``out`` 0, ``lse`` -inf and tangents 0.
+    Give at least one tangent. Tensors have any strides; they are copied if the last dimension is not contiguous.
     """
     batch, queries, heads, head_dim = q.shape
     tensors = [None if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, t_q, t_k, t_v)]
