@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,7 @@ def _cut(x: Tensor, ranges: Sequence[Range]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else x[:, :0]
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rectangle of the attention matrix of (query chunk, key chunk) in which every query sees every key."""
 
     queries: Range

@@ -34,14 +34,17 @@ def parallelize(
     family, settings = roles[0].family, _shard_settings(roles, trained, precision)
     if settings.precision == "fp64":
         nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    _mark_trainable(network, roles, trained)
+    adapted, never = any(role.lora is not None for role in roles), family.never_trained(roles[0].network)
+    for name, parameter in network.named_parameters():  # the base trains only with a role that has no adapters on it
+        role, public = owner(name)
+        parameter.requires_grad_((role or (None if adapted else roles[0].name)) in trained and public not in never)
 
     # Split tokens, and exchange them in attention
     family.parallelize(network, mesh, roles[0].attention_backend, roles[0].head_groups)
 
     blocks = list(family.blocks(network))
     full_precision = _full_precision_units(network, roles) if settings.precision == "bf16" else []
-    if settings.precision == "bf16" and _has_adapters(roles):
+    if settings.precision == "bf16" and adapted:
         _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
 
     # Convert layers to fp8, then wrap blocks for activation memory and compilation, then shard
@@ -51,13 +54,10 @@ def parallelize(
         units=blocks,
         full_precision_units=full_precision,
         fp8_excluded=_fp8_excluded(network, family),
-        reduce_unused=_losses_differ(roles) and settings.reduces_over_copies(mesh.shape),
+        # A step's losses use different parameters: a GAN head, or the blocks after it
+        reduce_unused=any("gan_head" in role.added for role in roles) and settings.reduces_over_copies(mesh.shape),
         settings=settings,
     )
-
-
-def _has_adapters(roles: Sequence[RolePlan]) -> bool:
-    return any(role.lora is not None for role in roles)
 
 
 def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
@@ -71,20 +71,6 @@ def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precisi
     if role.as_it_is:
         return replace(settings.frozen(), master_dtype="keep")
     return settings if role.name in trained else settings.frozen()
-
-
-def _losses_differ(roles: Sequence[RolePlan]) -> bool:
-    """Return whether one step's losses use different parameters: a GAN head, or the blocks after it."""
-    return any("gan_head" in role.added for role in roles)
-
-
-def _mark_trainable(network: nn.Module, roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Set ``requires_grad`` of every parameter. The base trains only with a role that has no adapters on it."""
-    never = set(roles[0].family.never_trained(roles[0].network))
-    base_role = None if _has_adapters(roles) else roles[0].name
-    for name, parameter in network.named_parameters():
-        role, public = owner(name)
-        parameter.requires_grad_((role or base_role) in trained and public not in never)
 
 
 def _full_precision_units(network: nn.Module, roles: Sequence[RolePlan]) -> list[nn.Module]:

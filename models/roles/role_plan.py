@@ -190,6 +190,8 @@ def plan_role(
     _check_files(f"{name}.checkpoint", folders, [network, *others], added)
     if saved is not None and boundaries and experts == "both":
         raise UserError(f"{name}.experts must be high or low: {saved.parent} holds adapters of one of two experts")
+    if experts != "both" and not boundaries:
+        raise UserError(f"{name}.experts={experts} is for a model of two experts, and the {name} is one; leave it out")
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
@@ -203,7 +205,7 @@ def plan_role(
         base=(chosen.name, weights or json.dumps([built, *boundaries], sort_keys=True)),
         folders=folders,
         boundaries=boundaries,
-        trained_experts=_trained_experts(name, boundaries, experts),
+        trained_experts=tuple(range(len(boundaries) + 1)) if experts == "both" else (EXPERTS.index(experts),),
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
@@ -258,15 +260,6 @@ def _causal(
     if checkpoint.boundaries:
         raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
     return settings, trained_frames
-
-
-def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
-    """Return the positions of the experts that train."""
-    if chosen == "both":
-        return tuple(range(len(boundaries) + 1))
-    if not boundaries:
-        raise UserError(f"{name}.experts={chosen} is for a model of two experts, and the {name} is one; leave it out")
-    return (EXPERTS.index(chosen),)
 
 
 def _check_files(
