@@ -285,10 +285,7 @@ def own_part(timeout: timedelta) -> dist.Store | None:
     With ``--max-restarts`` torchrun restarts the ranks after one has died, and torch 2.13 gives them the store of the
     previous ranks. There they would find the addresses of dead processes (gloo: ``Connection refused``), as in the
     second of two groups of one start. The restart count cannot name the parts, since the torchruns of several nodes
-    count differently.
-
-    Returns:
-        ``None`` if ranks do not use the agent's store: ``init_process_group`` then makes a store.
+    count differently. Return ``None`` if ranks do not use the agent's store: ``init_process_group`` then makes one.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

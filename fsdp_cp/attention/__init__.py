@@ -203,11 +203,7 @@ def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, 
     - ``both``: Ulysses' exchanges of q, k, v and out, 4 (U - 1) / U (n_q + n_k) / P, and the ring's of K, V and, in
       fp32, of their gradients, 8 (R - 1) n_k / P.
 
-    Args:
-        queries, keys: numbers of tokens of all ranks times heads.
-        groups: the ranks.
-        head_dim: size of a head.
-        masked: whether keys are masked, which queries that travel do not support.
+    ``queries`` and ``keys`` are n_q and n_k on all ranks. With ``masked`` keys, queries do not travel.
     """
     p, u, r = groups.cp_size, groups.ulysses_size, groups.ring_size
     costs: dict[CrossWay, float] = {

@@ -111,16 +111,13 @@ def _newest_whole(checkpoints: Path) -> Path | None:
 
 @paths_of_the_user()
 def find_resume(setting: str, checkpoints: Path) -> Path | None:
-    """Return the checkpoint that ``checkpoint.resume`` selects; ``None`` to start from scratch.
+    """Return the checkpoint that ``checkpoint.resume`` selects for a run; ``None`` to start from scratch.
 
-    One rank must decide for all: on a network file system ranks may see a rename at different times.
+    ``setting`` is ``auto`` (the newest whole checkpoint of the run), ``never``, a run folder or a step folder. One rank
+    must decide for all: on a network file system ranks may see a rename at different times.
 
     A folder name starts a run from that folder. When the same command is started again (for example by a scheduler),
     it resumes from this run's newest whole checkpoint; ``branch_of`` in its state records where the run began.
-
-    Args:
-        setting: ``auto`` (the newest whole checkpoint in ``checkpoints``), ``never``, a run folder or a step folder.
-        checkpoints: checkpoint folder of this run.
     """
     if setting == "never":
         return None

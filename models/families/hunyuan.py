@@ -236,31 +236,20 @@ class OwnForward:
         # Cast the sines to the compute dtype. diffusers casts them to the dtype of the times, which is at least fp32
         # here. Additions to the embedding are fp32 too.
         temb = embed.timestep_embedder(embed.time_proj(timestep).to(dtype)).to(dtype)
-        texts, mask = self._texts(
-            (encoder_hidden_states, encoder_hidden_states_2, image_embeds),
-            (encoder_attention_mask, encoder_attention_mask_2),
-            timestep,
-        )
-        # Attention puts the texts before the video.
-        keys = torch.cat([mask, mask.new_ones(len(mask), rotary[2])], dim=1)
+        embedded = [
+            network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask),
+            network.context_embedder_2(encoder_hidden_states_2),
+            network.image_embedder(image_embeds),
+        ]
+        kinds = network.cond_type_embed.weight.unbind()
+        marked = [tokens + kind for tokens, kind in zip(embedded, kinds, strict=True)]
+        texts = torch.cat(marked[::-1], dim=1)  # image, quoted text, caption, before the video
+        image, video = (encoder_attention_mask.new_ones(len(texts), n) for n in (image_embeds.shape[1], rotary[2]))
+        keys = torch.cat([image, encoder_attention_mask_2, encoder_attention_mask, video], dim=1)
         tokens = network.x_embedder(hidden_states)
         for block in network.transformer_blocks:
             tokens, texts = block(tokens, texts, temb, keys, rotary)
         return (self._unpatched(network.proj_out(network.norm_out(tokens, temb)), hidden_states),)
-
-    def _texts(
-        self, texts: tuple[Tensor, Tensor, Tensor], masks: tuple[Tensor, Tensor], timestep: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens ``(B, L, width)`` of image, quoted text and caption, and their mask ``(B, L)``."""
-        network, (caption, quoted, image) = self.network, texts
-        embedded = [
-            network.context_embedder(caption, timestep, masks[0]),
-            network.context_embedder_2(quoted),
-            network.image_embedder(image),
-        ]
-        kinds = network.cond_type_embed.weight.unbind()
-        marked = [tokens + kind for tokens, kind in zip(embedded, kinds, strict=True)]
-        return torch.cat(marked[::-1], dim=1), torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)
 
     def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
         """Convert ``(B, S, features of a patch)`` to ``(B, C, T, H, W)``."""

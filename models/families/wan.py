@@ -36,6 +36,7 @@ from models.families.diffusers_family import (
     token_times,
 )
 from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
+from models.files.originals import own_names
 from models.sample import VIDEO, PartShapes, Sample
 
 IMAGE_TOKENS = 257
@@ -51,24 +52,6 @@ TI2V_VAE: Mapping[str, Any] = {
 }  # fmt: skip
 """``config.json`` of its VAE, without latent statistics, which plans do not need."""
 
-_ORIGINAL_NAMES = (
-    (r"\.attn1\.to_([qkv])$", r".self_attn.\1"),
-    (r"\.attn1\.to_out\.0$", r".self_attn.o"),
-    (r"\.attn2\.to_([qkv])$", r".cross_attn.\1"),
-    (r"\.attn2\.to_out\.0$", r".cross_attn.o"),
-    (r"\.attn2\.add_([kv])_proj$", r".cross_attn.\1_img"),
-    (r"\.ffn\.net\.0\.proj$", r".ffn.0"),
-    (r"\.ffn\.net\.2$", r".ffn.2"),
-    (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
-    (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
-    (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
-    (r"^condition_embedder\.text_embedder\.linear_2$", "text_embedding.2"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
-    (r"^condition_embedder\.time_proj$", "time_projection.1"),
-    (r"^proj_out$", "head.head"),
-)
-"""Patterns of diffusers' names of linear layers, and the names in Wan's repository, which ComfyUI and LightX2V use."""
 _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit)\.")
 _ORIGINAL_LAYER = re.compile(r"blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 _DOT_OF_KOHYA = re.compile(r"_(?!attn|img$|embedding|projection|emb_)")
@@ -178,12 +161,7 @@ class Wan(DiffusersFamily):
         return network.condition_embedder.time_embedder
 
     def original_name(self, layer: str) -> str:
-        name = layer
-        for ours, theirs in _ORIGINAL_NAMES:
-            name = re.sub(ours, theirs, name)
-        if name == layer:
-            raise UserError(f"{layer} has no name in Wan's own code; use --format diffusers-lora")
-        return name
+        return own_names([f"{layer}.weight"])[f"{layer}.weight"].removesuffix(".weight")
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert names with the prefixes of musubi and kohya (``lora_unet_``), DiffSynth (``pipe.dit.`` or none) and

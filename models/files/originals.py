@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ RELEASED: dict[tuple[int, int, int, int, bool], str] = {
     (30, 3072, 48, 48, False): "Wan 2.2 TI2V 5B",
 }
 """Released networks by layers, width, channels in and out, and whether they have an image embedder."""
+_BLOCK = re.compile(r"^blocks\.(\d+)\.")
 _NEEDED = ("patch_embedding.weight", "head.head.weight", "blocks.0.ffn.0.weight", "text_embedding.0.weight",
            "time_embedding.0.weight")  # fmt: skip
 
@@ -64,7 +65,7 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
     if missing := [name for name in _NEEDED if name not in shapes or len(shapes[name]) < 2]:
         raise UserError(f"{where} has no {missing[0]} as Wan's networks have; give a diffusers folder")
     width, channels, *patch = shapes["patch_embedding.weight"]
-    layers = 1 + max(int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name)))
+    layers = 1 + max(int(found[1]) for name in shapes if (found := _BLOCK.match(name)))
     out, image = shapes["head.head.weight"][0] // max(1, math.prod(patch)), shapes.get("img_emb.proj.1.weight")
     key = (layers, width, channels, out, image is not None)
     heads = width // HEAD_DIM if given is None and key in RELEASED else (given or {}).get("num_heads")
@@ -117,17 +118,15 @@ def own_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=8)
-def _own_stems(layers: int, image: bool) -> dict[str, str]:
-    """Return the own name of each layer or parameter by its name in diffusers, for this number of layers."""
+@cache
+def _own_stems() -> dict[str, str]:
+    """Return the own name of each parameter by its name in diffusers, for a network of one block."""
     block = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in ("q", "k", "v", "o", "norm_q", "norm_k")]
-    block += ["ffn.0", "ffn.2", "norm3", "modulation"]
+    block += ["ffn.0", "ffn.2", "norm3", "modulation", *(f"cross_attn.{part}_img" for part in ("k", "v", "norm_k"))]
     ends = ["patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2",
             "time_projection.1", "head.head", "head.modulation"]  # fmt: skip
-    if image:
-        block += ["cross_attn.k_img", "cross_attn.v_img", "cross_attn.norm_k_img"]
-        ends += [f"img_emb.proj.{i}" for i in (0, 1, 3, 4)]
-    stems = [*ends, *(f"blocks.{i}.{stem}" for i in range(layers) for stem in block)]
+    ends += [f"img_emb.proj.{i}" for i in (0, 1, 3, 4)]
+    stems = [*ends, *(f"blocks.0.{stem}" for stem in block)]
     names = [
         name
         for stem in stems
@@ -138,9 +137,11 @@ def _own_stems(layers: int, image: bool) -> dict[str, str]:
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
     """Return the own name of each tensor by its name in diffusers: the converter, read backwards."""
-    names = list(names)
-    layers = 1 + max((int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))), default=-1)
-    known = _own_stems(layers, any("image_embedder" in name for name in names))
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"Wan's own code has no {unknown[0]}; leave out --format wan")
-    return {name: known[name] for name in names}
+    own: dict[str, str] = {}
+    for name in names:
+        block = _BLOCK.match(name)
+        known = _own_stems().get(_BLOCK.sub("blocks.0.", name))
+        if known is None:
+            raise UserError(f"Wan's own code has no {name}; use a format of diffusers")
+        own[name] = known if block is None else _BLOCK.sub(block[0], known)
+    return own

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -130,12 +130,18 @@ def target_layers(
     can exceed the size of a small layer.
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    if settings.targets:
-        chosen = _matching(list(linear), settings.targets, network, family, f"{where}targets")
-    else:
+    names, setting, matched = [*linear], f"{where}targets", set[str]()
+    for pattern in settings.targets:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not (trains := _without_unread(matching, network, family, setting)):
+            why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
+            raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+        matched.update(trains)
+    chosen = [name for name in names if name in matched]
+    if not settings.targets:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         in_blocks = [name for name, module in linear.items() if id(module) in inside]
-        chosen = _without_unread(in_blocks, network, family, f"{where}targets")
+        chosen = _without_unread(in_blocks, network, family, setting)
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
         if fresh and settings.rank > size:
@@ -143,20 +149,6 @@ def target_layers(
                 f"{where}rank={settings.rank} is above the size of {name}; use {size} or less, or other targets"
             )
     return chosen
-
-
-def _matching(
-    names: Sequence[str], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
-) -> list[str]:
-    """Return those of ``names`` that match one of ``patterns``, without layers that never train."""
-    matched: set[str] = set()
-    for pattern in patterns:
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not (trains := _without_unread(matching, network, family, setting)):
-            why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
-            raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
-        matched.update(trains)
-    return [name for name in names if name in matched]
 
 
 def _without_unread(names: Collection[str], network: nn.Module, family: Family, where: str) -> list[str]:

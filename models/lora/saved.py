@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from models.lora.files import NAME
 
 _FILES = (NAME, "adapter_model.safetensors")
 """File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
-_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
+_PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model)\.")
 _MATRICES = ("A.weight", "B.weight", "B.bias")
 
 
@@ -108,7 +109,10 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
         pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
-    return {_peft_name(name): tensor for name, tensor in converted.items()}
+    return {
+        _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
+        for name, tensor in converted.items()
+    }
 
 
 def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,12 +132,6 @@ def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             alpha = float(tensors[f"{layer}.alpha"]) if f"{layer}.alpha" in tensors else default or rank
             scaled[name] = tensor.float() * (alpha / rank)
     return scaled
-
-
-def _peft_name(name: str) -> str:
-    """Return the name of a tensor without prefix, with peft's names of matrices."""
-    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-    return name.removeprefix(prefix).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B.")
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:

@@ -254,10 +254,8 @@ class Role:
         It is empty, unless ``condition`` has a first frame. This frame is the first chunk, which one forward without
         gradient caches as given.
 
-        Args:
-            condition: condition of the B samples.
-            training: whether chunks are computed with gradients, or again later (:class:`TrainingCache`). A cache
-                without gradient is a buffer that is changed in place (:class:`StreamCache`).
+        With ``training``, chunks are computed with gradients, or again later (:class:`TrainingCache`). A cache without
+        gradient is a buffer that is changed in place (:class:`StreamCache`).
         """
         if self.causal is None:
             raise ValueError(f"{self.name} is not causal and has no cache; set {self.name}.causal.chunk")
@@ -276,14 +274,8 @@ class Role:
         Gradients reach the network and ``x``; a training cache is constant. With another cache, gradients must be
         disabled, and the chunk's keys and values enter its buffer until the next forward.
 
-        Args:
-            x: latents ``x_t`` of the chunk.
-            t: ``(B,)`` in [0, 1], fp32 or better.
-            cache: cache of this role, with the earlier chunks.
-            history: ``cache.history()`` if the caller has it.
-
-        Returns:
-            Velocity of the chunk, in the dtype of ``x``.
+        ``x`` are the chunk's ``x_t``, ``t`` is ``(B,)`` in [0, 1], fp32 or better. ``history`` is ``cache.history()``
+        if the caller has it. Return the dtype of ``x``.
         """
         causal, (network,) = cache.forward(history or cache.history()), self.networks
         samples, frames = len(cache.condition), len(causal.positions)

@@ -164,17 +164,10 @@ def plan_role(
 ) -> RolePlan:
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
-    Args:
-        checkpoint: a diffusers pipeline or transformer folder, one file of weights, or ``None`` for random weights.
-        config: a folder whose ``config.json`` replaces the checkpoint's.
-        architecture: the network's configuration if there is no checkpoint.
-        boundary: time from which the first of two experts serves, without a checkpoint; a checkpoint has its own.
-        sharding: sharding settings; plain fp32 by default.
-        attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
-        lora: settings of the adapters that the role trains on a frozen network.
-        saved: file with the adapters' first values.
-        experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
-        causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own.
+    ``checkpoint`` is a diffusers pipeline or transformer folder, one file of weights, or ``None`` for random weights of
+    ``architecture``. It has its own boundary of experts and ``causal.json``; ``config`` is a folder whose
+    ``config.json`` replaces its own. ``lora`` are adapters that the role trains on a frozen network, from the file
+    ``saved`` or new. ``experts`` that train are ``both``, ``high`` or ``low``.
     """
     chosen = family_of(family, name)
     checkpoint_files = _inspected(name, checkpoint, config, architecture, boundary)
