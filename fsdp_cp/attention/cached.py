@@ -123,22 +123,16 @@ def buffered_attention(
 ) -> Tensor:
     """Write a chunk's keys and values into a buffer; compute attention of the chunk to a range of the buffer.
 
-    As :func:`cached_attention`, with one kernel call per rank (and head group). It has no derivative, and a compiled
-    graph serves every ``place``.
+    As :func:`cached_attention`, with its arguments and one kernel call per rank (and head group). It has no derivative
+    and needs ``torch.no_grad()``; a compiled graph serves every ``place``.
 
     Args:
-        q, k, v: the chunk's tokens, shapes as in :func:`fsdp_cp.attention.context_parallel_attention`.
         keys, values: this rank's buffers ``(B, slots, Hk / ulysses, D)``, changed in place.
         place: int64 ``(3,)`` on the CPU: ``(at, start, stop)``. The :func:`held_tokens` of the chunk are written from
             slot ``at`` on. Its queries see the slots from ``start`` to ``stop``.
-        mesh, total_tokens, scale, backend, head_groups: as in :func:`cached_attention`.
 
     Returns:
         ``(B, S_local, H, D)``, pads 0.
-
-    Raises:
-        ValueError: invalid arguments, raised before anything is sent.
-        RuntimeError: gradients are enabled, or an argument has a forward-mode tangent.
     """
     if torch.is_grad_enabled():
         raise RuntimeError("buffered_attention has no backward; call it under torch.no_grad(), or use cached_attention")

@@ -108,14 +108,8 @@ def teacher_forcing(blocks: Sequence[int], *, window: int | None = None, sink: i
 
     Clean block i sees clean blocks up to i. Noisy block i sees clean blocks before i, and itself. ``window`` and
     ``sink`` limit the earlier blocks as in :func:`block_causal`. Noisy block i thus computes the function of a network
-    that gets block i as its input and clean blocks as its history (Self Forcing, Huang et al. 2025).
-
-    Args:
-        blocks: number of tokens in each block; the sequence has twice as many tokens.
-        window, sink: as in :func:`block_causal`.
-
-    Raises:
-        UserError: as in :func:`block_causal`.
+    that gets block i as its input and clean blocks as its history (Self Forcing, Huang et al. 2025). Arguments are
+    those of :func:`block_causal`; the sequence has twice as many tokens.
 
     >>> teacher_forcing((4, 2)).keys
     (((0, 4),), ((0, 6),), ((6, 10),), ((0, 4), (10, 12)))

@@ -48,10 +48,8 @@ def finite_number(value: Any) -> float:
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again, and the lines that a kill tore.
 
-    All other lines stay byte for byte, in their order. The file may be absent.
-
-    Raises:
-        UserError: a full disk or a folder that cannot be written. The file is then unchanged.
+    All other lines stay byte for byte, in their order. The file may be absent. If the disk is full or the folder cannot
+    be written, it is unchanged.
     """
     if not path.is_file():
         return

@@ -94,8 +94,7 @@ def apply_fp8(
 ) -> list[nn.Module]:
     """Replace the layers that compute in fp8, in place; before units are checkpointed and compiled.
 
-    Returns:
-        The fp8 layers: new modules with the same parameters under the same names.
+    Return the fp8 layers: new modules with the same parameters under the same names.
     """
     if settings.fp8 == "none":
         return []

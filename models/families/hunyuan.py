@@ -6,7 +6,7 @@ video: features of an image encoder, quoted text (``glyphs``, from byT5, to be w
 
 diffusers' forward (0.42) reads the data to detect an image, and sorts the tokens of the three texts by their masks.
 Both synchronize the device, give data-dependent shapes, and cannot run on fake tensors. A parallel network runs
-:class:`OwnForward` instead: the same modules in the same order, but masked tokens stay in place. Text has no positions,
+:func:`own_forward` instead: the same modules in the same order, but masked tokens stay in place. Text has no positions,
 so the order of keys does not matter, and attention skips masked keys.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L tokens of all texts.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ class Hunyuan(DiffusersFamily):
             refiner.attn.set_processor(HunyuanRefinerAttention(backend))
         for block in network.transformer_blocks:
             block.attn.set_processor(HunyuanJointAttention(mesh, backend, head_groups))
-        network.forward = OwnForward(network, mesh)
+        network.forward = partial(own_forward, network, mesh)
 
     def outputs(
         self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
@@ -206,57 +207,50 @@ class Hunyuan(DiffusersFamily):
         return Outputs(Sample({VIDEO: v}), tuple(others))
 
 
-class OwnForward:
-    """Replacement of diffusers' forward in a parallel network, for whole latents and the rank's own tokens."""
+def own_forward(
+    network: HunyuanVideo15Transformer3DModel,
+    mesh: Mesh,
+    *,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_attention_mask: Tensor,
+    encoder_hidden_states_2: Tensor,
+    encoder_attention_mask_2: Tensor,
+    image_embeds: Tensor,
+    return_dict: bool = False,
+) -> tuple[Tensor]:
+    """Run diffusers' forward on the rank's own tokens, with bool masks and fp32 times.
 
-    def __init__(self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh):
-        self.network, self.mesh = network, mesh
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_attention_mask: Tensor,
-        encoder_hidden_states_2: Tensor,
-        encoder_attention_mask_2: Tensor,
-        image_embeds: Tensor,
-        return_dict: bool = False,
-    ) -> tuple[Tensor]:
-        """Run diffusers' forward with bool masks and fp32 times; return the velocity ``(B, C, T, H, W)``.
-
-        The latents, an image's latents and its mask are ``hidden_states`` ``(B, in_channels, T, H, W)``. The caption is
-        ``(B, L1, D1)`` and the quoted text, with the suffix ``_2``, ``(B, L2, D2)``. The image's features are ``(B, N,
-        D3)``; without one N is 0, and their projection gets zero gradients, as in diffusers.
-        """
-        network, dtype = self.network, hidden_states.dtype
-        assert not return_dict
-        rotary = own_rotary_tables(network.rope, self.mesh, hidden_states)
-        embed = network.time_embed
-        # Cast the sines to the compute dtype. diffusers casts them to the dtype of the times, which is at least fp32
-        # here. Additions to the embedding are fp32 too.
-        temb = embed.timestep_embedder(embed.time_proj(timestep).to(dtype)).to(dtype)
-        embedded = [
-            network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask),
-            network.context_embedder_2(encoder_hidden_states_2),
-            network.image_embedder(image_embeds),
-        ]
-        kinds = network.cond_type_embed.weight.unbind()
-        marked = [tokens + kind for tokens, kind in zip(embedded, kinds, strict=True)]
-        texts = torch.cat(marked[::-1], dim=1)  # image, quoted text, caption, before the video
-        image, video = (encoder_attention_mask.new_ones(len(texts), n) for n in (image_embeds.shape[1], rotary[2]))
-        keys = torch.cat([image, encoder_attention_mask_2, encoder_attention_mask, video], dim=1)
-        tokens = network.x_embedder(hidden_states)
-        for block in network.transformer_blocks:
-            tokens, texts = block(tokens, texts, temb, keys, rotary)
-        return (self._unpatched(network.proj_out(network.norm_out(tokens, temb)), hidden_states),)
-
-    def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
-        """Convert ``(B, S, features of a patch)`` to ``(B, C, T, H, W)``."""
-        frames, pixels = self.network.config.patch_size_t, self.network.config.patch_size
-        grid = {"t": latents.shape[2] // frames, "h": latents.shape[3] // pixels}
-        patch = {"pt": frames, "ph": pixels, "pw": pixels}
-        return rearrange(tokens, "b (t h w) (c pt ph pw) -> b c (t pt) (h ph) (w pw)", **grid, **patch)
+    The latents, an image's latents and its mask are ``hidden_states`` ``(B, in_channels, T, H, W)``. The caption is
+    ``(B, L1, D1)`` and the quoted text, with the suffix ``_2``, ``(B, L2, D2)``. The image's features are ``(B, N,
+    D3)``; without one N is 0, and their projection gets zero gradients, as in diffusers. Return the velocity, ``(B, C,
+    T, H, W)``.
+    """
+    dtype, frames, pixels = hidden_states.dtype, network.config.patch_size_t, network.config.patch_size
+    assert not return_dict
+    rotary = own_rotary_tables(network.rope, mesh, hidden_states)
+    embed = network.time_embed
+    # Cast the sines to the compute dtype. diffusers casts them to the dtype of the times, which is at least fp32
+    # here. Additions to the embedding are fp32 too.
+    temb = embed.timestep_embedder(embed.time_proj(timestep).to(dtype)).to(dtype)
+    embedded = [
+        network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask),
+        network.context_embedder_2(encoder_hidden_states_2),
+        network.image_embedder(image_embeds),
+    ]
+    kinds = network.cond_type_embed.weight.unbind()
+    marked = [tokens + kind for tokens, kind in zip(embedded, kinds, strict=True)]
+    texts = torch.cat(marked[::-1], dim=1)  # image, quoted text, caption, before the video
+    image, video = (encoder_attention_mask.new_ones(len(texts), n) for n in (image_embeds.shape[1], rotary[2]))
+    keys = torch.cat([image, encoder_attention_mask_2, encoder_attention_mask, video], dim=1)
+    tokens = network.x_embedder(hidden_states)
+    for block in network.transformer_blocks:
+        tokens, texts = block(tokens, texts, temb, keys, rotary)
+    v = network.proj_out(network.norm_out(tokens, temb))  # (B, S, features of a patch)
+    grid = {"t": hidden_states.shape[2] // frames, "h": hidden_states.shape[3] // pixels}
+    patch = {"pt": frames, "ph": pixels, "pw": pixels}
+    return (rearrange(v, "b (t h w) (c pt ph pw) -> b c (t pt) (h ph) (w pw)", **grid, **patch),)
 
 
 class HunyuanJointAttention:

@@ -49,15 +49,10 @@ def few_step_scheduler(
 ) -> FlowMatchEulerDiscreteScheduler:
     """Return the scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
 
-    Each step stays on the side of the boundaries on which it was trained.
-
-    Args:
-        times: rectified-flow times of the student, descending, above 0.
-        stochastic: re-noise between the steps; Euler steps otherwise.
-        pipeline_times: function from a number of steps to the times that the pipeline passes to the scheduler;
-            ``None`` if it passes none.
-        boundaries: times between the student's experts, descending.
-        experts: position of the expert that each of ``times`` was trained with.
+    Each step stays on the side of the ``boundaries`` between the student's experts on which it was trained: ``experts``
+    are the positions of the experts of ``times``, which descend and are above 0. With ``stochastic``, steps re-noise;
+    otherwise they are Euler steps. ``pipeline_times`` returns the times that the pipeline passes to the scheduler for a
+    number of steps, or ``None``.
     """
 
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -64,13 +64,10 @@ def write_file(
     *,
     move_aside: bool = False,
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``. All ranks must call it; rank 0 writes.
+    """Write ``folder/pytorch_lora_weights.safetensors``. All ranks must call it; rank 0 writes, and all raise.
 
     ``causal`` and ``scheduler`` are as for :func:`models.export_folder.write_folder`; ``folder``, ``about`` and
     ``move_aside`` as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
-
-    Raises:
-        UserError: the folder cannot be written; on every rank.
     """
 
     def write() -> None:

@@ -15,11 +15,8 @@ from models.roles.role import Role
 class Ema:
     """EMA of ``role``'s weights: DTensors with the masters' dtype and sharding.
 
-    Args:
-        role: the trained role.
-        decay: constant factor ``b`` of the old average, or ``None`` for the power schedule.
-        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
-        start: first update that averages; before it the EMA copies the weights.
+    ``decay`` is the constant factor ``b`` of the old average, or ``None`` for the power schedule ``b = (1 - 1/(i + 1))
+    ** (gamma + 1)`` (Karras et al. 2024, eq. 121). Before the update ``start`` the EMA copies the weights.
     """
 
     def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):

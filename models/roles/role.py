@@ -291,11 +291,7 @@ class Role:
     ) -> Tensor:
         """Return ``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py); positive means real.
 
-        Args:
-            x, t, condition, second_time, at: as for :meth:`velocity`.
-
-        Returns:
-            Logits ``(B, K)`` of its K blocks, in the dtype of ``x``.
+        Arguments are those of :meth:`velocity`. The logits ``(B, K)`` of its K blocks have the dtype of ``x``.
         """
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])

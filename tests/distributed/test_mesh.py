@@ -59,8 +59,8 @@ def _groups(sizes):
     of_plain, of_ring, of_ulysses = (context_groups(x) for x in (plain, plain["ring"], plain["ulysses"]))
     for other in (c, of_plain):  # the names are those of the right ranks
         for name, rank, size, axis in (
-            (other.ring_group, other.ring_rank, other.ring_size, mesh.ring),
-            (other.ulysses_group, other.ulysses_rank, other.ulysses_size, mesh.ulysses),
+            (other.ring_group, other.ring_rank, other.ring_size, mesh.device_mesh["ring"]),
+            (other.ulysses_group, other.ulysses_rank, other.ulysses_size, mesh.device_mesh["ulysses"]),
         ):
             group = _resolve_process_group(name)
             assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(axis.get_group())

@@ -115,8 +115,8 @@ FAULTS = (
         name="replicas_by_position",
         room="sharding: losses that use different parameters",
         harm="DMD2 with a GAN and replicas: gradients of different parameters of the fake score are added up",
-        old='    return any("gan_head" in role.added for role in roles)\n',
-        new="    return False\n",
+        old='reduce_unused=any("gan_head" in role.added for role in roles) and',
+        new="reduce_unused=False and",
         killed_by="distributed/test_gan_head.py::test_one_process_is_the_oracle"
         "[{'dp_replicate': 2, 'cp': 2, 'micro_batch_size': 2}]",
     ),
@@ -315,8 +315,8 @@ FAULTS = (
         name="hunyuan_mask_order",
         room="families: Hunyuan masks",
         harm="the caption's mask lies over the quotations and the other way round",
-        old="torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)",
-        new="torch.cat([masks[0].new_ones(image.shape[:2]), *masks], dim=1)",
+        old="torch.cat([image, encoder_attention_mask_2, encoder_attention_mask, video], dim=1)",
+        new="torch.cat([image, encoder_attention_mask, encoder_attention_mask_2, video], dim=1)",
         killed_by="distributed/test_families.py::test_two_steps[hunyuan]",
     ),
     Fault(

@@ -1,6 +1,7 @@
 """The HunyuanVideo 1.5 family in one process: pipeline times, refusals and plans."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import diffusers
@@ -20,7 +21,7 @@ from distill.planning import encoders
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
-from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
+from models.families.hunyuan import Hunyuan, own_forward, own_rotary_tables
 from models.files.scheduler import few_step_scheduler
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
@@ -53,7 +54,7 @@ def without_attention(one_rank):
     network.transformer_blocks = torch.nn.ModuleList()
     for block in network.context_embedder.token_refiner.refiner_blocks:
         block.attn.set_processor(_Nothing())
-    network.forward = OwnForward(network, one_rank)
+    network.forward = partial(own_forward, network, one_rank)
     return network, *inputs
 
 

@@ -48,8 +48,6 @@ def _explain(name: str, what: str, why: str) -> None:
 
 def check_backend(backend: str) -> None:
     """Refuse a ``backend`` that is neither ``"auto"`` nor the name of a kernel."""
-    if backend == "flash_attn_2":
-        raise UserError("backend='flash_attn_2' was removed; use flash, torch's own FlashAttention 2")
     names = ("auto", *KERNELS)
     if backend not in names:
         raise UserError(f"backend={backend!r} is unknown; use {', '.join(names)}")
@@ -101,10 +99,8 @@ def prepare_kernels(backend: str, *, device: torch.device, dtype: torch.dtype, h
     """Compile and check the kernels that need it, before the first step. A collective of all ranks.
 
     ``auto`` takes such a kernel only if its self-check passed on every rank. Compiled kernels are kept on the disk, so
-    one process of each node compiles first and the others load the result.
-
-    Raises:
-        UserError: ``backend`` names a kernel that failed on some rank.
+    one process of each node compiles first and the others load the result. If ``backend`` names a kernel that failed on
+    some rank, all ranks raise a ``UserError``.
     """
     if device.type != "cuda":  # not by what is installed or by the GPU: all ranks must decide the same
         return
