@@ -97,9 +97,7 @@ class Checkpoints:
         """Wait for the pending checkpoint, then write the state after ``step``. Called by all ranks.
 
         ``tensors`` is a nested dict of tensors and DTensors; ``state`` is JSON-serializable and the same on every rank.
-
-        Raises:
-            UserError: on all ranks, if this checkpoint or the previous one cannot be written.
+        All ranks raise if this checkpoint or the previous one cannot be written.
         """
         self.wait()
         unfinished = step_folder(self.folder, step).with_suffix(".tmp")

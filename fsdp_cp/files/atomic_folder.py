@@ -107,14 +107,10 @@ def _maker(about: Mapping[str, Any]) -> str:
 def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
     """Yield a new folder to write into. On success rename it to ``folder``; on failure change nothing.
 
-    An earlier export stays until the new one is complete. One process writes.
-
-    Args:
-        folder: path of the complete folder.
-        about: JSON-serializable description for the manifest.
-        move_aside: only for folders in a run directory that this process has locked. Renames an existing folder that is
-            not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
-            Removes unfinished exports, since those of a run that is killed repeatedly would fill the disk.
+    An earlier export stays until the new one is complete. One process writes. ``about`` describes it in the manifest,
+    in JSON. ``move_aside`` is only for folders in a run directory that this process has locked: it renames an existing
+    folder that is not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
+    It also removes unfinished exports, since those of a run that is killed repeatedly would fill the disk.
     """
     if not move_aside:
         refuse_occupied(folder, "the folder", about)

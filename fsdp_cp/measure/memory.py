@@ -143,7 +143,7 @@ class LiveStorages(TorchDispatchMode):
     def __enter__(self):
         self._depth += 1
         if self._depth == 1:
-            self._resizes = resizes_reported(self._see_resized)
+            self._resizes = resizes_reported(self._resized)
             self._resizes.__enter__()
         return super().__enter__()
 
@@ -197,13 +197,13 @@ class LiveStorages(TorchDispatchMode):
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
             if counts:
                 self._sizes[key], self._labels[key] = 0, self.label
-        if key in self._sizes:
-            self._resized(key, storage.nbytes())
+        self._resized(storage)
 
-    def _resized(self, key: int, size: int) -> None:
-        change = size - self._sizes[key]
-        self._sizes[key] = size
-        self._changed(key, change)
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self._sizes:
+            change = storage.nbytes() - self._sizes[key]
+            self._sizes[key] += change
+            self._changed(key, change)
 
     def _forget(self, key: int) -> None:
         del self._watched[key]
@@ -232,10 +232,6 @@ class LiveStorages(TorchDispatchMode):
 
     def _alive(self, elsewhere: bool) -> dict[Hashable, int]:
         return {label: size for label, size in self.by.items() if size and self.elsewhere(label) == elsewhere}
-
-    def _see_resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._sizes:
-            self._resized(storage._cdata, storage.nbytes())
 
 
 @contextmanager

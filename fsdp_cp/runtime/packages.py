@@ -9,6 +9,8 @@ from types import ModuleType
 
 from torch.torch_version import TorchVersion
 
+from fsdp_cp.errors import first_line
+
 
 @lru_cache(maxsize=16)
 def optional_package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
@@ -22,8 +24,7 @@ def optional_package(module: str, install: str, distribution: str = "", at_least
             return f"needs {distribution} {at_least} or later, not {version} ({install})"
         return importlib.import_module(module)
     except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        return f"is not installed, or does not load: {first_line} ({install})"
+        return f"is not installed, or does not load: {first_line(error)} ({install})"
 
 
 def transformer_engine(module: str = "transformer_engine.pytorch", at_least: str = "2.17") -> ModuleType | str:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp_cp.duals import inside_dual_level
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.runtime.packages import optional_package, transformer_engine
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather_by
@@ -275,5 +275,5 @@ def compile_refusal() -> str:
         layer: Any = te_linear(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16))
         torch.compile(layer, fullgraph=True)(layer.weight.detach()).sum().backward()
     except Exception as error:  # of Dynamo, inductor or the package
-        return f"cannot compile a layer: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"cannot compile a layer: {first_line(error)}"
     return ""

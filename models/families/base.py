@@ -99,11 +99,7 @@ class FamilyPlanning:
     width of a latent in pixels. The first is that of all other numbers of channels."""
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
-        """Return the shapes of a clip's latents, for networks with this number of latent channels of the video.
-
-        Raises:
-            UserError: the clip's sizes do not fit the VAE, or the family has no VAE.
-        """
+        """Return the shapes of a clip's latents, for networks with this number of latent channels of the video."""
         if not self.vae_sizes:
             raise UserError("data.encoders must name a pipeline folder: this model family names no VAE of its own")
         channels = channels if channels in self.vae_sizes else next(iter(self.vae_sizes))
@@ -124,7 +120,11 @@ class FamilyPlanning:
 
 
 class Family(ABC):
-    """Base class of model families, independent of roles. ``config`` is always a network's ``config.json``."""
+    """Base class of model families, independent of roles. ``config`` is always a network's ``config.json``.
+
+    What a user can mend, such as a configuration or data that do not fit, is a ``UserError`` that names ``setting``,
+    the setting that they come from.
+    """
 
     name: ClassVar[str]
     """Name of the family in ``ROLE.family``."""
@@ -147,19 +147,11 @@ class Family(ABC):
 
     @abstractmethod
     def build(self, config: NetworkConfig, setting: str) -> nn.Module:
-        """Build a network of ``config`` on the current default device; ``setting`` names the source of ``config``.
-
-        Raises:
-            UserError: ``config`` is for another class, or no network can be built from it.
-        """
+        """Build a network of ``config`` on the current default device; ``setting`` names the source of ``config``."""
 
     @abstractmethod
     def check_keys(self, architecture: NetworkConfig, setting: str) -> None:
-        """Refuse keys of ``ROLE.architecture`` that the network's class does not know.
-
-        Raises:
-            UserError: a key is unknown.
-        """
+        """Refuse keys of ``ROLE.architecture`` that the network's class does not know."""
 
     def restore_buffers(self, network: nn.Module, device: torch.device) -> None:  # noqa: B027 - most have none
         """Recompute buffers on ``device`` that no checkpoint holds and the meta device lost, such as rotary tables."""
@@ -199,11 +191,7 @@ class Family(ABC):
         return []
 
     def original_name(self, layer: str) -> str:
-        """Return the name of the linear layer ``layer`` in the model's original code, which ComfyUI uses.
-
-        Raises:
-            UserError: the original code has no such layer.
-        """
+        """Return the name of the linear layer ``layer`` in the model's original code, which ComfyUI uses."""
         raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -269,9 +257,6 @@ class Family(ABC):
         """Check that the network accepts parts of these shapes with condition tensors of these names and shapes.
 
         If its configuration does not fix whether an image is given, ``condition`` decides.
-
-        Raises:
-            UserError: channels, sizes or condition tensors do not fit or are missing.
         """
 
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
@@ -346,11 +331,7 @@ class Family(ABC):
         """
 
     def check_causal(self, config: NetworkConfig, setting: str) -> None:
-        """Check that a network of ``config`` can be causal; ``setting`` is the setting that asks for it.
-
-        Raises:
-            UserError: the family or the network cannot.
-        """
+        """Check that a network of ``config`` can be causal; ``setting`` is the setting that asks for it."""
         if not self.causal:
             raise UserError(f"{setting}: the family {self.name} has no causal networks; leave it out")
 

@@ -8,7 +8,7 @@ seconds and pixels for its rotary embedding. LTX's encoders provide both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -137,7 +137,9 @@ class LTX(DiffusersFamily):
             block.attn1.set_processor(LTXSelfAttention(mesh, backend, head_groups))
             block.attn2.set_processor(LTXCrossAttention(backend))
         # Cast the time embedding: under bf16 an addition makes it fp32, but the following layers are bf16.
-        network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
+        network.time_embed.emb.register_forward_hook(
+            lambda _embedding, _args, kwargs, output: output.to(kwargs["hidden_dtype"]), with_kwargs=True
+        )
 
     def outputs(
         self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
@@ -162,10 +164,6 @@ class LTX(DiffusersFamily):
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)
         return v if frame is None else hold_first_frame(v, x, t, frame)
-
-
-def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
-    return output.to(kwargs["hidden_dtype"])
 
 
 class LTXSelfAttention(LTXVideoAttnProcessor):

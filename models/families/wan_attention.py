@@ -18,10 +18,6 @@ from fsdp_cp.mesh import Mesh
 from models.families.causal_forward import CausalForward, LayerHistory, LayerText, WholeClip
 from models.families.diffusers_family import token_positions
 
-Table = tuple[Tensor, Tensor]
-"""Cosines and sines."""
-
-
 RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, LayerHistory]
 """Tables, the number of tokens, and the history of a causal network. The latter two are arguments of the block, so that
 recomputation in backward uses those of its own forward even if the network was called with others since."""
@@ -187,7 +183,7 @@ def own_rotary_tables(
     return cos, sin, total
 
 
-def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> Table:
+def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the time axis' rows ``(T, t_dim)`` of the tables, also of positions beyond ``rope_max_seq_len``."""
     if max(positions) < rope.max_seq_len:
         at = torch.tensor(positions, device=rope.freqs_cos.device)

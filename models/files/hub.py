@@ -97,18 +97,11 @@ def resolve(
     """Resolve the hub names among settings to ``owner/name@COMMIT``, and download their files. All ranks must call it.
 
     Rank 0 asks the hub, and all nodes take its commits. One process of each node downloads, under a lock, with a
-    progress bar. Without a network a snapshot in the cache is used.
+    progress bar. Without a network a snapshot in the cache is used. A mistake or a failed download raises on all ranks.
 
-    Args:
-        names: value of each setting, and the files that it needs. Values that are paths here are left out.
-        recorded: values that an earlier start of the run resolved; a branch that has moved since is reported.
-        download: whether missing files may be downloaded.
-
-    Returns:
-        The new values of the settings that are hub names.
-
-    Raises:
-        UserError: on all ranks: an unknown or gated repository or revision, a failed download, missing files.
+    ``names`` has the value of each setting, and the files that it needs; values that are paths here are left out.
+    ``recorded`` are values that an earlier start of the run resolved: a branch that has moved since is reported.
+    Return the new values of the settings that are hub names.
     """
     parsed = {setting: (text, parse_hub_name(text), wanted) for setting, (text, wanted) in names.items() if text}
     named = {setting: (text, name, wanted) for setting, (text, name, wanted) in parsed.items() if name is not None}

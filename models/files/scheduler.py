@@ -30,8 +30,6 @@ TOLERANCE = 1e-3
 
 _SHIFTS = (0.01, 30.0)
 """Range in which each time grows with the shift. Far above it, diffusers' minimum time of 1/1000 is shifted up too."""
-
-
 _MARGIN = 1e-5
 """Distance that the scheduler's times keep from a boundary, so that no rounding crosses it."""
 _CROSSING = 1000.0

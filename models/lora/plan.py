@@ -19,14 +19,12 @@ from torch import nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.initialise import copy_own_part, initialise
-from models.families.base import Family
+from models.families.base import Family, Shape
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.owner import owner
 
 logger = logging.getLogger(__name__)
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

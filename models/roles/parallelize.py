@@ -12,7 +12,6 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from fsdp_cp.sharding.shard import shard_module
 from models.additions.base import additions_of
-from models.families.base import Family
 from models.owner import owner
 from models.roles.role_plan import RolePlan
 
@@ -43,9 +42,14 @@ def parallelize(
     family.parallelize(network, mesh, roles[0].attention_backend, roles[0].head_groups)
 
     blocks = list(family.blocks(network))
-    full_precision = _full_precision_units(network, roles) if settings.precision == "bf16" else []
-    if settings.precision == "bf16" and adapted:
-        _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
+    full_precision: list[nn.Module] = []
+    if settings.precision == "bf16":
+        additions = [addition for role in roles for addition in additions_of(network, role.name).values()]
+        full_precision += family.full_precision_units(network)
+        full_precision += [addition for addition in additions if addition.full_precision]
+        if adapted:
+            _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
+    added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
 
     # Convert layers to fp8, then wrap blocks for activation memory and compilation, then shard
     shard_module(
@@ -53,7 +57,7 @@ def parallelize(
         mesh=mesh,
         units=blocks,
         full_precision_units=full_precision,
-        fp8_excluded=_fp8_excluded(network, family),
+        fp8_excluded=[*family.fp8_excluded(network), *map(network.get_submodule, added)],  # adapters are small
         # A step's losses use different parameters: a GAN head, or the blocks after it
         reduce_unused=any("gan_head" in role.added for role in roles) and settings.reduces_over_copies(mesh.shape),
         settings=settings,
@@ -73,23 +77,9 @@ def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precisi
     return settings if role.name in trained else settings.frozen()
 
 
-def _full_precision_units(network: nn.Module, roles: Sequence[RolePlan]) -> list[nn.Module]:
-    additions = (addition for role in roles for addition in additions_of(network, role.name).values())
-    return [
-        *roles[0].family.full_precision_units(network),
-        *(addition for addition in additions if addition.full_precision),
-    ]
-
-
 def _store_base_in_compute_dtype(network: nn.Module, full_precision: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """Store the frozen base in 2 bytes a parameter; it needs no fp32 masters."""
     kept = {parameter for unit in full_precision for parameter in unit.parameters()}
     for name, parameter in network.named_parameters():
         if owner(name)[0] is None and parameter not in kept:
             parameter.data = parameter.data.to(dtype)
-
-
-def _fp8_excluded(network: nn.Module, family: Family) -> list[nn.Module]:
-    """Return the modules of blocks that stay out of fp8. Adapters are small and stay exact."""
-    added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
-    return [*family.fp8_excluded(network), *map(network.get_submodule, added)]

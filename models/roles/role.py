@@ -155,15 +155,10 @@ class Role:
         return self.expert_at(time) in self.trained_experts
 
     def network_at(self, t: Tensor, at: float | None) -> Network:
-        """Return the network that serves the times ``t``.
+        """Return the network that serves the times ``t``, ``(B,)`` or ``(B, T)`` in [0, 1].
 
-        Args:
-            t: ``(B,)`` or ``(B, T)`` in [0, 1].
-            at: for experts, a time in the same range as all of ``t``, known to the host and equal on all ranks.
-
-        Raises:
-            ValueError: ``at`` is missing for experts, or ``t`` spans several experts. CUDA times are not checked, which
-                would synchronize the device.
+        Experts need ``at``, a time in the same range as all of ``t``, known to the host and equal on all ranks. Times
+        on CUDA are not checked, which would synchronize the device.
         """
         expert = self.expert_at(at)
         if self.has_experts and t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values

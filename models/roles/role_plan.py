@@ -91,10 +91,9 @@ class RolePlan:
 
     def expert(self, index: int) -> RolePlan:
         """Return the plan with one of its networks only; without adapters if that network does not train."""
-        lora = self.lora if index in self.trained_experts else None
-        is_frozen = index not in self.trained_experts
-        folders = self.folders[index : index + 1]
-        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
+        trains, folders = index in self.trained_experts, self.folders[index : index + 1]
+        lora = self.lora if trains else None
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=not trains)
 
     def tokens(self, shapes: PartShapes, condition_shapes: Mapping[str, Shape]) -> int:
         """Return the number of tokens of the video of a sample with parts and a condition of these shapes."""

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.launch import local_rank
 from fsdp_cp.measure.fake_world import device_type
 from fsdp_cp.mesh import ContextGroups, group_by_name
@@ -34,8 +34,6 @@ _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
 """Every kernel by its name, installed or not."""
-
-
 _checked_kernels: dict[tuple[str, torch.dtype, int], str | None] = {}
 """Results of :func:`prepare_kernels` by kernel, dtype and head size: ``None``, or why a kernel must not be used."""
 
@@ -153,7 +151,7 @@ def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_di
         )
         return _difference(names, computed, expected)
     except Exception as error:  # the compiler, the driver or the package fails: use another kernel
-        return f"fails in its self-check ({_one_line(error)})"
+        return f"fails in its self-check ({type(error).__name__}: {first_line(error)})"
 
 
 def _difference(names: Sequence[str], computed: Sequence[Any], expected: Sequence[Any]) -> str | None:
@@ -213,11 +211,7 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
         return fused, _difference(Dual._fields, computed, expected)
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
-        return None, _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return None, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _fused_shapes(q: Tensor, *_: object) -> Dual:

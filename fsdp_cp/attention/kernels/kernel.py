@@ -62,14 +62,13 @@ class Kernel(ABC):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the contribution of these keys to the gradients. ``out`` and ``lse`` are those of the whole rows.
+        """Compute the contribution of these keys to the gradients of ``q``, ``k`` and ``v``.
+
+        ``out`` and ``lse`` are those of the whole rows.
 
         Args:
             grad_out, out: ``(B, Sq, H, D)``.
             lse: ``(B, H, Sq)`` over all keys of the row, on all ranks; +inf for a row without any key.
-
-        Returns:
-            Gradients of ``q``, ``k`` and ``v``.
         """
 
     def slower_than_others(self, tokens: int, gradients: bool) -> str | None:
