@@ -16,6 +16,7 @@ from fsdp_cp.mesh import Mesh
 from models.additions.base import Addition
 from models.families.base import Family
 
+NAME = "second_time"
 RATES = (0.25, 32.0)
 """Minimum and maximum rate of the embedding, in radians over an interval of 1. Wan's own rates reach 1000. These are
 lower, since the time derivative in MeanFlow's target grows with them (Lu & Song 2024, section 4.1)."""
