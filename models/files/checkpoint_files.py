@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
 
 
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
-    """Find and describe the transformer in ``checkpoint``, a transformer folder or a pipeline with one expert.
+    """Find and describe the transformer in ``checkpoint``, a transformer folder or a pipeline of one network.
 
     ``setting`` is where it came from, for messages ("teacher.checkpoint").
     """
