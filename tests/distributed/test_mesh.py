@@ -14,10 +14,9 @@ from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 def _views(sizes):
     mesh = build_mesh(**sizes)
-    ranks = {
-        name: sorted(dist.get_process_group_ranks(getattr(mesh, name).get_group()))
-        for name in ("world", "dp", "cp", "ring", "ulysses")
-    }
+    views = {"world": mesh.world, "dp": mesh.dp, "cp": mesh.cp}
+    views |= {name: mesh.device_mesh[name] for name in ("ring", "ulysses")}
+    ranks = {name: sorted(dist.get_process_group_ranks(view.get_group())) for name, view in views.items()}
     fsdp = [sorted(dist.get_process_group_ranks(mesh.fsdp.get_group(axis))) for axis in range(mesh.fsdp.ndim)]
     return ranks, fsdp, (mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.cp_size)
 
