@@ -168,6 +168,8 @@ class Mesh:
     fsdp: DeviceMesh
     dp: DeviceMesh
     cp: DeviceMesh
+    ring: DeviceMesh
+    ulysses: DeviceMesh
     context: ContextGroups
     _within: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -278,6 +280,8 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
         fsdp=fsdp,
         dp=data,
         cp=context,
+        ring=root["ring"],
+        ulysses=root["ulysses"],
         context=context_groups(root["ring", "ulysses"]),
     )
 

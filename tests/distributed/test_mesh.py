@@ -14,9 +14,10 @@ from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 def _views(sizes):
     mesh = build_mesh(**sizes)
-    views = {"world": mesh.world, "dp": mesh.dp, "cp": mesh.cp}
-    views |= {name: mesh.device_mesh[name] for name in ("ring", "ulysses")}
-    ranks = {name: sorted(dist.get_process_group_ranks(view.get_group())) for name, view in views.items()}
+    ranks = {
+        name: sorted(dist.get_process_group_ranks(getattr(mesh, name).get_group()))
+        for name in ("world", "dp", "cp", "ring", "ulysses")
+    }
     fsdp = [sorted(dist.get_process_group_ranks(mesh.fsdp.get_group(axis))) for axis in range(mesh.fsdp.ndim)]
     return ranks, fsdp, (mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.cp_size)
 
@@ -58,8 +59,8 @@ def _groups(sizes):
     of_plain, of_ring, of_ulysses = (context_groups(x) for x in (plain, plain["ring"], plain["ulysses"]))
     for other in (c, of_plain):  # the names are those of the right ranks
         for name, rank, size, axis in (
-            (other.ring_group, other.ring_rank, other.ring_size, mesh.device_mesh["ring"]),
-            (other.ulysses_group, other.ulysses_rank, other.ulysses_size, mesh.device_mesh["ulysses"]),
+            (other.ring_group, other.ring_rank, other.ring_size, mesh.ring),
+            (other.ulysses_group, other.ulysses_rank, other.ulysses_size, mesh.ulysses),
         ):
             group = _resolve_process_group(name)
             assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(axis.get_group())

@@ -23,8 +23,7 @@ POOL = 77.0
 
 def _timeouts_of_a_mesh(sizes):
     mesh = build_mesh(**sizes)
-    split = mesh.device_mesh["ring", "ulysses"]
-    views = [mesh.world, mesh.dp, mesh.cp, split["ring"], split["ulysses"], mesh.fsdp, mesh.within(1)]
+    views = [mesh.world, mesh.dp, mesh.cp, mesh.ring, mesh.ulysses, mesh.fsdp, mesh.within(1)]
     groups = [view.get_group(axis) for view in views for axis in range(view.ndim)]
     assert all(any(group is known for known in process_groups()) for group in groups), "none is forgotten"
     return {timeout_of(group) for group in [*process_groups(), *groups]}
