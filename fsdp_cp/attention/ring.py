@@ -10,7 +10,7 @@ heads, Hk key/value heads, D head size. All tensors of ring rank r belong to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -159,16 +159,8 @@ def _weight(lse: Tensor, other: Tensor) -> Tensor:
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
 
-def _tiles(
-    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Tensor | None
-) -> Iterator[tuple[Tile, list[Any], Tensor | None]]:
-    """Yield each tile of the rank's queries and ``chunk``, its part of the padded ``tensors``, and that of the mask."""
-    keys = ring.layout.key_chunk(chunk)
-    taken = [None if x is None else keys.take(x) for x in tensors]
-    for tile in ring.layout.tiles(ring.rank, chunk):
-        columns = slice(*tile.keys)
-        seen = None if mask is None else keys.select(mask)[:, columns]
-        yield tile, [None if x is None else x[:, columns] for x in taken], seen
+def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> Tensor | None:
+    return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
@@ -225,15 +217,21 @@ def ring_forward(
         ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), -inf for
         rows without a key.
     """
-    local = ring.layout.chunk(ring.rank)
+    layout, me = ring.layout, ring.rank
+    local = layout.chunk(me)
     merged = Merged(local.take(q))
     with closing(_visited((k, v), ring)) as visited:
         for chunk, tensors in visited:
-            for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
-                rows = slice(*tile.queries)
-                merged.add(rows, Dual(*kernel.forward(merged.q[:, rows], keys, values, seen, scale)), seen)
-                del keys, values
-            del tensors  # otherwise three chunks are in memory while the next one arrives
+            keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
+            for tile in layout.tiles(me, chunk):
+                rows, columns = slice(*tile.queries), slice(*tile.keys)
+                seen = _tile_mask(mask, layout, chunk, tile)
+                merged.add(
+                    rows,
+                    Dual(*kernel.forward(merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale)),
+                    seen,
+                )
+            del tensors, keys, values  # otherwise three chunks are in memory while the next one arrives
     out, lse, *_ = merged.result()
     return local.put(out).contiguous(), local.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
@@ -289,11 +287,16 @@ def _tile_grads(
 
     ``own`` has the queries' ``grad_out``, ``q``, ``out`` and log-sum-exp; ``tensors`` are the padded keys and values.
     """
+    layout, (grad_out, q, out, lse) = ring.layout, own
+    keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
     tile_grads = []
-    for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
-        rows = slice(*tile.queries)
-        g, queries, out = (x[:, rows] for x in own[:3])
-        dq_tile, dk, dv = kernel.backward(g, queries, keys, values, out, own[3][:, :, rows], seen, scale)
+    for tile in layout.tiles(ring.rank, chunk):
+        rows, columns = slice(*tile.queries), slice(*tile.keys)
+        g, queries, o = (x[:, rows] for x in (grad_out, q, out))
+        seen = _tile_mask(mask, layout, chunk, tile)
+        dq_tile, dk, dv = kernel.backward(
+            g, queries, keys[:, columns], values[:, columns], o, lse[:, :, rows], seen, scale
+        )
         dq[:, rows] += dq_tile
         tile_grads.append((tile.keys[0], dk, dv))
         del dq_tile, dk, dv
@@ -352,16 +355,23 @@ def ring_dual(
     :func:`fsdp_cp.attention.kernels.kernel.attention_dual`. Return ``out`` and ``t_out`` in the dtype of ``q``.
     """
     q, k, v, t_q, t_k, t_v = duals
-    local = ring.layout.chunk(ring.rank)
+    layout, me = ring.layout, ring.rank
+    local = layout.chunk(me)
+
     merged, t_q_own = Merged(local.take(q), moves=True), None if t_q is None else local.take(t_q)
+
+    def attend(chunk: int, tensors: Sequence[Tensor | None]) -> None:
+        taken = [None if x is None else layout.key_chunk(chunk).take(x) for x in tensors]
+        for tile in layout.tiles(me, chunk):
+            rows, columns = slice(*tile.queries), slice(*tile.keys)
+            queries = (merged.q[:, rows], None if t_q_own is None else t_q_own[:, rows])
+            keys, values, t_keys, t_values = (None if x is None else x[:, columns] for x in taken)
+            seen = _tile_mask(mask, layout, chunk, tile)
+            merged.add(rows, attention_dual(queries[0], keys, values, queries[1], t_keys, t_values, seen, scale))
+
     with closing(_visited((k, v, t_k, t_v), ring)) as visited:
         for chunk, tensors in visited:
-            for tile, (keys, values, t_keys, t_values), seen in _tiles(ring, chunk, tensors, mask):
-                rows = slice(*tile.queries)
-                t_queries = None if t_q_own is None else t_q_own[:, rows]
-                dual = attention_dual(merged.q[:, rows], keys, values, t_queries, t_keys, t_values, seen, scale)
-                merged.add(rows, dual)
-                del keys, values, t_keys, t_values, dual
+            attend(chunk, tensors)
             del tensors  # otherwise three chunks are in memory while the next one arrives
     out, _, t_out, _ = merged.result()
     assert t_out is not None
