@@ -83,7 +83,7 @@ def test_clips_are_those_of_the_pipeline(folders, version):
     sound = 0.1 * torch.randn(2, folder.sound_format(CLIP).samples, generator=generator)
     found = codec.encode_clip(video, sound)
     assert found.shapes == folder.latent_shapes(CLIP)
-    mel = log_mel(sound, 16000, 160, 16)[None]
+    mel, statistics = log_mel(sound, 16000, 160, 16)[None], (pipeline.vae.latents_mean, pipeline.vae.latents_std)
     with torch.no_grad():
         z = pipeline.audio_vae.encode(mel).latent_dist.mode()
         assert z.shape[2] == 19, "one more than the rows"
@@ -91,8 +91,11 @@ def test_clips_are_those_of_the_pipeline(folders, version):
         assert torch.allclose(pipeline._pack_audio_latents(found.parts["audio"]), latents, atol=1e-5)
         frames = pipeline.prepare_latents(latents=pipeline.vae.encode(video[None]).latent_dist.mode())
         assert torch.allclose(pipeline._pack_latents(found.video), frames, atol=1e-5)
+        decoded = pipeline.vae.decode(pipeline._denormalize_latents(found.video, *statistics)).sample[0]
         wave, rate = codec.decode_sound(found.parts["audio"])
         theirs = pipeline.vocoder(pipeline.audio_vae.decode(z[:, :, :18]).sample)
+    levels = codec.decode(found.video)[0].permute(3, 0, 1, 2).float()
+    assert (levels - (decoded.clamp(-1, 1) + 1) * 127.5).abs().max() < 0.51 and levels.std() > 1
     assert torch.allclose(wave, theirs, atol=1e-5) and wave.std() > 1e-3
     assert rate == pipeline.vocoder.config["output_sampling_rate"] and abs(wave.shape[2] / rate - 0.72) < 0.04
 
