@@ -112,6 +112,7 @@ def _steps(folder, dp_shard, cp, adapted):
         norm, named = grad_norm(role.parameters()), role.named_parameters()
         gradients = full_tensors({n: p.grad for n, p in named.items() if p.grad is not None})
         found[name] = value.detach(), norm, gradients, method.observations.drain()
+        role.network.zero_grad()  # adapters share it
     return mine.tolist(), found
 
 
