@@ -119,7 +119,7 @@ def _steps(folder, dp_shard, cp, adapted):
 # The formulas
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapted"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "adapted"])
 def truth(request, folder):
     """Return whether roles have peft's adapters; loss, clip norm, gradients and normalisers of the whole batch, by the
     role that trains."""
