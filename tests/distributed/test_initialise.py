@@ -10,6 +10,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.settings import ShardSettings
+from models.families.ltx2 import LTX2
 from models.families.wan import Wan
 from models.roles.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
@@ -77,15 +78,22 @@ def test_every_module_and_every_seed_has_a_stream_of_its_own():
 
 
 @slow
-def test_distributions_are_those_of_diffusers():
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (Wan(), ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64}),
+        *((LTX2(), LTX2().examples()[version]) for version in ("2.0", "2.3")),
+    ],
+    ids=["wan", "ltx2-2.0", "ltx2-2.3"],
+)
+def test_distributions_are_those_of_diffusers(family, config):
     """Constants are equal. Other parameters have the same distribution (Kolmogorov-Smirnov) and scale."""
-    config = ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64}
     torch.manual_seed(0)
-    truth = WanTransformer3DModel(**config)
+    truth = family.transformer(**config)
     with torch.device("meta"):
-        ours = Wan().build(config, "architecture")
+        ours = family.build(config, "architecture")
     ours.to_empty(device="cpu")
-    initialise(ours, seed=1, special=Wan().fill_special)
+    initialise(ours, seed=1, special=family.fill_special)
     pairs = list(zip(truth.named_parameters(), ours.named_parameters(), strict=True))
     constants = 0
     for (name, expected), (same, found) in pairs:
@@ -100,8 +108,9 @@ def test_distributions_are_those_of_diffusers():
         # Standard errors of the two deviations: at most 1 / sqrt(2 n) each for a normal, less for a uniform.
         assert found.std() / expected.std() == pytest.approx(1, abs=6 / found.numel() ** 0.5), name
     assert constants > 5 and len(pairs) - constants > 20
-    tables = [p.detach() for n, p in ours.named_parameters() if n.endswith("scale_shift_table")]
-    assert torch.cat([t.flatten() for t in tables]).std() == pytest.approx((4 * 24) ** -0.5, rel=0.1)
+    if isinstance(family, Wan):
+        tables = [p.detach() for n, p in ours.named_parameters() if n.endswith("scale_shift_table")]
+        assert torch.cat([t.flatten() for t in tables]).std() == pytest.approx((4 * 24) ** -0.5, rel=0.1)
 
 
 class _Table(nn.Module):

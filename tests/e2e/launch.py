@@ -23,10 +23,18 @@ ONE_BLOCK = (
     "{num_layers: 1, num_attention_heads: 2, attention_head_dim: 12, in_channels: 3, out_channels: 3, text_dim: 32,"
     " freq_dim: 16, ffn_dim: 32, patch_size: [1, 4, 4], cross_attn_norm: true, rope_max_seq_len: 64}"
 )
-TINY = tuple(
-    word
-    for role in ("teacher", "student", "fake")
-    for word in (f"{role}.checkpoint=null", f"{role}.architecture={ONE_BLOCK}")
+ONE_BLOCK_WITH_SOUND = (
+    "{num_layers: 1, num_attention_heads: 2, attention_head_dim: 12, in_channels: 48, out_channels: 48, patch_size: 4,"
+    " cross_attention_dim: 24, audio_num_attention_heads: 2, audio_attention_head_dim: 6, audio_in_channels: 16,"
+    " audio_out_channels: 16, audio_cross_attention_dim: 12, caption_channels: 32, rope_type: split}"
+)
+TINY, TINY_SOUND = (
+    tuple(
+        word
+        for role in ("teacher", "student", "fake")
+        for word in (f"{role}.checkpoint=null", f"{role}.architecture={block}")
+    )
+    for block in (ONE_BLOCK, ONE_BLOCK_WITH_SOUND)
 )
 """Random networks of one block instead of the shipped ones. A start then takes a third of the time."""
 T = TypeVar("T")

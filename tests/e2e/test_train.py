@@ -7,12 +7,15 @@ import socket
 import subprocess
 
 import av
+import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
 from distill import sample
 from distill.config import load_config
+from distill.data.sets.encoded_set import EncodedSet
+from distill.report.media import Sound, write_mp4
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.files.atomic_folder import description
 from models import export
@@ -21,6 +24,7 @@ from tests.e2e.launch import (
     QUICK,
     ROOT,
     TINY,
+    TINY_SOUND,
     environment,
     forked,
     losses,
@@ -29,7 +33,8 @@ from tests.e2e.launch import (
     train,
     wait_for,
 )
-from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
+from tests.tiny_pipeline import build_tiny_pipeline, moving_square, render_clips, write_metadata
 
 SAMPLES = ("sample.report_clips=0", "sample.prompts=2", "sample.teacher_steps=[1]", "sample.student_steps=[1]")
 NO_END = ("sample.at_end=false", "export.at_end=false")
@@ -73,9 +78,12 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
+@pytest.mark.parametrize(
+    "shown", [(*QUICK, *TINY), ("experiment=quickstart_sound", *QUICK[1:], *TINY_SOUND)], ids=["video", "sound"]
+)
+def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
-    words = (*QUICK, *TINY, "device=cpu", "mesh.cp=1", "export.at_end=false")
+    words = (*shown, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
         wait_for(lambda: len(saved_steps(run_dir / "checkpoints")) >= 2, first.lives)
         first.send(signal.SIGSTOP)
@@ -157,6 +165,40 @@ def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
         )  # fmt: skip
         assert [r["step"] for r in losses(run_dir)] == [1, 2]
         WanTransformer3DModel.from_pretrained(run_dir / "export" / "student")
+
+
+@pytest.mark.slow
+def test_sound_of_a_teachers_clips_is_trained_on(tmp_path):
+    """Videos with sound are encoded; a set of their captions' clips by the teacher has both parts, and trains."""
+    pipeline, videos, clips = build_tiny_ltx2_pipeline(tmp_path / "pipeline"), tmp_path / "videos", tmp_path / "clips"
+    videos.mkdir()
+    for colour in ("red", "white"):
+        noise = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 16000)).astype(np.float32)
+        write_mp4(videos / f"{colour}.mp4", moving_square(colour, 24, 64, 96), 24, Sound(noise, 16000))
+    write_metadata(videos, [("red.mp4", "a red square"), ("white.mp4", "a white square")])
+    words = (
+        "experiment=quickstart_ode_regression", "device=cpu", "mesh.cp=2", *(
+            word for role in ("teacher", "student") for word in (f"{role}.family=ltx2", f"{role}.checkpoint={pipeline}")
+        ),
+    )  # fmt: skip
+    source = (
+        "data=video_folder", f"data.path={videos}", f"data.encoders={pipeline}", "data.num_frames=17",
+        "data.height=64", "data.width=96", "data.fps=24", "data.max_text_tokens=8",
+    )  # fmt: skip
+    options = ("--clips", "2", "--steps", "4", "--states", "1.0,0.9,0.75,0.5")
+    made = forked(2, "distill.teacher_clips", *words, *source, *options, str(clips)).wait()
+    assert made.returncode == 0, made
+    parts = {name: shape for name, (_, shape) in EncodedSet(clips, "OUT").parts.items()}
+    sizes = {"latents": [8, 3, 2, 3], "latents/audio": [2, 18, 4]}
+    assert parts == sizes | {name.replace("latents", "states"): [4, *shape] for name, shape in sizes.items()}
+    run_dir = tmp_path / "run"
+    more = ("data=encoded", f"data.path={clips}", "batch_size=2", "steps=2", *SAMPLES, f"run_dir={run_dir}")
+    train(2, *words, *more)
+    assert [r["step"] for r in losses(run_dir)] == [1, 2] and (run_dir / "export" / "student").is_dir()
+    with av.open(str(next((run_dir / "samples").glob("*student*.mp4")))) as container:
+        assert container.streams.audio
+    toy = forked(0, "distill.teacher_clips", "experiment=quickstart_sound", "device=cpu", str(tmp_path / "toy")).wait()
+    assert toy.returncode == 2 and "data.encoders" in toy.stderr, toy
 
 
 COMMANDS = (
