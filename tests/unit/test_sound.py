@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.sets.dataset import encode_source, open_set
 from distill.data.videos.colors import ClipError
 from distill.data.videos.decode import ClipFormat, SoundFormat, read_clip
 from distill.data.videos.sound import read_sound
 from distill.report.media import Sound, write_mp4
 from models.sample import part_name
+from tests.encoded import encode_source, open_set
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_pipeline import write_metadata
 from tests.unit.refused import refused
