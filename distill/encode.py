@@ -2,9 +2,10 @@
 
 ``torchrun --nproc-per-node N -m distill.encode SOURCE OUT --encoders PIPELINE [--num-frames N --height H ...]``
 
-SOURCE is what ``data=video_folder`` or ``data=captions`` reads. After a kill the same command continues. At the end
-``OUT/left_out.csv`` names the clips that are left out, and why. ``--verify OUT`` reads a whole set and notes what is
-damaged.
+SOURCE is what ``data=video_folder`` or ``data=captions`` reads, or a data set of another project: FastVideo's parquet
+files, rCM's tar shards, LightX2V's caches, archives of webdataset, ``metadata.json``, ``videos.txt`` and
+``prompts.txt``. After a kill the same command continues. At the end ``OUT/left_out.csv`` names the clips that are left
+out, and why. ``--verify OUT`` reads a whole set and notes what is damaged.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from distill.config.usage import field_docs
 from distill.data.sets.dataset import check_local
 from distill.data.sets.encode import Encoding, Source, encode
+from distill.data.sets.stored import fitted_settings
 from distill.data.sets.write_set import verify
+from distill.data.sources.choose import read_outside
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
@@ -35,16 +38,18 @@ log = logging.getLogger(__name__)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distill.encode", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("source", nargs="?", help="folder of videos with metadata.csv or .txt files, or file of captions")
+    add("source", nargs="?", help="folder of videos and captions, file of captions, or data set of another project")
     add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
     docs, hints = field_docs(Encoding), get_type_hints(Encoding)
     for item in fields(Encoding):
-        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default), "default": item.default}
+        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default)}
         if choices := words(hints[item.name]):
-            kind = {"choices": choices, "default": item.default}
+            kind = {"choices": choices}
         elif item.default is False:
             kind = {"action": "store_true"}
-        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], **kind)
+        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], default=argparse.SUPPRESS, **kind)
+    told = "whether the latents that SOURCE stores are, whatever their scale"
+    add("--normalized", "--normalised", choices=["yes", "no"], help=told)
     add("--columns", default="", help="names of the table's columns: file_name=video,caption=prompt")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
     add("--verify", metavar="SET", help="read the whole set and note what is damaged")
@@ -66,8 +71,26 @@ def _named_as_here() -> Iterator[None]:
         yield
     except UserError as error:
         message = re.sub(r"(?<![\w./])data\.path\b", "SOURCE", str(error))
-        known = rf"(?<![\w./])data\.({names}|columns)\b"
+        known = rf"(?<![\w./])data\.({names}|columns|normalized)\b"
         raise UserError(re.sub(known, lambda match: f"--{match[1].replace('_', '-')}", message)) from error
+
+
+def _source(
+    path: Path, settings: Encoding, arguments: argparse.Namespace, given: Collection[str]
+) -> tuple[Source, Encoding]:
+    """Return the rows to encode, and the settings with the sizes of stored latents."""
+    columns = _columns(arguments.columns)
+    outside = read_outside(path, columns)
+    if outside is None:
+        return Source.read(path, columns, has_clips=not path.is_file()), settings
+    has_latents = outside.latents is not None or outside.text is None
+    if outside.latents is not None and arguments.normalized is not None:
+        outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
+    elif arguments.normalized is not None:
+        raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
+    name = f"data.path={path}"
+    settings = fitted_settings(settings, outside, name, given)
+    return Source(name=name, rows=outside.rows, folder=path, has_latents=has_latents, outside=outside), settings
 
 
 @_named_as_here()
@@ -87,18 +110,20 @@ def run(arguments: argparse.Namespace) -> None:
             )
         log.info("%s is whole", arguments.verify)
         return
+    given = {item.name: getattr(arguments, item.name) for item in fields(Encoding) if hasattr(arguments, item.name)}
     for name in ("source", "out", "encoders"):
-        if getattr(arguments, name) is None:
+        if (vars(arguments) | given).get(name) is None:
             raise UserError(f"{name.upper() if name != 'encoders' else '--encoders'} is missing; see --help")
-    settings = Encoding(**{item.name: getattr(arguments, item.name) for item in fields(Encoding)})
+    settings = Encoding(**given)
     path = Path(arguments.source).expanduser()
     out = Path(arguments.out).expanduser().absolute()
     if path.is_file() and arguments.image is not None:
         raise UserError(f"--image={arguments.image}: {path} holds captions without clips; give a folder of videos")
     settings.encoders = resolve({"--encoders": (settings.encoders, encoder_files)}).get("--encoders", settings.encoders)
     with process_group(device):
-        columns = _columns(arguments.columns)
-        source = check_local(lambda: Source.read(path, columns, has_clips=not path.is_file()))
+        source, settings = check_local(lambda: _source(path, settings, arguments, given))
+        if rank() == 0 and source.outside is not None:
+            log.info("%s is in the format of %s", path, source.outside.format)
         encode(source, settings, device, out=out)
     if rank() == 0:
         log.info("%s is complete; train with data=encoded data.path=%s", out, out)

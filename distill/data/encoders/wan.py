@@ -76,7 +76,11 @@ class VideoCodec:
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
         z = self.vae.encode(video[None].to(self.device, self.dtype)).latent_dist.mode().float()
-        return ((z - self.mean) / self.std)[0].cpu()
+        return self.normalized(z)[0].cpu()
+
+    def normalized(self, z: torch.Tensor) -> torch.Tensor:
+        """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
+        return (z - self.mean) / self.std
 
     def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None = None) -> Sample:
         """Encode a clip to a sample of it alone, on the CPU, fp32.

@@ -22,8 +22,10 @@ from distill.data.base import VAE_PRECISIONS, ClipSettings, to_bytes
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
+from distill.data.sets.stored import check_deviation, check_texts, stored_text
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
+from distill.data.sources.outside_set import OutsideSet
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
 from distill.data.videos.sound import read_sound
 from distill.data.videos.table import read_captions
@@ -31,7 +33,7 @@ from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.condition import FIRST_FRAME
 from models.files.checkpoint_files import fingerprint_of
 from models.sample import PartShapes, part_name
@@ -42,6 +44,7 @@ Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _MOST_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds")
 """Parts of a clip that its image gives."""
+_CHECKED_CLIPS = 64
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
@@ -110,6 +113,8 @@ class Source:
     """Folder of the videos or images."""
     has_latents: bool = True
     """Whether the files are clips. Otherwise only their first frames are encoded, as conditions."""
+    outside: OutsideSet | None = None
+    """The data set of another project that ``rows`` are from."""
 
     @classmethod
     def read(cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool) -> Source:
@@ -134,10 +139,11 @@ class Source:
 
     def fingerprint(self) -> str:
         """Return a hash of the rows and of samples of every file's bytes; a collective, shared by all ranks."""
-        files = self.files
+        outside = () if self.outside is None else self.outside.files
+        files = outside or [self.folder / name for name in self.files]
 
         def look(i: int) -> str:
-            file = self.folder / files[i]
+            file = files[i]
             try:
                 return fingerprint_of([file]) if file.is_file() else "missing"
             except OSError as error:
@@ -172,6 +178,8 @@ def encode(
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
     made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
+    if source.outside is not None and source.outside.latents is not None:
+        made["normalized"] = source.outside.is_normalized
     decides = described[0][0] | made
     if out is None:
         out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
@@ -207,6 +215,7 @@ class _Job:
                 self._text_bytes / 1e6,
             )
         self._texts: list[str] = []
+        self._outside = source.outside or OutsideSet(format="", rows=())
 
     @cached_property
     def _codec(self) -> VideoCodec:
@@ -222,6 +231,12 @@ class _Job:
         tokens = self.settings.max_text_tokens
         return self.folder.text_encoder(max_tokens=tokens, device=self.device, dtype=self.folder.text_dtype)
 
+    @cached_property
+    def _stored_texts(self) -> dict[str, str]:
+        """The row of the stored embedding of a caption."""
+        rows = self.source.rows if self._outside.text is not None else ()
+        return {row.caption: row.file for row in reversed(rows) if not row.problem}
+
     def _free_encoders(self) -> None:
         for name in ("_codec", "_image_encoder", "_text_encoder"):
             self.__dict__.pop(name, None)
@@ -230,6 +245,8 @@ class _Job:
     def run(self) -> None:
         """Write clips, texts and index."""
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
+        if source.outside is not None:
+            on_first_rank(self._check_stored)
         writer.write("clips", len(self.files), self._clip_bytes, "clip", self._make_clips)
         self._free_encoders()
         reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
@@ -269,7 +286,9 @@ class _Job:
             return {}, {"left_out": clip}
         video, sound = clip
         made = {}
-        if self.source.has_latents:
+        if self._outside.latents is not None:
+            made = {"latents": self._stored_as_latents(video)}
+        elif self.source.has_latents:
             parts = self._codec.encode_clip(video, sound).parts
             made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
         if self.image is not None:
@@ -281,6 +300,30 @@ class _Job:
                     " data.vae_precision=fp32"
                 )
         return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
+
+    def _stored_as_latents(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored latents (C, t, h, w) as the transformer takes them."""
+        if self._outside.is_normalized:
+            return stored
+        return self._codec.normalized(stored[None].to(self.device))[0].cpu()
+
+    def _check_stored(self) -> None:
+        """Compare some stored latents with the scale of normalized ones, and some embeddings with the encoder's."""
+        outside, captions = self._outside, list(self._stored_texts)
+        if outside.latents is not None and outside.is_checked:
+            some = range(0, len(self.files), max(1, len(self.files) // _CHECKED_CLIPS))
+            read = (self._read(number) for number in some)
+            latents = (self._stored_as_latents(found[0]) for found in read if not isinstance(found, str))
+            check_deviation(latents, self.source.name, were_normalized=outside.is_normalized)
+        if captions:
+            some = dict.fromkeys(captions[position] for position in (0, len(captions) // 2, -1))
+            texts = {caption: self._stored_text(caption) for caption in some}
+            check_texts(texts, lambda caption: self._text_encoder.embeddings(caption)["text"], self.source.name)
+        self._free_encoders()
+
+    def _stored_text(self, caption: str) -> torch.Tensor:
+        most, width = self.folder.text_sizes(self.settings.max_text_tokens)["text"]
+        return stored_text(self._outside, self._stored_texts[caption], self.source.name, most=most, width=width)
 
     def _image_tensors(self, frame: torch.Tensor, image: ImageInput) -> dict[str, torch.Tensor]:
         """Return what the networks get of a first frame (3, 1, H, W): the VAE encodes it alone, or with gray frames
@@ -295,9 +338,12 @@ class _Job:
 
     def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None] | str:
         """Return a file's frames (3, T, H, W) and, where the encoders take it, its sound; or why to leave it out."""
-        file = self.source.folder / self.files[number]
+        name = self.files[number]
+        file = self._outside.videos.get(name, self.source.folder / name)
         try:
-            if not file.is_file():  # a pipe would never end
+            if self._outside.latents is not None:
+                return self._stored_latents(name), None
+            if isinstance(file, Path) and not file.is_file():  # a pipe would never end
                 return "is not a file" if file.exists() else "is missing"
             if not self.source.has_latents:
                 return read_clip(file, replace(self.clip, num_frames=1)), None
@@ -308,14 +354,25 @@ class _Job:
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 
+    def _stored_latents(self, name: str) -> torch.Tensor:
+        latents, shape = self._outside.latents(name), self.folder.latent_shape(self.clip)
+        if latents.shape != shape:
+            raise ClipError(f"has latents of shape {list(latents.shape)}, not {list(shape)}")
+        if not latents.isfinite().all():
+            raise ClipError("has latents that are not finite")
+        return latents
+
     def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode captions, on one rank of each node."""
         Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
 
     def _encode_text(self, number: int) -> Made:
         """Return embeddings and notes of a caption."""
+        caption = self._texts[number]
+        if caption in self._stored_texts:
+            return {"text": self._stored_text(caption)}, {}
         encoder = self._text_encoder
-        made = encoder.embeddings(self._texts[number])
+        made = encoder.embeddings(caption)
         if not all(text.isfinite().all() for text in made.values()):
             raise UserError("the text encoder's output is not finite; give weights in fp32")
         made = {name: text.to(self.folder.text_dtype) for name, text in made.items()}

@@ -69,7 +69,23 @@ class SoundFormat(NamedTuple):
     """1 or 2."""
 
 
-def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
+class FilePart(NamedTuple):
+    """Bytes of a file, such as a member of an archive."""
+
+    file: Path
+    offset: int
+    """First byte."""
+    size: int
+    """Bytes."""
+
+    def read(self) -> bytes:
+        """Return the bytes. Raises ``OSError`` for a file that cannot be read."""
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset)
+            return stream.read(self.size)
+
+
+def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
     """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
 
     The picked frame is the one nearest in time to ``k / fps`` after the first frame (of two equally near, the earlier),
@@ -97,15 +113,16 @@ class _TimesError(Exception):
 
 
 @contextmanager
-def opened(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+def opened(file: str | Path | FilePart) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
     try:
         # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
-        with av.open(
-            os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
-        ) as container:
+        name, protocols = os.path.abspath(file.file if isinstance(file, FilePart) else file), "file"
+        if isinstance(file, FilePart):
+            name, protocols = f"subfile,,start,{file.offset},end,{file.offset + file.size},,:{name}", "file,subfile"
+        with av.open(name, options={"protocol_whitelist": protocols}, metadata_errors="ignore") as container:
             cover = av.stream.Disposition.attached_pic
             stream = next((video for video in container.streams.video if not video.disposition & cover), None)
             if stream is None:
@@ -118,7 +135,7 @@ def opened(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.V
         raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
 
 
-def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
+def _read(file: str | Path | FilePart, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
     """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
     from av.video.reformatter import Interpolation as To
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,25 +68,47 @@ def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[
     file = table_of(path)
     if file is None:
         return [_beside(video) for video in _videos(path)]
+    return listed(path, file, names[0], read_table(file, names, f"data.path: {file}"))
+
+
+def listed(
+    path: Path, file: Path, column: str, table: Iterable[tuple[int, Sequence[str | None]]], *, also_in: str = ""
+) -> list[ListedClip]:
+    """Return the clips that ``file`` lists.
+
+    Args:
+        path: folder of the videos.
+        column: name of the column with the videos' names, for messages.
+        table: line of each row, and its file name and caption.
+        also_in: folder in ``path`` to which file names may be relative too, as ``videos/``.
+    """
     find, rows = _finder(path), []
-    for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
+    for line, (name, caption) in table:
         if not name or not name.strip():
-            raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
+            raise UserError(f"data.path: {file} has no {column} in line {line}; fill it in or remove the line")
         if "\n" in name or "\r" in name:
-            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {line}; write it on one")
+            raise UserError(f"data.path: {file} has a line break in the {column} of line {line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
-        if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
+        if is_outside(name):
             raise UserError(
                 f"data.path: {file} line {line} names {name[:100]!r}, which is outside the folder; use a path"
                 f" relative to {path}, or link the file into it"
             )
         clip = find(name)
+        if clip.problem and also_in:
+            inside = find(also_in + name)
+            clip = clip if inside.problem else inside
         if caption is None or not caption.strip():  # an empty one would train the student to do without
             clip = replace(clip, problem=clip.problem or f"has no caption in {file.name}")
         rows.append(replace(clip, caption=caption or ""))
     if not rows:
         raise UserError(f"data.path: {file} has no rows; add one per video")
     return rows
+
+
+def is_outside(name: str) -> bool:
+    """Return whether a path relative to a folder leaves it."""
+    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir
 
 
 def _beside(video: Path) -> ListedClip:

@@ -1,0 +1,133 @@
+"""Latents and embeddings that another project stored, in place of the encoders' output: sizes and checks.
+
+Shape legend: C t h w latents, L tokens, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from distill.data.base import ClipSettings
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.wan import VideoCodec
+from distill.data.sources.outside_set import OutsideSet
+from distill.data.videos.colors import ClipError
+from fsdp_cp.errors import UserError
+
+S = TypeVar("S", bound=ClipSettings)
+
+DEVIATIONS = (0.67, 1.5)
+"""Bounds of the standard deviation of normalized latents: Wan 2.1's raw ones have 2.2."""
+_SIZED_CLIPS = 9
+TEXT_ERROR = 2e-2
+"""Largest relative difference of a stored embedding from ours: encoders in bf16 stay below it."""
+
+
+def read_stored(read: Callable[[str], torch.Tensor], name: str, where: str) -> torch.Tensor:
+    """Return a stored tensor that must be there; a damaged one is a ``UserError``."""
+    try:
+        return read(name)
+    except ClipError as error:
+        raise UserError(f"{where}: {name} {error}; copy it again, or leave it out") from error
+
+
+def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collection[str]) -> S:
+    """Return the settings with the sizes and the rate of the stored latents. Sizes that the user gave must agree.
+
+    The sizes are those of most of some clips; others are left out when they are read.
+    """
+    if outside.latents is None and outside.text is None:
+        return settings
+    folder = choose_encoders(settings.encoders)
+    if folder.codec_class is not VideoCodec:
+        raise UserError(
+            f"data.encoders={settings.encoders} is not a pipeline folder of Wan, whose tensors {where} holds; give that"
+        )
+    if settings.image is not None:
+        raise UserError(f"data.image={settings.image}: {where} holds no frames of its clips; give a folder of videos")
+    names = [row.file for row in outside.rows if not row.problem]
+    if outside.latents is None or not names:
+        return settings
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for name in names[:: max(1, len(names) // _SIZED_CLIPS)]:
+        with suppress(ClipError):  # it is left out later, with its reason
+            shapes[tuple(outside.latents(name).shape)] += 1
+    if not shapes:
+        read_stored(outside.latents, names[0], where)
+    channels, *sizes = shapes.most_common(1)[0][0]
+    if channels != folder.channels:
+        raise UserError(
+            f"data.encoders={settings.encoders} makes latents of {folder.channels} channels, {where} has {channels}:"
+            " another VAE's; give the folder of that one"
+        )
+    frames, *sides = sizes
+    found = {"num_frames": folder.temporal * (frames - 1) + 1}
+    found |= dict(zip(("height", "width"), (folder.spatial * side for side in sides), strict=True))
+    for key, value in found.items():
+        if key in given and getattr(settings, key) != value:
+            raise UserError(f"data.{key}={getattr(settings, key)}: the latents of {where} have {value}; leave it out")
+    if "fps" not in given:
+        rate = None
+        with suppress(ClipError):
+            rate = outside.fps and outside.fps(names[0])
+        if not isinstance(rate, float | int) or not rate > 0:
+            raise UserError(f"data.fps is not set, and {where} does not tell it; give the rate of its clips")
+        found["fps"] = float(rate)
+    return replace(settings, **found)
+
+
+def check_deviation(latents: Iterable[torch.Tensor], where: str, *, were_normalized: bool) -> None:
+    """Refuse latents (C, t, h, w) whose standard deviation, pooled over channels, is not that of normalized ones."""
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for clip in latents:
+        values = clip.double().flatten(1)
+        count, total, squares = count + values.shape[1], total + values.sum(1), squares + values.square().sum(1)
+    deviation = (squares / max(count, 1) - (total / max(count, 1)).square()).mean().sqrt().item()
+    least, most = DEVIATIONS
+    if count and not least <= deviation <= most:
+        told = "no if they are as the VAE gives them" if were_normalized else "yes if they are normalized already"
+        raise UserError(
+            f"{where}: the latents have a standard deviation of {deviation:.3g}, pooled over channels, where normalized"
+            f" ones of Wan have {least} to {most}; they are another VAE's, or set data.normalized={told}"
+        )
+
+
+def stored_text(outside: OutsideSet, name: str, where: str, *, most: int, width: int) -> torch.Tensor:
+    """Return the embedding (L, D) of a row's caption without the zeros that fill it up."""
+    assert outside.text is not None
+    text = read_stored(outside.text, name, where)
+    rows = text.ne(0).any(dim=1).nonzero()
+    text = text[: int(rows[-1]) + 1 if len(rows) else 0]
+    if text.shape[1] != width or not 1 <= len(text):
+        raise UserError(
+            f"{where}: the embedding of {name} has shape {list(text.shape)}, that of data.encoders has rows of {width};"
+            " give the encoders that made it"
+        )
+    if len(text) > most:
+        raise UserError(
+            f"data.max_text_tokens={most}: the embedding of {name} in {where} has {len(text)} tokens; set it higher"
+        )
+    return text
+
+
+def check_texts(texts: Mapping[str, torch.Tensor], encode: Callable[[str], torch.Tensor], where: str) -> None:
+    """Refuse stored embeddings, by caption, that another text encoder made."""
+    for caption, text in texts.items():
+        ours = encode(caption)
+        if ours.shape == text.shape:
+            error = ((text - ours).norm() / ours.norm()).item()
+            if error <= TEXT_ERROR:
+                continue
+            found = f"differs by {error:.2g} of its norm, more than {TEXT_ERROR}, from"
+        else:
+            found = f"has {len(text)} tokens, not {len(ours)} as"
+        raise UserError(
+            f"{where}: the embedding of the caption {caption[:60]!r} {found} that of data.encoders; give the encoders"
+            " that made it"
+        )

@@ -1,0 +1,28 @@
+"""The format of a data set of another project, recognized by its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from distill.data.sources import fastvideo, lightx2v, lists, rcm, webdataset
+from distill.data.sources.outside_set import OutsideSet
+from distill.data.videos.video_folder import TABLES
+from fsdp_cp.errors import UserError
+
+READERS = (lists.read_array, lists.read_lines, fastvideo.read, rcm.read, webdataset.read)
+
+
+def read_outside(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
+    """Read the rows of a folder, or of one parquet file or archive; ``None`` if it is not in another project's format.
+
+    A table of our own comes first, except that LightX2V's has the name of ours.
+    """
+    made = lightx2v.read(path) if path.is_dir() else None
+    if made is None and any((path / name).is_file() for name in TABLES):
+        return None
+    for read in () if made else READERS:
+        made = made or read(path, columns)
+    if made is not None and columns and made.files:
+        raise UserError(f"data.columns={columns} names columns of a table, which {made.format} has not; leave it out")
+    return made

@@ -1,0 +1,76 @@
+"""LightX2V's caches of Wan: ``metadata.jsonl``, or ``metadata_rankNN.jsonl``, that name ``.pt`` files by row.
+
+The format is that of ``lightx2v_train/data_process/wan/build_latent_dataset.py``: ``video_latent_path`` holds latents
+(C, t, h, w) that are normalized, with their frame rate; ``condition_path`` holds the embedding of the caption, filled
+up with zeros. Either may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.data.sources.outside_set import OutsideSet, as_tensor, load_tensors
+from distill.data.videos.colors import ClipError
+from distill.data.videos.table import read_text
+from distill.data.videos.video_folder import ListedClip, is_outside
+from fsdp_cp.errors import UserError
+from fsdp_cp.files.json_lines import parse
+
+LATENT, CONDITION, SOUND = "video_latent_path", "condition_path", "audio_latent_path"
+
+
+def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
+    """Read the tables."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for file in sorted([*path.glob("metadata.jsonl"), *path.glob("metadata_rank*.jsonl")]):
+        for number, line in enumerate(read_text(file, f"data.path: {file}").split("\n"), start=1):
+            if line.strip():
+                found[f"{file.name}:{number}"] = parse(line.encode())
+    named = sorted({key for record in found.values() for key in (LATENT, CONDITION, SOUND) if (record or {}).get(key)})
+    if not named:
+        return None
+    if SOUND in named:
+        raise UserError(f"data.path={path} is a cache with sound ({SOUND}); give one of Wan's")
+    rows = []
+    for name, record in found.items():
+        if record is None:
+            raise UserError(f"data.path: {path}: {name} is not a JSON object; write one object per line")
+        for key in named:
+            value = record.get(key)
+            if value and (not isinstance(value, str) or is_outside(value)):
+                raise UserError(f"data.path: {path}: {name} has {key}={value!r}; give a path inside the folder")
+        caption = record.get("caption")
+        missing = [key for key in named if not record.get(key)]
+        problem = f"has no {' and no '.join(missing)}" if missing else ""
+        if not isinstance(caption, str) or not caption.strip():
+            caption, problem = "", problem or "has no caption"
+        rows.append(ListedClip(file=name, caption=caption, problem=problem))
+
+    def latents(name: str) -> torch.Tensor:
+        return as_tensor(entry(name, LATENT, "latents"), 4)
+
+    def text(name: str) -> torch.Tensor:
+        return as_tensor(entry(name, CONDITION, "conditions", "prompt_embed"), 2)
+
+    def entry(name: str, column: str, *keys: str) -> Any:
+        value = load_tensors(path / found[name][column])
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                raise ClipError(f"has no {key} in {found[name][column]}")
+            value = value[key]
+        return value
+
+    used = [row.file for row in rows if not row.problem]
+    files = [path / found[name][key] for name in used for key in named]
+    return OutsideSet(
+        format="LightX2V",
+        rows=rows,
+        files=files,
+        latents=latents if LATENT in named else None,
+        text=text if CONDITION in named else None,
+        fps=lambda name: entry(name, LATENT, "fps"),
+    )

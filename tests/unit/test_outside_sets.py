@@ -1,0 +1,259 @@
+"""Data sets of other projects as encoded sets: equal to one of the same clips, and what is refused."""
+
+import importlib.util
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file, save_file
+
+from distill.data.sets.dataset import open_set
+from distill.data.sets.encoded_set import EncodedSet
+from distill.data.sets.stored import check_deviation
+from distill.data.sources import fastvideo
+from distill.data.sources.choose import read_outside
+from distill.encode import main
+from tests.oracles import outside_sets
+from tests.oracles.outside_sets import write_tar
+from tests.unit.refused import refused
+
+needs_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="the extra parquet is not installed"
+)
+SIZES = ("--num-frames", "9", "--height", "32", "--width", "48")
+SHIPPED = "assets/quickstart_teacher"
+VIDEOS = ("array", "lines", "webdataset")
+
+
+@pytest.fixture(scope="module")
+def clips(tiny, tmp_path_factory):
+    """Five clips with our encoders' output."""
+    return outside_sets.encoded_clips(tiny, tmp_path_factory.mktemp("clips"), 5)
+
+
+def encoded(tiny, source, out, *options):
+    words = [
+        str(source),
+        str(out),
+        "--encoders",
+        str(tiny),
+        "--device",
+        "cpu",
+        "--negative-prompt",
+        "blurred",
+        *options,
+    ]
+    return main(words)
+
+
+def shards(path):
+    return {file.name: file.read_bytes() for file in path.glob("*-*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def own(tiny, clips, tmp_path_factory):
+    """Sets of the clips by our command, in fp32 and with latents in bf16."""
+    folder = tmp_path_factory.mktemp("own")
+    for dtype in ("fp32", "bf16"):
+        assert encoded(tiny, clips[0].file.parent, folder / dtype, *SIZES, "--fps", "8", "--latents", dtype) == 0
+    return folder
+
+
+@pytest.mark.parametrize("kind", VIDEOS)
+def test_listed_and_archived_videos(kind, tiny, clips, own, tmp_path):
+    getattr(outside_sets, kind)(clips, tmp_path / "source")
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
+    assert shards(tmp_path / "set") == shards(own / "fp32")
+    assert list(EncodedSet(tmp_path / "set", "SET").captions) == [clip.caption for clip in clips]
+
+
+@needs_pyarrow
+def test_fastvideos_latents_are_normalized(tiny, clips, own, tmp_path):
+    outside_sets.fastvideo(clips, tmp_path / "source")
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 0
+    assert shards(tmp_path / "set") == shards(own / "fp32")
+
+
+@pytest.mark.parametrize(("kind", "options"), [("rcm", {}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2})])
+def test_normalized_latents_are_taken_as_they_are(kind, options, tiny, clips, own, tmp_path):
+    getattr(outside_sets, kind)(clips, tmp_path / "source", **options)
+    rate = ("--fps", "8") if kind == "rcm" else ()
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--latents", "bf16", *rate) == 0
+    made, ours = (open_set(path, cache=tmp_path / "cache") for path in (tmp_path / "set", own / "bf16"))
+    assert len(made) == len(ours) == 5 and made.fps == ours.fps == 8 and made.latent_shapes == ours.latent_shapes
+    known = {ours[i]["caption"]: ours[i] for i in range(5)}
+    for i in range(5):
+        item = made[i]
+        wanted = known[item["caption"]]
+        assert torch.equal(item["latents"], wanted["latents"])
+        assert torch.equal(item["text"], wanted["text"].bfloat16().float())
+    for name in ("null", "empty"):
+        assert torch.equal(getattr(made, name)["text"], getattr(ours, name)["text"])
+
+
+@pytest.mark.parametrize("kind", ["lightx2v", pytest.param("fastvideo", marks=needs_pyarrow)])
+def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
+    getattr(outside_sets, kind)(clips, tmp_path / "source", text_only=True)
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 0
+    made = EncodedSet(tmp_path / "set", "SET")
+    assert not made.parts and len(made) == 5 and list(made.captions) == [clip.caption for clip in clips]
+    for i, clip in enumerate(clips):
+        text = clip.text if kind == "fastvideo" else clip.text.bfloat16().float()
+        assert torch.equal(made.text(made.text_of(i))["text"], text)
+
+
+def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
+    """A clip of another length, one that is damaged and one that would run code are left out, and named."""
+    source, mark = tmp_path / "source", tmp_path / "mark"
+
+    class Code:
+        def __reduce__(self):
+            return Path.touch, (mark,)
+
+    outside_sets.rcm(clips, source)
+    broken = {"5": outside_sets.saved(clips[0].latents[:, :2]), "6": b"PK", "7": outside_sets.saved(Code())}
+    text, more = outside_sets.saved(outside_sets.filled(clips[0].text)), []
+    for name, latents in broken.items():
+        more += [(f"{name}.latent.pt", latents), (f"{name}.embed.pt", text), (f"{name}.prompt.txt", b"another")]
+    write_tar(source / "more.tar", [*more, ("8.prompt.txt", b"alone")])
+    assert encoded(tiny, source, tmp_path / "set", "--fps", "8") == 0
+    assert not mark.exists()
+    left_out = (tmp_path / "set" / "left_out.csv").read_text()
+    assert all(f"more.tar:{name}," in left_out for name in "5678") and left_out.count("\n") == 5
+    assert len(EncodedSet(tmp_path / "set", "SET")) == 5
+
+
+def other_encoder(tiny, folder):
+    """Copy a pipeline with another text encoder."""
+    shutil.copytree(tiny, folder)
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: value * 1.05 for name, value in weights.items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_mistakes_with_stored_tensors(tiny, clips, tmp_path, capsys):
+    """Each ends with 2 and one line that names the option, before anything is written."""
+    outside_sets.rcm(clips, tmp_path / "good")
+    raw = [clip._replace(latents=3 * clip.latents) for clip in clips]
+    outside_sets.rcm(raw, tmp_path / "raw")
+    long = [clip._replace(text=clip.text.repeat(2, 1)[:40]) for clip in clips]
+    outside_sets.rcm(long, tmp_path / "long")
+    outside_sets.rcm([clip._replace(latents=clip.latents[:8]) for clip in clips], tmp_path / "channels")
+    other = other_encoder(tiny, tmp_path / "other")
+    for source, encoders, options, named in (
+        ("good", tiny, (), "--fps"),
+        ("good", tiny, ("--fps", "8", "--num-frames", "13"), "--num-frames=13"),
+        ("good", tiny, ("--fps", "8", "--image", "first_frame"), "--image"),
+        ("good", tiny, ("--fps", "8", "--max-text-tokens", "4"), "--max-text-tokens=4"),
+        ("good", tiny, ("--fps", "8", "--columns", "caption=prompt"), "--columns"),
+        ("good", other, ("--fps", "8"), "--encoders"),
+        ("good", SHIPPED, ("--fps", "8"), "--encoders"),
+        ("channels", tiny, ("--fps", "8"), "channels"),
+        ("long", tiny, ("--fps", "8"), "tokens"),
+        ("raw", tiny, ("--fps", "8"), "--normalized"),
+    ):
+        capsys.readouterr()
+        assert encoded(encoders, tmp_path / source, tmp_path / "set", *options) == 2, (source, named)
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert named in message, message
+        assert not list((tmp_path / "set").glob("*.safetensors"))
+        shutil.rmtree(tmp_path / "set", ignore_errors=True)
+    assert encoded(tiny, tmp_path / "raw", tmp_path / "set", "--fps", "8", "--normalized", "yes") == 0
+
+
+def test_the_scale_of_latents():
+    """Wan's statistics tell normalized latents from raw ones and from ones that were normalized twice."""
+    std = torch.tensor(inspect.signature(AutoencoderKLWan).parameters["latents_std"].default).view(-1, 1, 1, 1)
+    latents = torch.randn(16, 5, 32, 32, generator=torch.Generator().manual_seed(0))
+    check_deviation([latents + 5, 0.9 * latents + 5], "SOURCE", were_normalized=True)
+    for wrong, number in ((latents * std, "2.2"), (latents / std, "0.5")):
+        with refused(number):
+            check_deviation([wrong], "SOURCE", were_normalized=True)
+
+
+@needs_pyarrow
+def test_other_parquet_files(clips, tmp_path):
+    for name, options, named in (
+        ("missing", {"without": ["vae_latent_shape"]}, "vae_latent_shape"),
+        ("caption", {"without": ["caption"]}, "caption"),
+    ):
+        outside_sets.fastvideo(clips, tmp_path / name, **options)
+        with refused(named):
+            fastvideo.read(tmp_path / name)
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for column, schema in fastvideo.OTHER_SCHEMAS.items():
+        parquet.write_table(pa.table({column: [b""]}), tmp_path / "other.parquet")
+        with refused(schema):
+            fastvideo.read(tmp_path / "other.parquet")
+    (tmp_path / "other.parquet").write_bytes(b"PAR1")
+    with refused("other.parquet"):
+        fastvideo.read(tmp_path / "other.parquet")
+    outside_sets.fastvideo(clips, tmp_path / "mixed")
+    outside_sets.fastvideo(clips, tmp_path / "mixed" / "text", text_only=True)
+    with refused("mixed"):
+        fastvideo.read(tmp_path / "mixed")
+
+
+def test_archives_and_lists_with_mistakes(clips, tmp_path):
+    """Members and paths outside are refused; videos that are missing and samples without a caption are named."""
+    for name in ("../up.mp4", "/abs.mp4", "a/../../up.mp4"):
+        write_tar(tmp_path / "a.tar", [(name, b"")])
+        with refused("outside"):
+            read_outside(tmp_path / "a.tar")
+    write_tar(tmp_path / "a.tar", [("0.mp4", bytes(2000))])
+    with (tmp_path / "a.tar").open("r+b") as file:
+        file.truncate(1500)
+    with refused("a.tar"):
+        read_outside(tmp_path / "a.tar")
+    write_tar(tmp_path / "a.tar", [("0.mp4", b""), ("1.txt", b"x"), ("2.mp4", b""), ("2.txt", b"\xff")])
+    assert all(row.problem for row in read_outside(tmp_path / "a.tar").rows)
+    outside_sets.lines(clips, tmp_path / "lines", "prompt.txt")
+    (tmp_path / "lines" / "videos" / clips[0].file.name).unlink()
+    (first, *others) = read_outside(tmp_path / "lines").rows
+    assert first.problem and not any(row.problem for row in others)
+    for content in ("one\n", "1\n2\n\n4\n5\n6\n"):
+        (tmp_path / "lines" / "prompt.txt").write_text(content)
+        with refused("prompt.txt"):
+            read_outside(tmp_path / "lines")
+    folder = tmp_path / "array"
+    outside_sets.array(clips, folder, "videos2caption.json")
+    file = folder / "videos2caption.json"
+    for entries in (
+        {},
+        [{"path": "a.mp4"}, 1],
+        [{"path": "../a.mp4", "cap": "x"}],
+        [{"path": "a.mp4", "cap": [1]}],
+        [],
+    ):
+        file.write_text(json.dumps(entries))
+        with refused("videos2caption.json"):
+            read_outside(folder)
+    file.write_text(json.dumps([{"video": clips[0].file.name, "cap": ["a", "b", ""]}]))
+    rows = read_outside(folder, {"file_name": "video"}).rows
+    assert [(row.file, row.caption, bool(row.problem)) for row in rows] == [
+        (f"videos/{clips[0].file.name}", caption, not caption) for caption in ("a", "b", "")
+    ]
+    (folder / "metadata.csv").write_text("file_name,caption\n")
+    assert read_outside(folder) is None, "our own table comes first"
+
+
+def test_caches_of_lightx2v_with_mistakes(clips, tmp_path):
+    outside_sets.lightx2v(clips, tmp_path)
+    table = tmp_path / "metadata.jsonl"
+    good = table.read_text()
+    for line in ("not JSON", '{"condition_path": "../x.pt"}', '{"condition_path": 1}', '{"audio_latent_path": "a.pt"}'):
+        table.write_text(f"{good}{line}\n")
+        with refused("data.path"):
+            read_outside(tmp_path)
+    table.write_text(good + '{"caption": "x", "condition_path": "a.pt"}\n{"caption": "x", "condition_path": "a.pt",')
+    with refused("data.path"):
+        read_outside(tmp_path)
+    table.write_text(good + '{"caption": "x", "condition_path": "a.pt"}\n')
+    assert [bool(row.problem) for row in read_outside(tmp_path).rows] == [False] * 5 + [True]
