@@ -81,13 +81,17 @@ def _source(
     """Return the rows to encode, and the settings with the sizes of stored latents."""
     columns = _columns(arguments.columns)
     outside = read_outside(path, columns)
+    if arguments.normalized is not None:
+        if outside is None or outside.latents is None:
+            raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
+        outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
     if outside is None:
+        if path.is_file() and settings.image is not None:
+            raise UserError(
+                f"data.image={settings.image}: {path} holds captions without clips; give a folder of videos"
+            )
         return Source.read(path, columns, has_clips=not path.is_file()), settings
     has_latents = outside.latents is not None or outside.text is None
-    if outside.latents is not None and arguments.normalized is not None:
-        outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
-    elif arguments.normalized is not None:
-        raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
     name = f"data.path={path}"
     settings = fitted_settings(settings, outside, name, given)
     return Source(name=name, rows=outside.rows, folder=path, has_latents=has_latents, outside=outside), settings
@@ -117,8 +121,6 @@ def run(arguments: argparse.Namespace) -> None:
     settings = Encoding(**given)
     path = Path(arguments.source).expanduser()
     out = Path(arguments.out).expanduser().absolute()
-    if path.is_file() and arguments.image is not None:
-        raise UserError(f"--image={arguments.image}: {path} holds captions without clips; give a folder of videos")
     settings.encoders = resolve({"--encoders": (settings.encoders, encoder_files)}).get("--encoders", settings.encoders)
     with process_group(device):
         source, settings = check_local(lambda: _source(path, settings, arguments, given))

@@ -104,10 +104,10 @@ def stored_text(outside: OutsideSet, name: str, where: str, *, most: int, width:
     text = read_stored(outside.text, name, where)
     rows = text.ne(0).any(dim=1).nonzero()
     text = text[: int(rows[-1]) + 1 if len(rows) else 0]
-    if text.shape[1] != width or not 1 <= len(text):
+    if text.shape[1] != width or not 1 <= len(text) or not text.isfinite().all():
         raise UserError(
-            f"{where}: the embedding of {name} has shape {list(text.shape)}, that of data.encoders has rows of {width};"
-            " give the encoders that made it"
+            f"{where}: the embedding of {name} has shape {list(text.shape)}, that of data.encoders has finite rows of"
+            f" {width}; give the encoders that made it"
         )
     if len(text) > most:
         raise UserError(
