@@ -26,7 +26,7 @@ def test_every_format_becomes_a_set_that_a_student_trains_on(tmp_path):
     words = (
         "experiment=quickstart", "batch_size=2", "steps=1", "log.every=1", "sample.at_end=false",
         "method.fake_updates_per_student_update=1", "method.gan_weight_student=0", "sample.report_clips=0",
-        "data=encoded", *roles,
+        "data=encoded", "mesh.cp=1", *roles,
     )  # fmt: skip
     for number, (kind, options) in enumerate(FORMATS):
         if kind == "fastvideo" and not has_pyarrow:

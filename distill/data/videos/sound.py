@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.data.videos.colors import ClipError
-from distill.data.videos.decode import SoundFormat, opened
+from distill.data.videos.decode import FilePart, SoundFormat, opened
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _NOTABLE = 0.1
 """Seconds of silence at an end that are worth a line."""
 
 
-def read_sound(file: str | Path, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
+def read_sound(file: str | Path | FilePart, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
     """Return the first sound track of ``file``, resampled, cut or filled up with silence to the ``wanted`` samples.
 
     The sound begins at the time stamp of the first video frame, which is not always 0: an mp4 whose picture starts
