@@ -118,7 +118,11 @@ def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
     broken = {"5": outside_sets.saved(clips[0].latents[:, :2]), "6": b"PK", "7": outside_sets.saved(Code())}
     text, more = outside_sets.saved(outside_sets.filled(clips[0].text)), []
     for name, latents in broken.items():
-        more += [(f"{name}.latent.pt", latents), (f"{name}.embed.pt", text), (f"{name}.prompt.txt", b"another")]
+        more += [
+            (f"{name}.latent.pt", latents),
+            (f"{name}.embed.pt", text),
+            (f"{name}.prompt.txt", clips[0].caption.encode()),
+        ]
     write_tar(source / "more.tar", [*more, ("8.prompt.txt", b"alone")])
     assert encoded(tiny, source, tmp_path / "set", "--fps", "8") == 0
     assert not mark.exists()
