@@ -1,4 +1,4 @@
-"""From another project's data set to a trained student, in every format."""
+"""From another project's data set to a trained student."""
 
 import importlib.util
 
@@ -10,14 +10,15 @@ from tests.oracles import outside_sets
 from tests.tiny_pipeline import build_tiny_pipeline
 
 FORMATS = (
-    ("fastvideo", {}), ("fastvideo", {"text_only": True}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2}),
-    ("lightx2v", {"text_only": True}), ("array", {}), ("lines", {}), ("webdataset", {}),
+    ("fastvideo", {}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2}), ("lightx2v", {"text_only": True}),
+    ("webdataset", {}),
 )  # fmt: skip
+"""Formats whose sets differ; those of the lists equal our own command's, byte by byte."""
 SIZES = ("--num-frames", "9", "--height", "32", "--width", "48")
 
 
 @pytest.mark.slow
-def test_every_format_becomes_a_set_that_a_student_trains_on(tmp_path):
+def test_data_sets_of_other_projects_become_sets_that_a_student_trains_on(tmp_path):
     """Two ranks encode, and one trains."""
     pipeline = build_tiny_pipeline(tmp_path / "pipeline")
     clips = outside_sets.encoded_clips(pipeline, tmp_path / "clips", 4)
@@ -33,7 +34,7 @@ def test_every_format_becomes_a_set_that_a_student_trains_on(tmp_path):
             continue
         source, made, run_dir = (tmp_path / f"{name}_{number}" for name in ("source", "set", "run"))
         getattr(outside_sets, kind)(clips, source, **options)
-        sizes = SIZES if kind in ("array", "lines", "webdataset") or "text_only" in options else ()
+        sizes = SIZES if kind == "webdataset" or "text_only" in options else ()
         command = (str(source), str(made), "--encoders", str(pipeline), "--device", "cpu", "--fps", "8", *sizes)
         done = forked(2, "distill.encode", *command).wait()
         assert done.returncode == 0, (kind, done)
