@@ -11,12 +11,12 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 
-from distill.data.sets.dataset import open_set
 from distill.data.sets.encoded_set import EncodedSet
 from distill.data.sets.stored import check_deviation
 from distill.data.sources import fastvideo
 from distill.data.sources.choose import read_outside
 from distill.encode import main
+from tests.encoded import open_set
 from tests.oracles import outside_sets
 from tests.oracles.outside_sets import write_tar
 from tests.unit.refused import refused
