@@ -119,7 +119,7 @@ def test_a_share_of_few_clips_is_unsure():
 
 
 def test_few_prompts_have_no_interval():
-    """With 2 prompts all draws that tell something have the same mean."""
+    """All draws of 2 prompts that tell something have the same mean."""
     values = {name: {"motion": [[0.1 * i + x] for i in range(7)]} for name, x in (("teacher", 0.0), ("student", 0.2))}
     found = summarize(values, "teacher")["student"]["motion"]
     assert found["value"] == pytest.approx(0.5) and found["low"] is None and verdict(found["difference"]) == "unsure"
