@@ -50,7 +50,8 @@ def information(arguments: list[str]) -> str | None:
         return None
     chosen = dict(word.split("=", 1) for word in words if re.match(r"(experiment|method)=", word))
     if wanted != "cfg" and "method" in chosen and "experiment" not in chosen:  # --help method=rcm
-        words = [*(f"experiment={name}" for name in recipes_of("method", chosen["method"])[:1]), *words]
+        recipes = sorted(recipes_of("method", chosen["method"]), key=lambda name: not name.startswith("quickstart"))
+        words = [*(f"experiment={name}" for name in recipes[:1]), *words]
     config = compose_config(words)
     if wanted == "cfg":
         return OmegaConf.to_yaml(OmegaConf.create(asdict(config))).rstrip()
