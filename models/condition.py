@@ -15,6 +15,7 @@ Tensor names:
 - ``image_embeds`` ``(B, N, D)``: features of an image encoder.
 - ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has separate channels.
 - ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
+- ``text_length`` ``(B,)`` int64, always on the host: number of text tokens that count; the network drops the others.
 - ``audio_text`` ``(B, L, D)``, ``fps`` ``(B, 1)`` fp32: text of the sound, frames a second (LTX-2).
 """
 
@@ -29,6 +30,9 @@ from torch import Tensor
 FIRST_FRAME = "first_frame"
 EXACT = ("latent_spacing", "fps")
 """Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second."""
+
+TEXT_LENGTH = "text_length"
+"""Name of the tensor that stays on the host, since it determines shapes."""
 
 
 def has_image(names: Collection[str]) -> bool:
@@ -80,12 +84,14 @@ class Condition:
         return Condition.cat([self] * times)
 
     def to(self, device: torch.device | torch.dtype, *, non_blocking: bool = False) -> Condition:
-        """Move to a device or floating-point dtype. Masks, indices and :data:`EXACT` keep their dtype."""
+        """Move to a device or floating-point dtype. Masks, indices and :data:`EXACT` keep their dtype, and
+        :data:`TEXT_LENGTH` its device."""
 
         def moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
                 name: value
-                if isinstance(device, torch.dtype) and (not value.is_floating_point() or name in EXACT)
+                if name == TEXT_LENGTH
+                or (isinstance(device, torch.dtype) and (not value.is_floating_point() or name in EXACT))
                 else value.to(device, non_blocking=non_blocking)
                 for name, value in values.items()
             }
@@ -102,7 +108,7 @@ class Condition:
     def where(choice: Tensor, first: Condition, second: Condition) -> Condition:
         """Select each sample from ``first`` if ``choice`` ``(B,)`` is true, otherwise from ``second``."""
         chosen = {
-            name: torch.where(choice.view(-1, *[1] * (value.ndim - 1)), value, second.tensors[name])
+            name: torch.where(choice.to(value.device).view(-1, *[1] * (value.ndim - 1)), value, second.tensors[name])
             for name, value in first.tensors.items()
         }
         return second._with(chosen)

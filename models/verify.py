@@ -40,7 +40,7 @@ from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
-from models.condition import Condition
+from models.condition import TEXT_LENGTH, Condition
 from models.export_folder import sharded, write_folder
 from models.families.base import Shape, config_of
 from models.families.registry import family_names, family_of
@@ -114,6 +114,8 @@ def inputs(
         if name in shapes:
             lengths = least + torch.arange(BATCH) * 3 % shapes[name][0]
             tensors[name] = torch.arange(shapes[name][0]) < lengths[:, None]
+    if TEXT_LENGTH in shapes:
+        tensors[TEXT_LENGTH] = 1 + torch.arange(BATCH) * 3 % TEXT_TOKENS
     return x, t, Condition(tensors), direction, cotangent
 
 

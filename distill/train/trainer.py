@@ -303,11 +303,11 @@ class Trainer:
 
     def _on_device(self, items: dict[str, Any]) -> Batch:
         wanted = {part_name(name, part) for name in ("latents", "states") for part in self.clock}
-        wanted |= self.data.condition_shapes.keys()
         moved = {name: items[name].to(self.device, non_blocking=True) for name in items if name in wanted}
+        condition = Condition({name: items[name] for name in self.data.condition_shapes}, self._null, self._empty)
         return Batch(
             latents=sample_of(moved, self.clock),
-            condition=Condition({name: moved[name] for name in self.data.condition_shapes}, self._null, self._empty),
+            condition=condition.to(self.device, non_blocking=True),
             latent_shapes={part: self.data.latent_shapes[part] for part in self.clock},
             latent_shifts=self.clock,
             states=sample_of(moved, self.clock, "states"),

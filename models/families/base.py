@@ -183,6 +183,8 @@ class Family(ABC):
         """Return the modulation modules of the blocks, whose linear layers stay out of fp8 under ``ROLE.fp8``."""
         return []
 
+    adapter_targets: ClassVar[tuple[str, ...]] = ()
+    """Name patterns of the linear layers that get adapters by default; empty for all linear layers of the blocks."""
     masked_attention: ClassVar[bool] = False
     """Whether attention between a network's tokens takes a key mask, which not every kernel supports."""
 
@@ -193,6 +195,14 @@ class Family(ABC):
     def original_name(self, layer: str) -> str:
         """Return the name of the linear layer ``layer`` in the model's original code, which ComfyUI uses."""
         raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
+
+    def original_adapters(self, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Convert the matrices of adapters, by linear layer and by ``A.weight``, ``B.weight``, to the original code's
+        layers.
+
+        The default renames layers. A family whose original code joins layers joins their matrices.
+        """
+        return {self.original_name(layer): dict(matrices) for layer, matrices in adapters.items()}
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert adapters from the original code's names to diffusers' and merge their scales; return others

@@ -18,10 +18,11 @@ from models.families.base import Family
 from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
 from models.families.ltx2 import LTX2
+from models.families.minimax_h3 import MiniMaxH3
 from models.families.wan import Wan
 
 ENTRY_POINTS = "fsdp_cp.families"
-FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), LTX2.name: LTX2(), Hunyuan.name: Hunyuan()}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), LTX(), LTX2(), MiniMaxH3(), Hunyuan())}
 
 
 def family_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Adapter files in the formats of diffusers and peft, and with the names of Wan's original code.
+"""Adapter files in the formats of diffusers and peft, and with the layers of the model's original code (``wan-lora``).
 
 If a format has no field for ``alpha / rank`` that all its readers support, the scale is multiplied into B. Strength 1
 then reproduces the trained network.
@@ -36,22 +36,25 @@ def file_tensors(
     ``alpha / rank``, and ``dtype`` is that of the file.
     """
     tensors: dict[str, Tensor] = {}
+    adapters: dict[str, dict[str, Tensor]] = {}
     for name in names:
         layer, _, matrix = name.rpartition(".lora_")
-        value = read(name).cpu()
-        if kind == "wan-lora":
-            original = family.original_name(layer)
-            prefix = f"diffusion_model.{original}"
-            # diffusers (0.42) reads alpha only in blocks. Without alpha every reader uses scale 1.
-            has_alpha = original.startswith("blocks.")
+        adapters.setdefault(layer, {})[matrix] = read(name).cpu()
+    if kind == "wan-lora":
+        adapters = family.original_adapters(adapters)
+    for layer, matrices in adapters.items():
+        # diffusers (0.42) reads alpha only in blocks. Without alpha every reader uses scale 1.
+        has_alpha = kind == "wan-lora" and layer.startswith("blocks.")
+        for matrix, value in matrices.items():
             factor = 1.0 if matrix == "A.weight" or (has_alpha and matrix == "B.weight") else scale
-            theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[matrix]
-            tensors[f"{prefix}.{theirs}"] = (factor * value).to(dtype)
-            if has_alpha and matrix == "A.weight":
-                tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)
-        else:
-            factor = 1.0 if matrix == "A.weight" else scale
-            tensors[f"transformer.{name}"] = (factor * value).to(dtype)
+            name = f"transformer.{layer}.lora_{matrix}"
+            if kind == "wan-lora":
+                theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[matrix]
+                name = f"diffusion_model.{layer}.{theirs}"
+            tensors[name] = (factor * value).to(dtype)
+        if has_alpha:
+            rank = len(matrices["A.weight"])
+            tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * rank, dtype=torch.float32)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

@@ -129,14 +129,14 @@ def target_layers(
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     names, setting, matched = [*linear], f"{where}targets", set[str]()
-    for pattern in settings.targets:
+    for pattern in (patterns := settings.targets or family.adapter_targets):
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not (trains := _without_unread(matching, network, family, setting)):
             why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
             raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
         matched.update(trains)
     chosen = [name for name in names if name in matched]
-    if not settings.targets:
+    if not patterns:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         in_blocks = [name for name, module in linear.items() if id(module) in inside]
         chosen = _without_unread(in_blocks, network, family, setting)

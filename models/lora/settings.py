@@ -18,7 +18,7 @@ class LoraSettings:
     """Scale of the product times the rank; null for ``rank``, which gives scale 1."""
     targets: list[str] = field(default_factory=list)
     """Name patterns of the linear layers that get adapters, e.g. ``[*.attn1.*,*.ffn.*]``; empty for all linear layers
-    of the blocks."""
+    of the blocks, or those that the family names."""
 
     def __post_init__(self) -> None:
         check_range(self, "rank", least=0)

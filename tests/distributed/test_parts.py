@@ -1,11 +1,12 @@
-"""DMD2 of a network with video and sound (LTX-2) on meshes: against formulas in float64, and resumed."""
+"""DMD2 of networks with video and sound on meshes: against formulas in float64, and resumed."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import LTX2VideoTransformer3DModel
+from diffusers import LTX2VideoTransformer3DModel, MiniMaxH3Transformer3DModel
 from einops import rearrange
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -25,6 +26,7 @@ from fsdp_cp.sharding.shard import microbatch
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
+from tests.oracles import tiny_minimax_h3
 from tests.oracles.dmd2_of_parts import Dmd2OfParts
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import public_name
@@ -47,28 +49,57 @@ SETTINGS = Dmd2Settings(
     audio_shift_ratio=RATIO, fake_updates_per_student_update=1,
 )  # fmt: skip
 BATCH = 4
-TRAINED = ("student", "fake")
+ADAPTERS = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family whose networks make sound, and what trains."""
+
+    family: str
+    network: Any
+    architecture: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    condition: dict[str, tuple[int, ...]]
+    settings: Dmd2Settings
+    lora: dict[str, LoraSettings] = field(default_factory=dict)
+
+
+_LTX2 = ("ltx2", LTX2VideoTransformer3DModel, ARCHITECTURE, SHAPES, CONDITION, SETTINGS)
 LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.to_out.0", "*ff.net.*"])
-ADAPTED = r"transformer_blocks\..*\.(to_[qkv]|to_out\.0|(audio_)?ff\.net\.(0\.proj|2))"
-"""Names for peft of the layers that the recipe adapts."""
+"""Layers that the recipe of LTX-2 adapts."""
+CASES = {
+    "ltx2": Case(*_LTX2),
+    "ltx2, adapted": Case(*_LTX2, {"student": LORA, "fake": LORA}),
+    # The teacher has no guidance. Each rank runs its samples one by one.
+    "minimax_h3, adapted": Case(
+        "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
+        {"text": (5, 20)}, replace(SETTINGS, guidance_scale=1.0, audio_guidance_scale=1.0), ADAPTERS,
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ltx2")
+def _write(folder, case):
     for seed, name in enumerate(("teacher", "student", "fake")):
         torch.manual_seed(seed)
-        network = LTX2VideoTransformer3DModel(**ARCHITECTURE)
+        network = case.network(**case.architecture)
         for parameter in network.parameters():  # biases of 0 would hide errors in their gradients
             parameter.data += 0.05 * torch.randn_like(parameter)
         network.save_pretrained(folder / name)
     return folder
 
 
-def condition():
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return _write(tmp_path_factory.mktemp("ltx2"), CASES["ltx2"])
+
+
+def condition(case):
     generator = torch.Generator().manual_seed(7)
-    text, null = (torch.randn(n, 2, *CONDITION["text"], generator=generator).double() for n in (BATCH, 1))
+    text, null = (torch.randn(n, 2, 5, 20, generator=generator).double() for n in (BATCH, 1))
     made = text_condition(text[:, 0], null[0, 0])
+    if case.family != "ltx2":
+        return made
     tensors = {"audio_text": text[:, 1], "fps": torch.full((BATCH, 1), 8.0, dtype=torch.float64)}
     return replace(made, tensors=made.tensors | tensors, null_values=made.null_values | {"audio_text": null[0, 1]})
 
@@ -76,37 +107,39 @@ def condition():
 # On the ranks
 
 
-def _roles(folder, mesh, adapted):
-    """Return three networks; ``adapted``, the adapters of two roles on one."""
+def _roles(case, folder, mesh):
     sharding = ShardSettings(activation_checkpointing="selective")
     plans = [
         plan_role(
-            name, checkpoint=str(folder / ("teacher" if adapted else name)), family="ltx2", sharding=sharding,
-            lora=LORA if adapted and name != "teacher" else None,
+            name,
+            checkpoint=str(folder / ("teacher" if name in case.lora else name)),
+            family=case.family,
+            sharding=sharding,
+            lora=case.lora.get(name),
         )
-        for name in ("teacher", *TRAINED)
-    ]  # fmt: skip
+        for name in ("teacher", "student", "fake")
+    ]
     roles = build_roles(
-        plans, mesh=mesh, device=torch.device("cpu"), precision="fp64", trained=TRAINED, shapes=SHAPES,
-        condition_shapes=CONDITION,
+        plans, mesh=mesh, device=torch.device("cpu"), precision="fp64", trained=("student", "fake"), shapes=case.shapes,
+        condition_shapes=case.condition,
     )  # fmt: skip
-    for name in TRAINED if adapted else ():
+    for name in case.lora:
         for key, parameter in roles[name].named_parameters().items():
             copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
     return roles
 
 
-def _steps(folder, dp_shard, cp, adapted):
+def _steps(case, folder, dp_shard, cp):
     """Return this rank's samples, and loss, clip norm, gradients and observations of a step of each trained role."""
     mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4, device_type="cpu")
     mine, found = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank], {}
-    method = build_method(SETTINGS, _roles(folder, mesh, adapted))
+    method = build_method(case.settings, _roles(case, folder, mesh))
     clock = method.clock("student")
-    batch = Batch(latents=None, condition=condition()[mine], latent_shapes=SHAPES, latent_shifts=clock)
+    batch = Batch(latents=None, condition=condition(case)[mine], latent_shapes=case.shapes, latent_shifts=clock)
     for step, name in ((0, "student"), (1, "fake")):
         role = method.roles[name]
         (loss,) = method.losses(step, batch, StepRandom(seed=4, step=step, positions=mine.tolist()))
-        with microbatch(role.network, is_first=True, is_last=True):
+        with role.training([0]), microbatch(role.network, is_first=True, is_last=True):
             value = loss.closure() * len(mine) / BATCH
             value.backward()
         norm, named = grad_norm(role.parameters()), role.named_parameters()
@@ -119,61 +152,74 @@ def _steps(folder, dp_shard, cp, adapted):
 # The formulas
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "adapted"])
-def truth(request, folder):
-    """Return whether roles have peft's adapters; loss, clip norm, gradients and normalisers of the whole batch, by the
-    role that trains."""
-    networks, found, adapted = {}, {}, request.param
-    for name in ("teacher", *TRAINED):
-        loaded = LTX2VideoTransformer3DModel.from_pretrained(folder / ("teacher" if adapted else name))
-        if adapted and name != "teacher":
-            loaded.requires_grad_(False)
-            inject_adapter_in_model(LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=ADAPTED), loaded)
-            for key, parameter in loaded.named_parameters():
-                if "lora_" in key:
-                    parameter.data = random_adapter(name, public_name(key), parameter.shape)
-        networks[name] = nn.Module.to(loaded, torch.float64)
+def _plain(case, folder, name):
+    """Return a plain network in float64; one with adapters is the teacher's, with peft's adapters."""
+    network = case.network.from_pretrained(folder / ("teacher" if name in case.lora else name))
+    if name in case.lora:
+        layers = r".*\.(to_[qkv]|to_out\.0|net\.0\.proj|net\.2)"
+        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=6, target_modules=layers), network)
+        for key, parameter in network.named_parameters():
+            parameter.requires_grad_("lora_" in key)
+            if "lora_" in key:
+                parameter.data = random_adapter(name, public_name(key), parameter.shape)
+    return nn.Module.to(network, torch.float64)
+
+
+def _call_ltx2(network, x, times, given):
+    frames, height, width = x["video"].shape[2:]
+    video = {"num_frames": frames, "height": height, "width": width, "fps": 8.0}
+    v, audio = network(
+        hidden_states=rearrange(x["video"], "b c t h w -> b (t h w) c"),
+        audio_hidden_states=rearrange(x["audio"], "b c l f -> b l (c f)"),
+        encoder_hidden_states=given.tensors["text"],
+        audio_encoder_hidden_states=given.tensors["audio_text"],
+        timestep=1000 * times["video"],
+        audio_timestep=1000 * times["audio"],
+        sigma=1000 * times["video"],
+        audio_sigma=1000 * times["audio"],
+        audio_num_frames=x["audio"].shape[2],
+        use_cross_timestep=True,
+        return_dict=False,
+        **video,
+    )
+    v = rearrange(v, "b (t h w) c -> b c t h w", t=frames, h=height)
+    return {"video": v, "audio": rearrange(audio, "b l (c f) -> b c l f", c=SHAPES["audio"][0])}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(c, marks=pytest.mark.slow if CASES[c].lora else ()) for c in CASES]
+)
+def truth(request, tmp_path_factory):
+    """Return a case and its folder, and loss, clip norm, gradients and normalisers of the whole batch by role."""
+    case, found = CASES[request.param], {}
+    folder = _write(tmp_path_factory.mktemp(request.param), case)
+    networks = {name: _plain(case, folder, name) for name in ("teacher", "student", "fake")}
 
     def call(name, x, times, null):
-        network, given = networks[name], condition().null if null else condition()
-        frames, height, width = x["video"].shape[2:]
-        video = {"num_frames": frames, "height": height, "width": width, "fps": 8.0}
-        v, audio = network(
-            hidden_states=rearrange(x["video"], "b c t h w -> b (t h w) c"),
-            audio_hidden_states=rearrange(x["audio"], "b c l f -> b l (c f)"),
-            encoder_hidden_states=given.tensors["text"],
-            audio_encoder_hidden_states=given.tensors["audio_text"],
-            timestep=1000 * times["video"],
-            audio_timestep=1000 * times["audio"],
-            sigma=1000 * times["video"],
-            audio_sigma=1000 * times["audio"],
-            audio_num_frames=x["audio"].shape[2],
-            use_cross_timestep=True,
-            return_dict=False,
-            **video,
-        )
-        v = rearrange(v, "b (t h w) c -> b c t h w", t=frames, h=height)
-        return {"video": v, "audio": rearrange(audio, "b l (c f) -> b c l f", c=SHAPES["audio"][0])}
+        network, given = networks[name], condition(case).null if null else condition(case)
+        if case.family == "ltx2":
+            return _call_ltx2(network, x, times, given)
+        return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"])
 
     for step, name in ((0, "student"), (1, "fake")):
         random = StepRandom(seed=4, step=step, positions=range(BATCH))
-        formulas = Dmd2OfParts(call, SETTINGS, random, SHAPES, {"video": 1.0, "audio": RATIO})
+        formulas = Dmd2OfParts(call, case.settings, random, case.shapes, {"video": 1.0, "audio": RATIO})
         loss = formulas.student_loss() if name == "student" else formulas.fake_loss()
         loss.backward()
-        named = networks[name].named_parameters()
-        gradients = {public_name(n): p.grad.clone() for n, p in named if p.grad is not None}
+        named = {public_name(n): p for n, p in networks[name].named_parameters()}
+        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         found[name] = loss.detach(), norm, gradients, formulas.normalisers
         networks[name].zero_grad()
-    return adapted, found
+    return case, folder, found
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
-def test_a_step_equals_its_formula(pools, folder, truth, dp_shard, cp):
+def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
     """Student's and fake's loss, clip norm, all gradients, and the normaliser of each part."""
-    adapted, formulas = truth
-    ranks, errors = pools[dp_shard * cp].run(_steps, folder, dp_shard, cp, adapted), {}
-    for name, (loss, norm, gradients, normalisers) in formulas.items():
+    case, folder, wanted = truth
+    ranks, errors = pools[dp_shard * cp].run(_steps, case, folder, dp_shard, cp), {}
+    for name, (loss, norm, gradients, normalisers) in wanted.items():
         shares = {tuple(mine): found[name] for mine, found in ranks}
         errors[name, "loss"] = relative_error(sum(share[0] for share in shares.values()), loss)
         errors[name, "norm"] = max(relative_error(torch.as_tensor(found[name][1]), norm) for _, found in ranks)
@@ -183,7 +229,7 @@ def test_a_step_equals_its_formula(pools, folder, truth, dp_shard, cp):
             observed = "dmd_normaliser" if part == "video" else f"dmd_normaliser/{part}"
             total = sum(share[3][observed][0] for share in shares.values())
             errors[name, f"normaliser of {part}"] = relative_error(torch.as_tensor(total / BATCH), q.mean())
-    print(f"\n{dp_shard} x {cp}:", {" ".join(key): f"{error:.0e}" for key, error in errors.items()})
+    print(f"\n{case.family} {dp_shard} x {cp}:", {" ".join(key): f"{error:.0e}" for key, error in errors.items()})
     assert max(errors.values()) < 1e-5, errors
 
 
@@ -200,7 +246,7 @@ def _run(setup, folder, run_dir, first=0, save_at=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}])
+@pytest.mark.parametrize("lora", [{}, ADAPTERS])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, folder, tmp_path, lora):
     setup = Setup(
         cp=2, dp_shard=2, micro_batch_size=2, steps=4, family="ltx2", architecture=ARCHITECTURE, method=SETTINGS,

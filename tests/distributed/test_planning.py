@@ -10,11 +10,13 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill.config import compose_config
-from distill.planning.command import plan_without_gpus
+from distill.planning.command import as_planned, plan_without_gpus
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
+from distill.run.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
+from tests.oracles import tiny_minimax_h3
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
 slow, long = pytest.mark.slow, pytest.mark.long
@@ -60,14 +62,31 @@ CASES = {
         "teacher.offload=cpu",
         "student.activation_offload=true",
     ),
+    "packed rows, adapters": (
+        2,
+        "mesh.cp=2",
+        "precision=bf16",
+        "micro_batch_size=2",
+        "method.guidance_scale=1.0",
+        "student.activation_checkpointing=full",
+        "fake.activation_checkpointing=full",
+        "student.lora.rank=4",
+        "fake.lora.rank=4",
+        *(f"{role}.family=minimax_h3" for role in ROLES),
+        *(f"{role}.architecture={str(tiny_minimax_h3.ARCHITECTURE)}".replace("'", "") for role in ROLES),
+    ),
     "derivative, ring": (2, "experiment=quickstart_scm", "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
 }
 
-LONG = ("samples", "adapters, recomputed", "teacher in halves", "derivative, offloaded", "derivative, ring")
+LONG = tuple(case for case in CASES if case != "ring")
 
 
 def _planned(world, words, layers=2):
-    return plan_without_gpus(compose_config([*WORDS, *_networks(layers), *words, f"world={world}"]))
+    config = compose_config([*WORDS, *_networks(layers), *words, f"world={world}"])
+    if "student.family=minimax_h3" in words:
+        config = as_planned(config)
+        return config, plan_run(config, shapes=(tiny_minimax_h3.SHAPES, {"text": (5, 20)}))
+    return plan_without_gpus(config)
 
 
 def _measured(world, words):

@@ -331,8 +331,8 @@ FAULTS = (
         name="wan_lora_alpha",
         room="LoRA: export keys",
         harm="ComfyUI applies the adapters many times too strongly",
-        old='tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)',
-        new='tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[1], dtype=torch.float32)',
+        old="torch.tensor(scale * rank, dtype=torch.float32)",
+        new='torch.tensor(scale * len(matrices["B.weight"]), dtype=torch.float32)',
         killed_by="distributed/test_lora_checkpoints.py::test_every_format_says_what_the_student_said[wan-lora]",
     ),
     Fault(
@@ -574,5 +574,21 @@ FAULTS = (
         old="    text = text[: int(rows[-1]) + 1 if len(rows) else 0]\n",
         new="",
         killed_by="unit/test_outside_sets.py::test_normalized_latents_are_taken_as_they_are[rcm-options0]",
+    ),
+    Fault(
+        name="minimax_h3_audio_time",
+        room="families: MiniMax-H3",
+        harm="sound rows are modulated by the video's time",
+        old="[torch.zeros_like(texts), torch.ones_like(audios), torch.zeros_like(videos)]",
+        new="[torch.zeros_like(texts), torch.zeros_like(audios), torch.zeros_like(videos)]",
+        killed_by="unit/test_minimax_h3_family.py::test_inputs_are_those_of_diffusers[t2av]",
+    ),
+    Fault(
+        name="minimax_h3_gate_order",
+        room="families: MiniMax-H3",
+        harm="ComfyUI adds the adapters of gate and value to each other's rows",
+        old='torch.cat(matrices["B.weight"].chunk(2)[::-1])',
+        new='matrices["B.weight"]',
+        killed_by="unit/test_minimax_h3_family.py::test_diffusers_reads_the_adapters_of_the_original_layers[[]]",
     ),
 )

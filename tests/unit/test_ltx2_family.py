@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.condition import Condition
 from models.families.ltx2 import LTX2
+from models.families.minimax_h3 import MiniMaxH3
 from models.sample import AUDIO, VIDEO, Sample
 from tests.unit.refused import refused
 
@@ -15,18 +16,18 @@ FAMILY = LTX2()
 EXAMPLES = FAMILY.examples()
 
 
-def built(example):
+def built(example, family=FAMILY):
     torch.manual_seed(0)
-    network = FAMILY.build(EXAMPLES[example], "teacher.architecture")
-    return network, FAMILY.defaults() | EXAMPLES[example]
+    network = family.build(family.examples()[example], "teacher.architecture")
+    return network, family.defaults() | family.examples()[example]
 
 
-def drawn(config, batch=1, frames=3):
+def drawn(config, batch=1, frames=3, family=FAMILY):
     """Return a sample of ``frames`` latent frames with shifted sound, and its condition."""
-    patch = FAMILY.patch_size(config)
-    shapes = FAMILY.sample_shapes(config, (FAMILY.latent_channels(config), frames, 3 * patch[1], 5 * patch[2]))
+    patch = family.patch_size(config)
+    shapes = family.sample_shapes(config, (family.latent_channels(config), frames, 3 * patch[1], 5 * patch[2]))
     sample = Sample({name: torch.randn(batch, *shape) for name, shape in shapes.items()}, {VIDEO: 1.0, AUDIO: 0.5})
-    tensors = {name: torch.randn(batch, *s) for name, s in FAMILY.condition_shapes(config, shapes[VIDEO], 7).items()}
+    tensors = {name: torch.randn(batch, *s) for name, s in family.condition_shapes(config, shapes[VIDEO], 7).items()}
     return sample, Condition(tensors | {"fps": torch.tensor([[24.0]]).expand(batch, 1)})
 
 
@@ -77,14 +78,17 @@ def test_frames_per_second_place_the_frames_next_to_the_sound():
     assert not torch.allclose(same.video[1], v.velocity.video[1], atol=1e-3)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [(family, name) for family in (FAMILY, MiniMaxH3()) for name in family.examples()], ids=str
+)
 def test_operations_are_those_that_torch_counts(example):
-    network, config = built(example)
-    sample, condition = drawn(config)
+    family, name = example
+    network, config = built(name, family)
+    sample, condition = drawn(config, family=family)
     shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        FAMILY.outputs(network, sample, torch.tensor([0.5]), condition)
-    flops = FAMILY.flops(config, sample.shapes, shapes)
+        family.outputs(network, sample, torch.tensor([0.5]), condition)
+    flops = family.flops(config, sample.shapes, shapes)
     assert flops.forward == counted.get_total_flops()
     products = sum(n for kind, n in counted.flop_counts["Global"].items() if kind in (torch.ops.aten.bmm,))
     assert flops.attention == products

@@ -73,7 +73,7 @@ def test_every_linear_layer_gets_tangents_of_its_inputs_dtype(pool, family, exam
     seen, dtype, fits = pool.run(_linear_dtypes, family, example)[0]
     assert sum(moves for _, _, moves in seen) > 10, "most layers come after the state"
     assert all(primal == tangent for primal, tangent, _ in seen)
-    assert dtype == torch.bfloat16 and fits
+    assert dtype == (torch.float32 if family == "minimax_h3" else torch.bfloat16) and fits  # H3's last layers are fp32
 
 
 def _wide_tangents(cp):

@@ -1,0 +1,355 @@
+"""The MiniMax-H3 family: diffusers' unmodified ``MiniMaxH3Transformer3DModel``, which makes sound with the picture.
+
+The network attends over one packed sequence of text, audio and video rows. A video row is a patch of latents, an audio
+row one latent of the left or the right channel. Each of the three streams is split over ``mesh.cp`` before its
+projection (the text after its refiner), so a rank's sequence joins its own text, audio and video rows and no rank holds
+all of them at the network's width. diffusers' plan splits the packed rows instead.
+
+The network's time is 1 - t, without a scale, and its velocity points to the data; :meth:`MiniMaxH3.outputs` converts
+both. Each stream has its own time; text rows have the video's.
+
+The packed sequence has no batch axis: samples of a forward would share times and text length. So :meth:`outputs` calls
+the network for one sample after another. A micro-batch of several samples then works everywhere (sampling, guidance,
+``models.verify``) but gathers the weights once per sample, so ``micro_batch_size=1`` needs less memory at equal speed.
+
+Shape legend: B samples, C T H W latents of the video, A L 2 channels, latents and sides of the audio's, S rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MINIMAX_H3_MODALITY_NUM,
+    MiniMaxH3Attention,
+    _apply_rotary_emb,
+)
+from einops import rearrange
+from torch import Tensor, nn
+
+from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.context_parallel import SplitTokens, parallelize_context
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sequence import gather_tokens, split_tokens
+from models.condition import TEXT_LENGTH, Condition
+from models.families.base import Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.causal_forward import CausalForward
+from models.families.diffusers_family import DiffusersFamily
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
+
+VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
+VIDEO_ROWS, AUDIO_ROWS, TEXT_ROWS = "hidden_states", "audio_hidden_states", "token_refiner[0]"
+"""Names of the split streams in the plan: two arguments of the network, and the output of the text's refiner."""
+SIDES = 2
+"""Left and right channel of the sound."""
+FRAME_TIME = 5 / 3
+"""Rotary time of a frame: 24 frames take as long as 40 audio latents, whose distance is 1."""
+SPATIAL_SCALE = 32.0
+"""Rotary height and width of a square clip."""
+_ORIGINAL_NAMES = (
+    (r"^token_refiner\.refiner_blocks\.", "token_refiner.blocks."),
+    (r"^transformer_blocks\.", "blocks."),
+    (r"\.attn\.to_out\.0$", ".attn.out_proj"),
+    (r"\.ff\.net\.0\.proj$", ".mlp.fc1"),
+    (r"\.ff\.net\.2$", ".mlp.fc2"),
+    (r"^time_embedder\.linear_1$", "time_embedder.proj_in"),
+    (r"^time_embedder\.linear_2$", "time_embedder.proj_out"),
+    (r"^proj_in$", "video_patch_proj"),
+    (r"^audio_proj_in$", "audio_patch_proj"),
+    (r"^context_embedder$", "condition_proj"),
+    (r"^norm_out\.linear$", "final_layer.adaln_proj.linear"),
+    (r"^proj_out$", "final_layer.video_out"),
+    (r"^audio_proj_out$", "final_layer.audio_out"),
+)
+"""Patterns of diffusers' names of linear layers, and the names in MiniMax's own code, which ComfyUI uses."""
+
+
+class MiniMaxH3(DiffusersFamily):
+    """MiniMax-H3 by diffusers' ``MiniMaxH3Transformer3DModel`` (0.42): text to video and audio."""
+
+    name = "minimax_h3"
+    class_name = "MiniMaxH3Transformer3DModel"
+    transformer = MiniMaxH3Transformer3DModel
+    label = "MiniMax-H3"
+    time_scale = 0.0
+    parts = {VIDEO: 1.0, AUDIO: 3 / 12}
+    """The released schedules shift one base time by 12 and by 3."""
+    adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
+    """Layers of LightX2V's recipe: those of all blocks, the text refiner's too, without the modulation."""
+
+    def pipeline_times(self, steps: int) -> list[float]:
+        raise UserError("the pipeline of MiniMax-H3 has two schedulers of its own class, which are not exported yet")
+
+    def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
+        patch, rotated = values["patch_size"], 6 * values["rope_freq_dim"]
+        yield "patch_size", len(patch) == 3 and patch[0] == 1, "three numbers, of which the first (frames) is 1"
+        is_right = rotated <= values["attention_head_dim"]
+        yield "rope_freq_dim", is_right, "at most a sixth of attention_head_dim: three axes of cosines and sines"
+        yield "freq_dim", values["freq_dim"] % 2 == 0, "even: cosines and sines"
+
+    def restore_buffers(self, network: MiniMaxH3Transformer3DModel, device: torch.device) -> None:
+        config = network.config
+        fresh = type(network.rope)(config.rope_freq_dim, config.rope_theta)
+        network.rope.inv_freq = fresh.inv_freq.to(device, network.rope.inv_freq.dtype)
+
+    def examples(self) -> dict[str, dict[str, Any]]:
+        """Return a small network, and one without refiner and patches."""
+        sizes = {
+            "num_attention_heads": 6, "attention_head_dim": 12, "hidden_size": 60, "num_layers": 2,
+            "num_refiner_layers": 2, "ffn_dim": 40, "in_channels": 4, "audio_in_channels": 6, "patch_size": [1, 2, 2],
+            "text_dim": 20, "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 24, "rope_freq_dim": 2,
+        }  # fmt: skip
+        return {"t2av": sizes, "t2av of pixels": sizes | {"num_refiner_layers": 0, "patch_size": [1, 1, 1]}}
+
+    def blocks(self, network: MiniMaxH3Transformer3DModel) -> list[nn.Module]:
+        """Return the text refiner's blocks, whose output is the whole text ``(1, L, width)``, and those of all rows.
+
+        The modulation, 40 % of a block's weights, stays in the block's unit. As a unit of its own under adapters it
+        would stay gathered until the end of the backward (25 GiB): no gradient reaches it, so FSDP2 does not free it.
+        """
+        return [*network.token_refiner.refiner_blocks, *network.transformer_blocks]
+
+    def full_precision_units(self, network: MiniMaxH3Transformer3DModel) -> list[nn.Module]:
+        """Return the layers that the released checkpoint stores in fp32."""
+        ends = [network.proj_in, network.audio_proj_in, network.proj_out, network.audio_proj_out]
+        return [*ends, network.time_embedder]
+
+    def time_embedder(self, network: MiniMaxH3Transformer3DModel) -> nn.Module:
+        """Return the embedder of a sample's times, video and audio: its output is ``(2, time_width)``."""
+        return network.time_embedder
+
+    def fp8_excluded(self, network: MiniMaxH3Transformer3DModel) -> list[nn.Module]:
+        return [block.adaln_proj for block in network.transformer_blocks]
+
+    def original_name(self, layer: str) -> str:
+        for ours, theirs in _ORIGINAL_NAMES:
+            layer = re.sub(ours, theirs, layer)
+        return layer
+
+    def original_adapters(self, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Convert adapters to MiniMax's own layers: one of query, key and value, and one of gate and value.
+
+        The joint A stacks those of query, key and value, so its rank is their sum, and the joint B is block-diagonal.
+        The gated layer has the gate before the value; diffusers has it after.
+        """
+        converted: dict[str, dict[str, Tensor]] = {}
+        joined: dict[str, dict[str, Mapping[str, Tensor]]] = {}
+        for layer, matrices in adapters.items():
+            attention, _, side = layer.rpartition(".to_")
+            if side in ("q", "k", "v"):
+                joined.setdefault(f"{self.original_name(attention)}.qkv_proj", {})[side] = matrices
+                continue
+            converted[self.original_name(layer)] = matrices = dict(matrices)
+            if layer.endswith(".ff.net.0.proj"):
+                matrices["B.weight"] = torch.cat(matrices["B.weight"].chunk(2)[::-1])
+        for layer, sides in joined.items():
+            up = next(iter(sides.values()))["B.weight"]
+            ups = [sides[side]["B.weight"] if side in sides else up.new_zeros(len(up), 0) for side in "qkv"]
+            downs = [sides[side]["A.weight"] for side in "qkv" if side in sides]
+            converted[layer] = {"A.weight": torch.cat(downs), "B.weight": torch.block_diag(*ups)}
+        return converted
+
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the layers of MiniMax's own code, with the prefixes of ComfyUI (``diffusion_model.``) and musubi
+        (``lora_unet_``) or none."""
+        from diffusers.loaders import MiniMaxH3LoraLoaderMixin
+
+        return MiniMaxH3LoraLoaderMixin.lora_state_dict(dict(tensors), use_safetensors=True)
+
+    def width(self, config: NetworkConfig) -> int:
+        return config["hidden_size"]
+
+    def time_width(self, config: NetworkConfig) -> int:
+        return config["time_embed_dim"]
+
+    def time_features(self, config: NetworkConfig) -> int:
+        return config["freq_dim"]
+
+    def latent_channels(self, config: NetworkConfig) -> int:
+        return config["in_channels"]
+
+    def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
+        return tuple(config["patch_size"])
+
+    def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
+        return {"text": (text_tokens, config["text_dim"])}
+
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+        """Return the shape of a text's length: rows after it do not enter the sequence."""
+        return {TEXT_LENGTH: ()}
+
+    def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
+        """Return the shapes for ``models.verify``: with 7 text and 16 video rows in 2 frames there are 51 rows."""
+        return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"], 4 * latent_shape[1] + 6, SIDES)}
+
+    def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
+        super().check_sample(config, shapes, condition, setting)
+        wanted = (config["audio_in_channels"], SIDES)
+        if AUDIO not in shapes or (shapes[AUDIO][0], *shapes[AUDIO][2:]) != wanted:
+            found = f"have {shapes[AUDIO]}" if AUDIO in shapes else "have none"
+            raise UserError(
+                f"{setting} ({self.label}) takes sound of shape ({wanted[0]}, latents, {SIDES}), but the data {found};"
+                " use data with sound of the encoders that the checkpoint is from"
+            )
+
+    def flops(
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
+    ) -> Flops:
+        video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
+        rows, width, embedded = video + audio + text, config["hidden_size"], config["time_embed_dim"]
+        heads, layers, refiners = super().width(config), config["num_layers"], config["num_refiner_layers"]
+        # A block has four products of attention and three of the gated feed-forward.
+        row = width * (4 * heads + 3 * config["ffn_dim"])
+        modulations = embedded * width * (6 * MINIMAX_H3_MODALITY_NUM * layers + 2)
+        embedder = config["time_embed_hidden_dim"] * (config["freq_dim"] + embedded)
+        video_row = config["in_channels"] * math.prod(self.patch_size(config))
+        # Both output layers run over all rows.
+        ends = width * ((video + rows) * video_row + (audio + rows) * config["audio_in_channels"])
+        own, of_text = 2 * rows**2 * heads * layers, 2 * text**2 * heads * refiners
+        others = layers * rows * row + 2 * (modulations + embedder) + ends
+        still = text * (config["text_dim"] * width + refiners * row) + of_text
+        return Flops.from_products(own, others, still, 2 * (own + of_text))
+
+    def parallelize(
+        self, network: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
+    ) -> None:
+        """Let each rank embed, rotate and process its own rows of each stream. :meth:`outputs` gathers them."""
+        plan = {
+            "": {VIDEO_ROWS: SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
+            "token_refiner": {0: SplitTokens(split_dim=1, split_output=True)},
+        }
+        parallelize_context(network, mesh=mesh, plan=plan)
+        vars(network)["mesh_of_rows"] = mesh
+        for block in self.blocks(network):
+            cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
+
+    def outputs(
+        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+    ) -> Outputs:
+        if len(sample) > 1 and hasattr(network, "additions"):
+            raise UserError(f"micro_batch_size must be 1: {self.label} takes a second time of one sample only")
+        text, lengths = condition.tensors["text"], [condition.tensors["text"].shape[1]] * len(sample)
+        if type(given := condition.tensors.get(TEXT_LENGTH)) is Tensor:  # fake tensors of a plan have no values
+            lengths = given.tolist()
+        each = [
+            self._output(network, sample[i : i + 1], t[i], text[i : i + 1, :length]) for i, length in enumerate(lengths)
+        ]
+        return Outputs(Sample.cat(each))
+
+    def _output(self, network: nn.Module, sample: Sample, t: Tensor, text: Tensor) -> Sample:
+        """Return the velocity of one sample at the time ``t``, a scalar, with ``text`` ``(1, L, D)``."""
+        video, audio, mesh = sample.video, sample.parts[AUDIO], vars(network).get("mesh_of_rows")
+        _, p, q = self.patch_size(config_of(network))
+        rows = rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=p, q=q)
+        audio_rows = rearrange(audio, "b a l s -> b (s l) a")
+        streams = stream_positions(text.shape[1], audio.shape[2], tuple(video.shape[2:]), (p, q), video.device)
+        if mesh is not None:
+            streams = tuple(split_tokens(positions, mesh, dim=0) for positions in streams)
+        texts, audios, videos = torch.arange(sum(map(len, streams)), device=t.device).split([len(x) for x in streams])
+        # The first time is that of text and video.
+        indices = torch.cat([torch.zeros_like(texts), torch.ones_like(audios), torch.zeros_like(videos)])
+        tags = torch.cat([torch.full_like(texts, TEXT_TAG), torch.full_like(audios, AUDIO_TAG), 0 * videos + VIDEO_TAG])
+        v, audio_v = network(
+            hidden_states=rows,
+            audio_hidden_states=audio_rows,
+            encoder_hidden_states=text,
+            timestep=1 - torch.stack([sample.time(VIDEO, t), sample.time(AUDIO, t)]),
+            timestep_indices=indices,
+            token_tags=tags,
+            position_ids=torch.cat(streams),
+            video_indices=videos,
+            audio_indices=audios,
+            text_indices=texts,
+            return_dict=False,
+        )
+        if mesh is not None:
+            v, audio_v = gather_tokens(v, mesh, rows.shape[1]), gather_tokens(audio_v, mesh, audio_rows.shape[1])
+        grid = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
+        v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
+        audio_v = rearrange(audio_v, "b (s l) a -> b a l s", s=SIDES)
+        return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
+
+
+def stream_positions(
+    text: int, audio: int, grid: tuple[int, ...], patch: tuple[int, int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return time, height and width ``(rows, 3)``, fp64, of each row of text, audio and video, as diffusers packs them.
+
+    A text row takes one unit of time, and sound and video begin after the text. Of five latent frames the first stands
+    for one frame, the others for four each. An audio row is at the left or right edge.
+
+    Args:
+        text: number of text rows.
+        audio: number of audio latents of a side.
+        grid: frames, height and width of the video's latents.
+        patch: height and width of a patch in latents.
+        device: device of the positions.
+    """
+
+    def count(size: int) -> Tensor:
+        return torch.arange(size, dtype=torch.float64, device=device)
+
+    def joined(times: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
+        return torch.stack(torch.broadcast_tensors(times, heights, widths), dim=-1).flatten(0, -2)
+
+    def axis(size: int, patch: int) -> Tensor:
+        ratio = size / math.sqrt(grid[1] * grid[2])
+        steps = size // patch
+        return ((1 - ratio) / 2 + count(steps) * (ratio / steps)) * SPATIAL_SCALE
+
+    zero = count(1)
+    frames = count(grid[0])
+    starts = text + FRAME_TIME * (17 * (frames // 5) + (4 * (frames % 5) - 3).clamp_min(0))
+    heights, widths = axis(grid[1], patch[0]), axis(grid[2], patch[1])
+    edges = torch.stack([widths[0], widths[-1]])
+    return (
+        joined(count(text), zero, zero),
+        joined(text + count(audio)[None], zero, edges[:, None]),
+        joined(starts[:, None, None], heights[:, None], widths),
+    )
+
+
+class MiniMaxH3SplitAttention:
+    """Attention of a rank's own rows to all rows of the three streams, and of the whole text in its refiner.
+
+    Projections, norms and the rotary embedding are those of diffusers' ``MiniMaxH3AttnProcessor`` (0.42), whose
+    attention has no forward-mode AD.
+    """
+
+    def __init__(self, mesh: Mesh, backend: str, head_groups: int):
+        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+
+    def __call__(
+        self,
+        attn: MiniMaxH3Attention,
+        hidden_states: Tensor,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from ``(1, S_local, width)`` with the rotary tables of the rank's own rows, or within a whole text."""
+        assert attention_mask is None
+        q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if rotary_emb is None:
+            # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
+            out = cross_attention(q, k, v, backend=self.backend, total_keys=k.shape[1])
+        else:
+            q, k = _apply_rotary_emb(q, *rotary_emb), _apply_rotary_emb(k, *rotary_emb)
+            streams = (TEXT_ROWS, AUDIO_ROWS, VIDEO_ROWS) if self.mesh.cp_size > 1 else None
+            whole = context_parallel_attention(
+                q, k, v, mesh=self.mesh, total_tokens=streams, backend=self.backend, head_groups=self.head_groups
+            )
+            assert isinstance(whole, Tensor)  # without joint text
+            out = whole
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))

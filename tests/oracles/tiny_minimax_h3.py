@@ -1,0 +1,53 @@
+"""A tiny MiniMax-H3, called on rows, layout and times that the steps of diffusers' modular pipeline make."""
+
+import torch
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3PrepareLayoutStep,
+    MiniMaxH3SetTimestepsStep,
+    patchify_video_latents,
+)
+from einops import rearrange
+from torch import Tensor
+
+ARCHITECTURE = {
+    "num_attention_heads": 4, "attention_head_dim": 12, "hidden_size": 40, "num_layers": 2, "num_refiner_layers": 1,
+    "ffn_dim": 24, "in_channels": 4, "audio_in_channels": 6, "text_dim": 20, "freq_dim": 16,
+    "time_embed_hidden_dim": 32, "time_embed_dim": 24, "rope_freq_dim": 2,
+}  # fmt: skip
+SHAPES = {"video": (4, 3, 4, 6), "audio": (6, 7, 2)}
+"""18 rows of video and 14 of sound; with 5 of text 37 rows, which no mesh divides."""
+
+
+def packed(text: int, audio: int, grid: tuple[int, ...], patch: tuple[int, ...]) -> tuple:
+    """Return diffusers' layout of ``text`` rows, ``audio`` latents of a side and latents ``grid``."""
+    return MiniMaxH3PrepareLayoutStep.build_packed_sequence(torch.ones(text), *grid, audio, patch, 2, 2, 0)
+
+
+def velocity(network: torch.nn.Module, x: dict[str, Tensor], times: dict[str, Tensor], text: Tensor) -> dict:
+    """Return the velocity from data to noise of each sample, at the parts' own times ``(B,)``."""
+    patch, each = tuple(network.config.patch_size), []
+    for i in range(len(text)):
+        video, audio = x["video"][i : i + 1], x["audio"][i]
+        grid = video.shape[2:]
+        positions, tags, videos, audios, texts, *_ = packed(text.shape[1], audio.shape[1], grid, patch)
+        clean = {part: 1 - time[i].item() for part, time in times.items()}
+        row_times, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
+            videos, audios, 0, 0, text.shape[1], clean["video"], clean["audio"], 1.0, 1.0
+        )
+        rows, sound = network(
+            hidden_states=patchify_video_latents(video, patch)[None],
+            audio_hidden_states=rearrange(audio, "a l s -> 1 (s l) a"),
+            encoder_hidden_states=text[i : i + 1],
+            timestep=row_times,
+            timestep_indices=indices,
+            token_tags=tags,
+            position_ids=positions,
+            video_indices=videos,
+            audio_indices=audios,
+            text_indices=texts,
+            return_dict=False,
+        )
+        sizes = {"t": grid[0], "h": grid[1] // patch[1], "p": patch[1], "q": patch[2]}
+        rows = rearrange(rows, "1 (t h w) (c p q) -> c t (h p) (w q)", **sizes)
+        each.append((-rows, -rearrange(sound, "1 (s l) a -> a l s", s=2)))
+    return {part: torch.stack(parts) for part, parts in zip(("video", "audio"), zip(*each, strict=True), strict=True)}

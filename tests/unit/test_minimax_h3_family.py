@@ -1,0 +1,85 @@
+"""The family of MiniMax-H3: packed rows and times as diffusers makes them, refused networks and data."""
+
+import pytest
+import torch
+
+from models.condition import Condition
+from models.families.minimax_h3 import MiniMaxH3, stream_positions
+from models.lora.files import file_tensors
+from models.lora.plan import plan_lora
+from models.lora.settings import LoraSettings
+from models.sample import AUDIO, VIDEO, Sample
+from tests.oracles.tiny_minimax_h3 import packed, velocity
+from tests.unit.refused import refused
+
+FAMILY = MiniMaxH3()
+EXAMPLES = FAMILY.examples()
+TEXT = 7
+
+
+@pytest.mark.parametrize(
+    ("text", "audio", "grid"), [(300, 207, (37, 48, 84)), (11, 575, (102, 84, 48)), (1, 1, (2, 4, 6))]
+)
+def test_positions_are_those_of_diffusers(text, audio, grid):
+    ours = torch.cat(stream_positions(text, audio, grid, (2, 2), torch.device("cpu")))
+    theirs = packed(text, audio, grid, (1, 2, 2))[0]
+    assert torch.equal(ours.float(), theirs.float()) and torch.allclose(ours, theirs, rtol=1e-14, atol=1e-12)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_inputs_are_those_of_diffusers(example):
+    """Rows, layout and times are those of diffusers' steps; the velocity points from the data to the noise."""
+    torch.manual_seed(0)
+    network = FAMILY.build(EXAMPLES[example], "teacher.architecture")
+    config = FAMILY.defaults() | EXAMPLES[example]
+    patch = FAMILY.patch_size(config)
+    shapes = FAMILY.sample_shapes(config, (4, 7, 3 * patch[1], 2 * patch[2]))
+    sample = Sample({name: torch.randn(2, *shape) for name, shape in shapes.items()}, FAMILY.parts)
+    text, t = torch.randn(2, TEXT, config["text_dim"]), torch.tensor([0.7, 0.2])
+    times = {VIDEO: t, AUDIO: 3 * t / (12 - 9 * t)}
+    for tensors, rows in (({}, TEXT), ({"text_length": torch.tensor([4, 4])}, 4)):
+        v = FAMILY.outputs(network, sample, t, Condition(tensors | {"text": text})).velocity
+        theirs = velocity(network, sample.parts, times, text[:, :rows])
+        for part, shape in shapes.items():
+            assert v.parts[part].shape == (2, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [[], ["*"], ["*.to_q", "*.to_v"]], ids=str)
+def test_diffusers_reads_the_adapters_of_the_original_layers(targets):
+    """The file joins query, key and value, and swaps gate and value; diffusers' converter takes them apart again."""
+    torch.manual_seed(0)
+    network = FAMILY.build(EXAMPLES["t2av"], "student.architecture")
+    plan = plan_lora(network, FAMILY, LoraSettings(rank=2, alpha=3, targets=targets), "student")
+    assert targets or (
+        {"adaln_proj", "proj_in"}.isdisjoint(".".join(plan.targets).split(".")) and len(plan.targets) == 24
+    )
+    ours = {name: torch.randn(shape) for name, shape in plan.shapes(network).items()}
+    tensors = {
+        kind: file_tensors(kind, ours, ours.__getitem__, family=FAMILY, scale=1.5, dtype=torch.float32)
+        for kind in ("diffusers-lora", "wan-lora")
+    }
+    fused = tensors["wan-lora"]["diffusion_model.blocks.1.attn.qkv_proj.lora_down.weight"]
+    assert len(fused) == (4 if len(targets) == 2 else 6)
+    for kind in tensors:
+        found = FAMILY.diffusers_adapters(tensors[kind])
+        layers = {name.removeprefix("transformer.").rpartition(".lora_")[0] for name in found}
+        assert layers >= set(plan.targets) and (len(targets) == 2 or len(layers) == len(plan.targets))
+        for layer in layers:
+            b, a = (ours.get(f"{layer}.lora_{matrix}.weight", torch.zeros(1, 1)) for matrix in "BA")
+            theirs = torch.mm(*(found[f"transformer.{layer}.lora_{matrix}.weight"] for matrix in "BA"))
+            assert torch.allclose(theirs, 1.5 * b @ a, atol=1e-5), layer
+
+
+@pytest.mark.parametrize("change", [{"patch_size": [2, 2, 2]}, {"rope_freq_dim": 3}, {"freq_dim": 15}], ids=str)
+def test_other_networks_are_refused(change):
+    with refused(f"teacher.architecture: {next(iter(change))}="):
+        FAMILY.build(EXAMPLES["t2av"] | change, "teacher.architecture")
+
+
+def test_data_must_have_the_sound_that_the_network_takes():
+    config = FAMILY.defaults() | EXAMPLES["t2av"]
+    shapes, text = FAMILY.sample_shapes(config, (4, 2, 4, 4)), {"text": (TEXT, config["text_dim"])}
+    FAMILY.check_sample(config, shapes, text, "teacher")
+    for other in ({VIDEO: shapes[VIDEO]}, shapes | {AUDIO: (6, 14, 1)}, shapes | {AUDIO: (5, 14, 2)}):
+        with refused("teacher"):
+            FAMILY.check_sample(config, other, text, "teacher")
