@@ -84,10 +84,10 @@ def _forgets_the_image(monkeypatch):
 
 
 class _TextAlone(WanCrossAttention):
-    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, rotary_emb=None):
-        blind = encoder_hidden_states.clone()
+    def __call__(self, attn, hidden_states, text, *rest):
+        blind = text.clone()
         blind[:, :-512] = 0
-        return super().__call__(attn, hidden_states, blind)
+        return super().__call__(attn, hidden_states, blind, *rest)
 
 
 def _rank_result_without_images(case, scratch):
