@@ -91,7 +91,8 @@ def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, A
     if path is None:
         settings = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
     else:
-        files = Path(find_shipped(path)).glob("*/config.json")
+        used = {"vae", "image_encoder", *(part for kind in FAMILIES.values() for part in kind.text_parts)}
+        files = [file for file in Path(find_shipped(path)).glob("*/config.json") if file.parent.name in used]
         settings = {file.parent.name: json.loads(file.read_text()) for file in files}
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
 

@@ -93,7 +93,7 @@ class RoleOptimizer:
             [self.state[name]["step"] for name in named],
             fused=True,
             # The kernel divides gradients by it.
-            grad_scale=torch.full((), 1 / scale, device=weights[0].device) if scale != 1 else None,
+            grad_scale=torch.full((), 1 / scale, dtype=torch.float32, device=weights[0].device) if scale != 1 else None,
             amsgrad=False,
             # Convert to float: an integer 0 raises in torch 2.13.
             beta1=float(self.settings.betas[0]),

@@ -185,6 +185,10 @@ class Family(ABC):
 
     adapter_targets: ClassVar[tuple[str, ...]] = ()
     """Name patterns of the linear layers that get adapters by default; empty for all linear layers of the blocks."""
+    keeps_peft_infix: ClassVar[bool] = False
+    """Whether diffusers' converter of adapters tells the layout of a file by peft's infix ``.default.``."""
+    adapter_alpha: ClassVar[str | None] = None
+    """Key of a file's metadata that holds alpha for all adapters without one of their own."""
     masked_attention: ClassVar[bool] = False
     """Whether attention between a network's tokens takes a key mask, which not every kernel supports."""
 

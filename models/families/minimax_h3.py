@@ -83,6 +83,9 @@ class MiniMaxH3(DiffusersFamily):
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
     """Layers of LightX2V's recipe: those of all blocks, the text refiner's too, without the modulation."""
 
+    keeps_peft_infix = True  # DiffSynth's files, whose joined query, key and value are interleaved by head
+    adapter_alpha = "alpha"
+
     def pipeline_times(self, steps: int) -> list[float]:
         raise UserError("the pipeline of MiniMax-H3 has two schedulers of its own class, which are not exported yet")
 

@@ -95,7 +95,8 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
-    tensors = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+    if not family.keeps_peft_infix:
+        tensors = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     try:
         converted = family.diffusers_adapters(tensors)
     except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
@@ -106,7 +107,7 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
-        pair = name.endswith(pairs)
+        pair = name.replace(".default.", ".").endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
     return {
@@ -141,7 +142,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     try:
         read = _read(file, family)
         with safe_open(file, framework="pt") as opened:
-            scale_of = _scales(file, opened.metadata() or {})
+            scale_of = _scales(file, opened.metadata() or {}, family.adapter_alpha)
             if any(name.endswith(".alpha") and name not in read for name in opened.keys()):
                 scale_of = _unscaled  # the conversion multiplied the scales into the matrices
     except UserError as error:
@@ -179,10 +180,11 @@ def _unscaled(_layer: str, _rank: int) -> float:
     return 1.0
 
 
-def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], float]:
+def _scales(file: Path, metadata: Mapping[str, str], alpha_key: str | None) -> Callable[[str, int], float]:
     """Return a function from a layer's name and the adapter's rank to the adapter's scale.
 
-    It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it; 1 without either. rsLoRA
+    It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it, or alpha of the metadata's
+    ``alpha_key``; 1 without any. rsLoRA
     (Kalajdzievski 2023) divides by the square root of the rank.
     """
     config_file = file.parent / "adapter_config.json"
@@ -192,6 +194,8 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], flo
         entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
         # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
         config = {key.removeprefix("transformer."): value for key, value in entries.items()}
+    elif alpha_key in metadata:
+        config, name = {"lora_alpha": metadata[alpha_key]}, "its metadata"
     else:
         return _unscaled
     if not config.get("lora_alpha"):

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models.condition import Condition
 from models.families.minimax_h3 import MiniMaxH3, stream_positions
 from models.lora.files import file_tensors
 from models.lora.plan import plan_lora
+from models.lora.saved import inspect_adapters
 from models.lora.settings import LoraSettings
 from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.tiny_minimax_h3 import packed, velocity
@@ -68,6 +70,22 @@ def test_diffusers_reads_the_adapters_of_the_original_layers(targets):
             b, a = (ours.get(f"{layer}.lora_{matrix}.weight", torch.zeros(1, 1)) for matrix in "BA")
             theirs = torch.mm(*(found[f"transformer.{layer}.lora_{matrix}.weight"] for matrix in "BA"))
             assert torch.allclose(theirs, 1.5 * b @ a, atol=1e-5), layer
+
+
+@pytest.mark.parametrize(("infix", "alpha", "scale"), [("", None, 1), ("", "3", 1.5), (".default", None, 1)])
+def test_others_files_of_the_original_layers(tmp_path, infix, alpha, scale):
+    """Alpha can be metadata of the file; with peft's infix, rows of query, key and value are interleaved by head."""
+    network = FAMILY.build(EXAMPLES["t2av"] | {"attention_head_dim": 128}, "teacher.architecture")
+    heads = torch.arange(3 * 6).repeat_interleave(128)[:, None].expand(-1, 2).float()
+    name, a = "blocks.1.attn.qkv_proj.lora_", torch.randn(2, 60)
+    file = tmp_path / "adapters.safetensors"
+    tensors = {f"{name}A{infix}.weight": a, f"{name}B{infix}.weight": heads.contiguous()}
+    save_file(tensors, file, metadata=None if alpha is None else {"alpha": alpha})
+    read = inspect_adapters(file, network, FAMILY, "student.lora").read()
+    for position, side in enumerate("qkv"):
+        weights = read[f"transformer_blocks.1.attn.to_{side}"]
+        expected = torch.arange(position, 18, 3) if infix else torch.arange(6 * position, 6 * position + 6)
+        assert torch.equal(weights["B.weight"][::128, 0], scale * expected) and torch.equal(weights["A.weight"], a)
 
 
 @pytest.mark.parametrize("change", [{"patch_size": [2, 2, 2]}, {"rope_freq_dim": 3}, {"freq_dim": 15}], ids=str)

@@ -234,6 +234,7 @@ def test_archives_and_lists_with_mistakes(clips, tmp_path):
         [{"path": "a.mp4"}, 1],
         [{"path": "../a.mp4", "cap": "x"}],
         [{"path": "a.mp4", "cap": [1]}],
+        [{"path": "a.mp4", "cap": "\ud800"}],
         [],
     ):
         file.write_text(json.dumps(entries))
@@ -246,13 +247,22 @@ def test_archives_and_lists_with_mistakes(clips, tmp_path):
     ]
     (folder / "metadata.csv").write_text("file_name,caption\n")
     assert read_outside(folder) is None, "our own table comes first"
+    for name in ("1.mp4", "1.txt", "other.tar"):
+        (tmp_path / "lines" / name).write_bytes(b"x")
+    assert read_outside(tmp_path / "lines") is None, "captions next to videos too"
 
 
 def test_caches_of_lightx2v_with_mistakes(clips, tmp_path):
     outside_sets.lightx2v(clips, tmp_path)
     table = tmp_path / "metadata.jsonl"
     good = table.read_text()
-    for line in ("not JSON", '{"condition_path": "../x.pt"}', '{"condition_path": 1}', '{"audio_latent_path": "a.pt"}'):
+    for line in (
+        "not JSON",
+        '{"condition_path": "a", "caption": "\\ud800"}',
+        '{"condition_path": "../x.pt"}',
+        '{"condition_path": 1}',
+        '{"audio_latent_path": "a.pt"}',
+    ):
         table.write_text(f"{good}{line}\n")
         with refused("data.path"):
             read_outside(tmp_path)

@@ -27,7 +27,7 @@ from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.sources.outside_set import OutsideSet
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
-from distill.data.videos.sound import read_sound
+from distill.data.videos.sound import SOUND_VERSION, read_sound
 from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.choices import check_choices, check_range
@@ -180,6 +180,8 @@ def encode(
     made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
     if source.outside is not None and source.outside.latents is not None:
         made["normalized"] = source.outside.is_normalized
+    if source.has_latents and settings.inspect()[0].sound_format(settings.clip) is not None:
+        made["sound"] = SOUND_VERSION
     decides = described[0][0] | made
     if out is None:
         out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]

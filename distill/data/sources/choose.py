@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distill.data.sources import fastvideo, lightx2v, lists, rcm, webdataset
 from distill.data.sources.outside_set import OutsideSet
-from distill.data.videos.video_folder import TABLES
+from distill.data.videos.video_folder import TABLES, has_text_files
 from fsdp_cp.errors import UserError
 
 READERS = (lists.read_array, lists.read_lines, fastvideo.read, rcm.read, webdataset.read)
@@ -16,10 +16,10 @@ READERS = (lists.read_array, lists.read_lines, fastvideo.read, rcm.read, webdata
 def read_outside(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
     """Read the rows of a folder, or of one parquet file or archive; ``None`` if it is not in another project's format.
 
-    A table of our own comes first, except that LightX2V's has the name of ours.
+    A table of our own, or captions next to videos, come first, except that LightX2V's table has the name of ours.
     """
     made = lightx2v.read(path) if path.is_dir() else None
-    if made is None and any((path / name).is_file() for name in TABLES):
+    if made is None and path.is_dir() and (has_text_files(path) or any((path / name).is_file() for name in TABLES)):
         return None
     for read in () if made else READERS:
         made = made or read(path, columns)

@@ -15,7 +15,7 @@ import torch
 
 from distill.data.sources.outside_set import OutsideSet, as_tensor, load_tensors
 from distill.data.videos.colors import ClipError
-from distill.data.videos.table import read_text
+from distill.data.videos.table import read_text, require_utf8
 from distill.data.videos.video_folder import ListedClip, is_outside
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.json_lines import parse
@@ -41,9 +41,11 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
             raise UserError(f"data.path: {path}: {name} is not a JSON object; write one object per line")
         for key in named:
             value = record.get(key)
+            require_utf8(value if isinstance(value, str) else None, f"data.path: {path}: {name}")
             if value and (not isinstance(value, str) or is_outside(value)):
                 raise UserError(f"data.path: {path}: {name} has {key}={value!r}; give a path inside the folder")
         caption = record.get("caption")
+        require_utf8(caption if isinstance(caption, str) else None, f"data.path: {path}: {name}")
         missing = [key for key in named if not record.get(key)]
         problem = f"has no {' and no '.join(missing)}" if missing else ""
         if not isinstance(caption, str) or not caption.strip():

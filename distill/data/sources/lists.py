@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distill.data.sources.outside_set import OutsideSet
-from distill.data.videos.table import column_names, read_text
+from distill.data.videos.table import column_names, read_text, require_utf8
 from distill.data.videos.video_folder import COLUMNS, listed
 from fsdp_cp.errors import UserError
 
@@ -41,6 +41,8 @@ def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
                 f"data.path: {file}: entry {number} must have {video}, a text, and {caption}, a text or a list of"
                 " them; write it so, or name the keys with data.columns"
             )
+        for text in (name, *texts):
+            require_utf8(text, f"data.path: {file}: entry {number}")
         table += [(number, (name, text)) for text in texts]
     return OutsideSet(format=file.name, rows=listed(path, file, video, table, also_in="videos/"))
 

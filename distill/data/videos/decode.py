@@ -78,6 +78,9 @@ class FilePart(NamedTuple):
     size: int
     """Bytes."""
 
+    def __str__(self) -> str:
+        return f"{self.file} (byte {self.offset})"
+
     def read(self) -> bytes:
         """Return the bytes. Raises ``OSError`` for a file that cannot be read."""
         with self.file.open("rb") as stream:

@@ -16,6 +16,7 @@ from distill.data.videos.decode import FilePart, SoundFormat, opened
 
 logger = logging.getLogger(__name__)
 
+SOUND_VERSION = "from the first frame, first track, 1"
 _JITTER = Fraction(1, 100)
 """Seconds by which time stamps may differ from the samples before them without a gap: containers round them."""
 _NOTABLE = 0.1

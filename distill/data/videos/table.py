@@ -136,14 +136,19 @@ def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row
                 raise UserError(f"{where} has no {column} in line {number} (found {_found(record)}); {_hint(columns)}")
             if not isinstance(value, str | None):
                 raise UserError(f"{where}: {column} in line {number} must be a text or null")
-            try:
-                (value or "").encode()
-            except UnicodeEncodeError as error:  # half of a pair of \\u escapes
-                raise UserError(f"{where}: {column} in line {number} is not UTF-8 text; write it again") from error
+            require_utf8(value, f"{where}: {column} in line {number}")
         rows.append((number, values))
     if not rows:
         raise UserError(f"{where} has no rows; write one JSON object per line")
     return rows
+
+
+def require_utf8(text: str | None, what: str) -> None:
+    """Refuse a text of JSON with half of a pair of ``\\u`` escapes, which nothing can write."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not UTF-8 text; write it again") from error
 
 
 def _found(names: Iterable[str]) -> str:

@@ -40,12 +40,17 @@ def table_of(path: Path) -> Path | None:
     tables = [path / name for name in TABLES if (path / name).is_file()]
     if len(tables) > 1:
         raise UserError(f"data.path={path} has {' and '.join(TABLES)}; keep one of them there")
-    if not tables and not any(file.with_suffix(".txt").is_file() for file in _videos(path)):
+    if not tables and not has_text_files(path):
         raise UserError(
             f"data.path={path} has no {' or '.join(TABLES)}; add one with the columns {','.join(COLUMNS)}, or a .txt"
             " file with the caption next to each video"
         )
     return tables[0] if tables else None
+
+
+def has_text_files(path: Path) -> bool:
+    """Return whether a video of the folder has a ``.txt`` file with its caption next to it."""
+    return any(file.with_suffix(".txt").is_file() for file in _videos(path))
 
 
 def _videos(path: Path) -> list[Path]:
@@ -127,7 +132,7 @@ def _finder(folder: Path) -> Callable[[str], ListedClip]:
     @functools.cache  # one listing of each folder, not a call for each clip
     def names_in(inside: str) -> dict[str, list[str]]:
         names: dict[str, list[str]] = {}
-        with suppress(OSError):  # not a folder, or not there
+        with suppress(OSError, ValueError):  # not a folder, not there, or not a name
             for name in sorted(os.listdir(folder / inside)):
                 names.setdefault(_plain(name), []).append(name)
         return names
