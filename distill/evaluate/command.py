@@ -212,15 +212,17 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     other = _read(user_path(arguments.like, "--like")) if arguments.like else None
     if (arguments.prompts is None) == (other is None):
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
+    if arguments.suite and other:
+        raise UserError("give --suite or --like: --like takes the suite of the other evaluation")
     suite, dimensions = other.get("suite") if other else None, []
-    if arguments.suite and other is None:
+    if arguments.suite:
         suite = read_suite(user_path(arguments.prompts, "--prompts"))
+    if suite is None and (arguments.vbench_python or arguments.dimensions):
+        raise UserError("--vbench-python and --dimensions are for the suite of VBench; give --suite vbench")
     if suite is not None:
         counts = seeds_of(suite)
         have = {dimension for entry in suite for dimension in entry["dimension"]}
         dimensions = [name for name in DIMENSIONS if name in have & set(arguments.dimensions or DIMENSIONS)]
-        if arguments.vbench_python:
-            dimensions = check_package(user_path(arguments.vbench_python, "--vbench-python"), dimensions)
     elif other is not None:
         counts = dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
     else:
@@ -235,6 +237,10 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         config.device = arguments.device
     out = user_path(arguments.out, "--out").absolute()
     _use_prompts(config, out / _PROMPTS)
+    try:
+        config.data.check_captions(list(counts))
+    except UserError as error:
+        raise UserError(str(error).replace("sample.captions", "--like" if other else "--prompts")) from error
     if other:
         arguments.precision = other["protocol"]["precision"]
         known = {field.name for field in fields(config.data)}
@@ -244,7 +250,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     encoding = config.data.encoding()
     protocol = {
         "prompts": hashlib.sha256("\n".join(counts).encode()).hexdigest(),
-        "seeds": SEEDS if suite else next(iter(counts.values())),
+        "seeds": sorted(set(counts.values())) if suite else next(iter(counts.values())),
         "suite": suite and "vbench",
         **{name: getattr(encoding, name) for name in _SIZES},
         "data": config.data.name,
@@ -267,7 +273,8 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     earlier = refuse_foreign(
         out,
         "--out",
-        (RESULT, _PROMPTS, "latents", "measures", "clips", "vbench", "evaluation.html", "evaluation.md"),
+        (RESULT, "evaluation.html", "evaluation.md", _PROMPTS, "latents", "measures", "clips")
+        + ("vbench", "vbench.json", "vbench.md"),
         record=_BEGUN,
         is_ours=lambda it: {"protocol", "participants"} <= it.keys(),
         maker="an evaluation",
@@ -287,9 +294,11 @@ def _json(value: Any) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if {"protocol", "participants", "prompts", "values", "made"} <= content.keys():
+        protocol = content["protocol"]
+        is_whole = {"participants", "values", "made"} <= content.keys() and {"precision", *_SIZES} <= protocol.keys()
+        if is_whole and content["prompts"] and (content.get("suite") or protocol["seeds"] > 0):
             return content
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"--like {path} cannot be read ({error}); give the {RESULT} of an evaluation") from error
     raise UserError(f"--like {path} is not the {RESULT} of an evaluation; give one")
 
@@ -298,6 +307,8 @@ def _use_prompts(config: Config, file: Path) -> None:
     """Replace videos or an encoded set by the prompts: sampling needs no clip of the training."""
     if isinstance(config.data, VideoFolderSettings | EncodedSettings):
         values = asdict(config.data.encoding())
+        if values["image"] is not None:
+            raise UserError(f"data.image={values['image']}: image-conditioned students are not evaluated yet")
         known = {field.name for field in fields(CaptionsSettings)}
         kept = {name: value for name, value in values.items() if name in known}
         config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions"})
@@ -414,9 +425,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if rank() == 0:
         many = counted(sum(plan.counts.values()), "clip")
         log.info("%s of each of %d networks; the time left is shown meanwhile", many, len(plan.networks))
-    device = open_device(plan.config)
+    device, dimensions = open_device(plan.config), plan.dimensions
+    python = user_path(arguments.vbench_python, "--vbench-python") if arguments.vbench_python else None
     first = next(iter(plan.networks.values()))
     with open_mesh(plan.config, first.plan, device) as mesh, held_directory(plan.out, "--out"):
+        if python is not None:
+            dimensions = on_first_rank(lambda: check_package(python, plan.dimensions))
         begun = {"protocol": plan.protocol, "participants": plan.participants()}
 
         def begin() -> None:
@@ -442,8 +456,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 plan.out,
                 {name: (plan.folder("clips", name).name, plan.clips_of(name)) for name in plan.networks},
                 entries=plan.suite,
-                python=arguments.vbench_python and Path(arguments.vbench_python),
-                dimensions=plan.dimensions,
+                python=python,
+                dimensions=dimensions,
                 device=device.type,
             )
 
@@ -499,8 +513,9 @@ def _report_measures(plan: Plan, data: ClipDataset) -> dict[str, Any] | None:
     measured = {}
     for name in plan.networks:
         latents = [_latents(plan, name, i, range(count))[0] for i, count in enumerate(plan.counts.values())]
-        clips = [_decoded(data, x)[0] for x in latents]
-        found = data.measure(np.concatenate(clips), captions)
+        clips, sounds = zip(*(_decoded(data, x) for x in latents), strict=True)
+        heard = [np.stack([sound.samples for sounds_of in sounds for sound in sounds_of])] if sounds[0] else []
+        found = data.measure(np.concatenate(clips), captions, *heard)
         measured[name] = {key: asdict(measure) for key, measure in found.items()}
     return measured
 
@@ -513,13 +528,13 @@ def main(argv: list[str] | None = None) -> int:
     add("what", nargs="+", metavar="WHAT", help="run's folder, diffusers folder, adapter, or teacher; @N for N steps")
     add("--prompts", metavar="FILE", help="text file with a prompt per line, or .csv or .jsonl with a column caption")
     add("--seeds", type=int, default=SEEDS, help="clips of each prompt")
-    add("--suite", choices=("vbench",), help="whose prompts these are: FILE is the package's VBench_full_info.json")
+    add("--suite", choices=("vbench",), help="suite of the prompts: FILE is the package's VBench_full_info.json")
     add("--vbench-python", metavar="PATH", help="Python of an environment that has vbench, to compute its dimensions")
-    add("--dimensions", nargs="+", choices=DIMENSIONS, metavar="NAME", help="of VBench; all by default")
+    add("--dimensions", nargs="+", choices=DIMENSIONS, metavar="NAME", help="dimensions of VBench; all by default")
     add("--out", required=True, help="folder to write: new, empty, or of the same evaluation, which then continues")
     add("--like", metavar="FILE", help="evaluation.json whose prompts, seeds, sizes and precision to repeat")
-    add("--precision", choices=("fp32", "bf16"), help="of all networks; by default as in their runs")
-    add("--device", choices=("auto", "cpu", "cuda"), help="the first run's by default; auto for one on GPUs")
+    add("--precision", choices=("fp32", "bf16"), help="precision of all networks; by default as in their runs")
+    add("--device", choices=("auto", "cpu", "cuda"), help="device; the first run's by default, auto for one on GPUs")
     arguments = parser.parse_args(argv)
     log_to_console()
     return exit_code(lambda: evaluate(arguments))

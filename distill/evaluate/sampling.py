@@ -224,17 +224,19 @@ def sample_batches(
     padded = -(-len(captions) // chunk) * chunk
     filled = [i % len(captions) for i in range(padded)]
     items = None if clips is None else [clips[i] for i in filled]
-    condition = data.condition([captions[i] for i in filled], items)
     with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
         for start in range(0, padded, chunk):
             wanted = range(start, min(start + chunk, len(captions)))
             if set(wanted) <= set(finished):
                 continue
+            chosen = slice(start, start + chunk)
+            # Of all ranks' clips: a caption that is refused raises on every rank. Not of all batches: they take much.
+            condition = data.condition([captions[i] for i in filled[chosen]], items and items[chosen])
             first = start + mesh.dp_rank * batch
             random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=device)
             noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
             chunks = []
-            mine = condition[first : first + batch].to(device)
+            mine = condition[first - start : first - start + batch].to(device)
             for latents in method.stream(role, noise, mine, steps, random):
                 chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
                 if chunk_done is not None:

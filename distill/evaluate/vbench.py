@@ -99,10 +99,10 @@ def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
     """
     program = "import importlib.util as u; print([n for n in ('vbench', 'detectron2') if u.find_spec(n)])"
     try:
-        done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([python, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
-            f"--vbench-python {python} cannot be started ({error}); give a Python that has vbench"
+            f"--vbench-python {python} cannot be started ({error}); give a Python 3.11 or newer that has vbench"
         ) from error
     if "vbench" not in done.stdout:
         raise UserError(
@@ -152,9 +152,11 @@ def score(
     Raises:
         UserError: the package failed.
     """
-    result, note = out / f"{dimension}_eval_results.json", ""
+    note = ""
     if dimension == FLICKERING:
         videos, note = _filtered(videos, python, device)
+        out = out / "unfiltered" if note else out
+    result = out / f"{dimension}_eval_results.json"
     request = {"device": device, "info": str(info), "videos": str(videos), "out": str(out), "dimension": dimension}
     if not result.is_file():
         if python is None:
@@ -173,19 +175,22 @@ def score(
 
 
 def _filtered(videos: Path, python: Path | None, device: str) -> tuple[Path, str]:
-    """Return the folder of the clips that the package's static filter keeps; the unfiltered one without the filter."""
+    """Return the folder of the clips that the package's static filter keeps; ``videos`` where it cannot run."""
     weights = Path(os.environ.get(CACHE, "~/.cache/vbench")).expanduser() / _RAFT
-    if python is None or device != "cuda" or not weights.is_file():
-        return videos, " (unfiltered)"
     kept = videos.with_name(f"{videos.name}_static")
     if not (kept / "filtered.json").is_file():
+        if python is None or device != "cuda" or not weights.is_file():
+            return videos, " (unfiltered)"
         _run(command(python, {"raft": str(weights), "videos": str(videos), "out": str(kept)}), "VBench's static filter")
     return kept / "filtered_videos", ""
 
 
 def _run(words: Sequence[str], what: str) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=outside_of_torchrun() | offline)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=outside_of_torchrun() | offline)
+    except OSError as error:
+        raise UserError(f"{what} cannot be started ({error}); its command: {shlex.join(words)}") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UserError(f"{what} failed ({last}); its command: {shlex.join(words)}")

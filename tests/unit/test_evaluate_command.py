@@ -110,11 +110,23 @@ def test_mistakes(home, tmp_path, capsys):
     refused(capsys, "--like", [run, "--like", prompts, *new])
     refused(capsys, "teacher@", [run, "teacher@0", "--prompts", prompts, *new])
     refused(capsys, "experiment=", [run / "export" / "student", "--prompts", prompts, *new])
-    (tmp_path / "words.txt").write_text("a bird\n")
-    refused(capsys, "bird", [run, "--prompts", tmp_path / "words.txt", *new])
+    like = home / "done" / "evaluation.json"
+    refused(capsys, "--suite", [run, "--like", like, "--suite", "vbench", *new])
+    refused(capsys, "--dimensions", [run, "--prompts", prompts, *new, "--dimensions", "scene"])
+    for damage in ({"protocol": {}}, {"prompts": []}, {"protocol": result(home, "done")["protocol"] | {"seeds": "2"}}):
+        (tmp_path / "damaged.json").write_text(json.dumps(result(home, "done") | damage))
+        refused(capsys, "--like", [run, "--like", tmp_path / "damaged.json", *new])
+    (tmp_path / "words.txt").write_text("a red circle\n")  # known words, of no caption that can be measured
+    refused(capsys, "--prompts", [run, "--prompts", tmp_path / "words.txt", *new])
+    images = ["experiment=quickstart", "device=cpu", "data=video_folder", f"data.path={tmp_path}"]
+    images += [f"data.encoders={TEACHER}", "data.image=first_frame"]
+    refused(capsys, "data.image", [TEACHER, *images, "--prompts", prompts, *new])
+    assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "clips").write_text("mine")
-    refused(capsys, "clips", [run, "--prompts", prompts, "--out", tmp_path / "mine"])
+    for name in ("clips", "vbench.json"):
+        (tmp_path / "mine" / name).write_text("mine")
+        refused(capsys, name, [run, "--prompts", prompts, "--out", tmp_path / "mine"])
+        (tmp_path / "mine" / name).unlink()
     with full_disk(4000):
         refused(capsys, "cannot be written", words(home, "full"))
     assert snapshot(home / "done") == before
@@ -128,3 +140,11 @@ def test_a_diffusers_folder_with_the_settings_of_an_experiment(home):
     assert main([str(word) for word in arguments]) == 0
     student, teacher = result(home, "folder")["participants"].values()
     assert student["weights"] == teacher["weights"] and student["steps"] == 4
+
+
+@pytest.mark.slow
+def test_sound_is_measured(home):
+    out, sound = home / "sound", TEACHER.with_name("quickstart_sound_teacher")
+    arguments = [sound, "experiment=quickstart_sound", "device=cpu", "--prompts", home / "prompts.txt", "--seeds", "1"]
+    assert main([*map(str, arguments), "--out", str(out)]) == 0
+    assert set(result(home, "sound")["report"].popitem()[1]) > set(result(home, "done")["report"].popitem()[1])

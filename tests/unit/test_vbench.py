@@ -61,6 +61,22 @@ def test_weights_and_packages_that_are_missing(tmp_path, monkeypatch, caplog):
         vbench.check_package(sys.executable, ["motion_smoothness"])
     assert vbench.check_package(sys.executable, ["color", vbench.FLICKERING]) == [vbench.FLICKERING]
     assert "color" in caplog.text and "detectron2" in caplog.text
+    (tmp_path / "old").write_text(f'#!/bin/sh\n[ "$1" = -P ] && exit 2\nexec {sys.executable} "$@"\n')
+    (tmp_path / "old").chmod(0o755)
+    with pytest.raises(UserError, match=r"3\.11"):
+        vbench.check_package(tmp_path / "old", [])
+    where = {"videos": tmp_path / "videos", "info": tmp_path / "info", "out": tmp_path / "scores", "device": "cpu"}
+    with pytest.raises(UserError, match="cannot be started"):
+        vbench.score(vbench.FLICKERING, python=tmp_path / "nowhere", **where)
+    # A filtered score that is there is not shown as one without the filter, nor the reverse.
+    for folder, value in ((where["out"], 0.5), (where["out"] / "unfiltered", 0.25)):
+        folder.mkdir(parents=True)
+        (folder / f"{vbench.FLICKERING}_eval_results.json").write_text(json.dumps({vbench.FLICKERING: [value, []]}))
+    unfiltered = vbench.score(vbench.FLICKERING, python=None, **where)
+    (tmp_path / "videos_static").mkdir()
+    (tmp_path / "videos_static" / "filtered.json").write_text("{}")
+    filtered = vbench.score(vbench.FLICKERING, python=None, **where)
+    assert (unfiltered["value"], filtered["value"], filtered["note"]) == (0.25, 0.5, "") and unfiltered["note"]
 
 
 @pytest.mark.slow
@@ -83,6 +99,7 @@ def test_a_suite_is_sampled_and_scored(tmp_path, monkeypatch, capsys):
     assert {path.name for path in flickering.iterdir()} == {f"a blue square falling-{i}.mp4" for i in range(25)}
     assert all(path.resolve().is_file() for path in standard.iterdir())
     found = json.loads((out / "vbench.json").read_text())[f"{run}, 1 step"]
+    assert json.loads((out / "evaluation.json").read_text())["protocol"]["seeds"] == [5, 25]
     assert found["totals"] == {} and "unfiltered" in found["dimensions"]["temporal_flickering"]["note"]
     values = json.loads((out / "evaluation.json").read_text())["values"][f"{run}, 1 step"]["motion"]
     assert [len(numbers) for numbers in values] == [25, 5]
