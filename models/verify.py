@@ -299,7 +299,7 @@ def verify(
     if not causal:
         truth = {(grid, None): plain_result(plan, grid, optional) for grid in GRIDS}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
-        with RankPool(world, timeout=1800.0, preload=("torch", "models.families.registry", "models.roles.load")) as pool:
+        with RankPool(world, timeout=1800.0, preload=("torch", "models.families.registry")) as pool:
             for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
                 for grid, checkpointing, history in product(GRIDS, (False, True), histories):
                     case = Case(

@@ -194,7 +194,7 @@ def _scales(file: Path, metadata: Mapping[str, str], alpha_key: str | None) -> C
         entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
         # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
         config = {key.removeprefix("transformer."): value for key, value in entries.items()}
-    elif alpha_key in metadata:
+    elif alpha_key is not None and alpha_key in metadata:
         config, name = {"lora_alpha": metadata[alpha_key]}, "its metadata"
     else:
         return _unscaled
