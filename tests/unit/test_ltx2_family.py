@@ -79,7 +79,9 @@ def test_frames_per_second_place_the_frames_next_to_the_sound():
 
 
 @pytest.mark.parametrize(
-    "example", [(family, name) for family in (FAMILY, MiniMaxH3()) for name in family.examples()], ids=str
+    "example",
+    [(family, name) for family in (FAMILY, MiniMaxH3()) for name in family.examples()],
+    ids=lambda example: f"{example[0].name} {example[1]}",
 )
 def test_operations_are_those_that_torch_counts(example):
     family, name = example
