@@ -283,7 +283,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         changed = differing(earlier["protocol"], protocol)
         changed += [f"participant {name}" for name in differing(earlier["participants"], _json(plan.participants()))]
         if changed:
-            raise UserError(f"--out={out} holds an evaluation of another {', '.join(changed)}; give another --out")
+            raise UserError(f"--out={out} holds an evaluation with other {', '.join(changed)}; give another --out")
     return plan
 
 
