@@ -30,13 +30,14 @@ from distill.evaluate.networks import (
     settings_of_run,
     teacher_of,
 )
-from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.report.media import contact_sheet, write_clips
 from distill.run.hub_names import resolve_hub_names
 from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
+from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.progress import log_to_console, progress
@@ -68,9 +69,6 @@ def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Pat
     """Return what the command line chooses: configuration, role, folder and number of steps.
 
     The configuration has the method that samples the network, and the device, captions and images of the command line.
-
-    Raises:
-        UserError: a folder that is not a run's, or arguments that do not fit the run.
     """
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
     config = settings_of_run(run_dir, arguments.device)
@@ -99,11 +97,7 @@ def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Pat
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    """Write ``OUT/I.mp4`` and ``OUT/samples.png``. All ranks must call this.
-
-    Raises:
-        UserError: arguments that cannot be sampled, or an OUT that holds other files. OUT is then unchanged.
-    """
+    """Write ``OUT/I.mp4`` and ``OUT/samples.png``. All ranks must call this."""
     config, role, folder, steps = chosen_network(arguments)
     run_dir, seed = Path(config.run_dir), arguments.seed
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
@@ -126,7 +120,6 @@ def sample(arguments: argparse.Namespace) -> None:
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
         method = network.method(mesh=mesh, device=device, data=data)
-        batch = min(sampling_batch(method.roles.values(), mesh, device), -(-len(captions) // mesh.dp_size))
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
@@ -138,20 +131,16 @@ def sample(arguments: argparse.Namespace) -> None:
                 mesh=mesh,
                 device=device,
                 seed=seed,
-                batch=batch,
                 advance=advance,
                 latent_shapes=shapes,
                 chunk_done=lambda: finished.append(time.perf_counter()),
             )
         clips = decode(data, latents)
         if clips is not None:
-            try:
+            with writing("--out", "nothing was changed; give another"):
                 write_clips([unfinished / f"{i}.mp4" for i in range(len(captions))], *clips, fps=data.fps)
                 label = f"{role}, {counted(steps, 'step')}"
                 contact_sheet(unfinished / "samples.png", [(label, clips.frames)], captions=captions)
-            except OSError as error:
-                reason = f"the clips cannot be written ({error.strerror})"
-                raise UserError(f"{reason}; nothing was changed, give another --out") from error
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:

@@ -103,9 +103,6 @@ class ClipDataset(Protocol):
         """Return the embeddings of a caption, ``(tokens, D)`` by name, as encoded sets store them.
 
         Only ``distill.teacher_clips`` asks for them.
-
-        Raises:
-            UserError: an unknown caption.
         """
         ...
 
@@ -117,9 +114,6 @@ class ClipDataset(Protocol):
         """Return the condition of n samples with these captions, fp32, on the CPU.
 
         Where images condition too, they are those of the items ``clips``, or of any item with the caption.
-
-        Raises:
-            UserError: an unknown caption.
         """
         ...
 

@@ -42,11 +42,7 @@ class DataSettings:
         return {}
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
-        """Return the shapes of a sample's parts and those of its condition, without encoding anything.
-
-        Raises:
-            UserError: folders that are not set or not there, sizes that the data set or the VAE does not take.
-        """
+        """Return the shapes of a sample's parts and those of its condition, without encoding anything."""
         raise NotImplementedError
 
     def build(
@@ -67,9 +63,6 @@ class DataSettings:
             captions: further captions for ``condition``: the text encoder is freed before a network is built.
                 ``fingerprint`` does not depend on them.
             images: one image file for each of ``captions`` where images condition; empty for those of the data set.
-
-        Raises:
-            UserError: settings that do not fit, a folder without a usable clip, captions that cannot be embedded.
         """
         raise NotImplementedError
 
@@ -81,11 +74,7 @@ class DataSettings:
         """Refuse ``sample.captions`` that can be refused without the text encoder."""
 
     def table_in_words(self) -> str:
-        """Say how many items there are, and where, without decoding any.
-
-        Raises:
-            UserError: a table that is missing or damaged, or names no clip that is there.
-        """
+        """Say how many items there are, and where, without decoding any."""
         raise NotImplementedError
 
 

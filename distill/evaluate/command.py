@@ -13,15 +13,14 @@ After a kill, the same command continues. ``--like`` takes prompts, seeds, sizes
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from distill.config import Config, compose_config
 from distill.config.trained_method import sampling_in_words
 from distill.data import ClipDataset
 from distill.data.base import MeasuredDataset
+from distill.data.sets.encode import release_memory
 from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
 from distill.data.shares import Shares
 from distill.evaluate.comparison import (
@@ -58,10 +58,10 @@ from distill.evaluate.networks import (
     settings_of_run,
     teacher_of,
 )
-from distill.evaluate.sampling import sample_batches, sampling_batch
+from distill.evaluate.sampling import decoded, sample_batches
 from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_suite, run_suite, seeds_of
 from distill.methods.common.few_step import FewStepSettings
-from distill.report.media import Sound, write_clips
+from distill.report.media import write_clips
 from distill.report.page import evaluation_page
 from distill.report.verdict import ReportRow
 from distill.report.write import finite
@@ -71,14 +71,14 @@ from distill.run.open import open_device, open_mesh
 from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
-from fsdp_cp.files.atomic_file import atomic_path, write_text
+from fsdp_cp.files.atomic_file import atomic_path, write_text, writing
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import exit_code, rank, recorded, world_size
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.files.checkpoint_files import fingerprint, fingerprint_of
-from models.sample import AUDIO, Sample
+from models.sample import Sample
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ _MOST_SEEDS = 1000
 _SHOWN = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
     """Checked evaluation."""
 
@@ -201,11 +201,7 @@ def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespac
 
 @paths_of_the_user()
 def plan_evaluation(arguments: argparse.Namespace) -> Plan:
-    """Check the command line without starting anything.
-
-    Raises:
-        UserError: what cannot be evaluated, or an ``--out`` that holds another evaluation.
-    """
+    """Check the command line without starting anything."""
     # The folder of a run of a sweep may have "=" in its name.
     settings = [word for word in arguments.what if "=" in word and not Path(_path_and_steps(word)[0]).exists()]
     words = [word for word in arguments.what if word not in settings]
@@ -260,16 +256,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         "decoder precision": encoding.vae_precision,
         "measures": VERSION,
     }
-    plan = Plan(
-        out=out,
-        config=config,
-        networks=networks,
-        counts=counts,
-        suite=suite,
-        dimensions=dimensions,
-        protocol=protocol,
-        other=other,
-    )
+    plan = Plan(out, config, networks, counts, suite, dimensions, protocol, other)
     earlier = refuse_foreign(
         out,
         "--out",
@@ -314,14 +301,9 @@ def _use_prompts(config: Config, file: Path) -> None:
         config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions"})
 
 
-@contextmanager
-def _written(plan: Plan) -> Iterator[None]:
-    """Turn a failed write into a one-line error that says that nothing is lost."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"{error.filename or plan.out} cannot be written ({error.strerror})"
-        raise UserError(f"{reason}; start the same command again when it can: finished clips are kept") from error
+def _written(plan: Plan) -> AbstractContextManager[None]:
+    """Turn a failed write into one line that says that nothing is lost."""
+    return writing(f"--out={plan.out}", "make room and start the same command again: finished clips are kept")
 
 
 def _latents_file(plan: Plan, name: str, prompt: int, seed: int) -> Path:
@@ -342,7 +324,6 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
     if not missing:
         return
     method = network.method(mesh=mesh, device=device, data=data)
-    batch = min(sampling_batch(method.roles.values(), mesh, device), -(-count // mesh.dp_size))
     with progress(missing, f"sampling {name}", "clip") as advance:
         for seed in range(len(finished)):
             times = [time.perf_counter()]
@@ -355,7 +336,6 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
                 mesh=mesh,
                 device=device,
                 seed=seed,
-                batch=batch,
                 chunk_done=lambda times=times: times.append(time.perf_counter()),
                 finished=finished[seed],
             ):
@@ -391,14 +371,6 @@ def _latents(plan: Plan, name: str, prompt: int, seeds: Sequence[int]) -> tuple[
     return Sample.cat(made), times
 
 
-def _decoded(data: ClipDataset, latents: Sample) -> tuple[np.ndarray, list[Sound] | None]:
-    frames = data.decode(latents).numpy()
-    if AUDIO not in latents.parts:
-        return frames, None
-    waves, sample_rate = data.decode_sound(latents)
-    return frames, [Sound(wave, sample_rate) for wave in waves.numpy()]
-
-
 def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]:
     """Decode, measure and write the clips of a prompt, or read its measures if they are there."""
     record = plan.out / "measures" / f"{prompt:05d}.json"
@@ -407,10 +379,11 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]
     latents, clips, times, text = {}, {}, {}, plan.prompts[prompt]
     for name in plan.networks:
         latents[name], times[name] = _latents(plan, name, prompt, range(plan.counts[text]))
-        clips[name], sounds = _decoded(data, latents[name])
+        made = decoded(data, latents[name])
+        clips[name] = made.frames
         files = [file for (of, _), file in plan.clips_of(name).items() if of == text]
         with _written(plan):
-            write_clips(files, clips[name], sounds, fps=data.fps)
+            write_clips(files, *made, fps=data.fps)
     found = finite({"values": prompt_measures(clips, latents, plan.teacher), "times": times})
     with _written(plan):
         write_text(record, json.dumps(found))
@@ -443,9 +416,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         data = plan.config.data.build(**options)
         for name in plan.networks:
             sample_missing(plan, name, data=data, mesh=mesh, device=device)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_memory(device)
         with progress(len(plan.prompts), "measuring", "prompt") as advance:
             found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i), advance)
         on_first_rank(lambda: _write(plan, data, found, begun))
@@ -492,10 +463,9 @@ def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], be
     table = "\n\n".join([markdown(result["results"]), "\n".join(seconds), *(["\n".join(lines)] if lines else [])])
     rows = []
     for name, network in plan.networks.items():
-        clips = [_decoded(data, _latents(plan, name, i, [0])[0]) for i in range(min(_SHOWN, len(plan.prompts)))]
-        sounds = None if clips[0][1] is None else [sound for _, (sound,) in clips]
-        frames = np.concatenate([frames for frames, _ in clips])
-        rows.append(ReportRow(name, network.role, network.steps, None, frames, 0, sounds))
+        first = [_latents(plan, name, i, [0])[0] for i in range(min(_SHOWN, len(plan.prompts)))]
+        clips = decoded(data, Sample.cat(first))
+        rows.append(ReportRow(name, network.role, network.steps, None, clips.frames, 0, clips.sounds))
     shown = {"table": rows_of_table(result["results"]), "compared": lines, "few": FEW_PROMPTS}
     page = evaluation_page(_json(finite(result)), rows=rows, fps=data.fps, **shown)
     with _written(plan):
@@ -513,9 +483,7 @@ def _report_measures(plan: Plan, data: ClipDataset) -> dict[str, Any] | None:
     measured = {}
     for name in plan.networks:
         latents = [_latents(plan, name, i, range(count))[0] for i, count in enumerate(plan.counts.values())]
-        clips, sounds = zip(*(_decoded(data, x) for x in latents), strict=True)
-        heard = [np.stack([sound.samples for sounds_of in sounds for sound in sounds_of])] if sounds[0] else []
-        found = data.measure(np.concatenate(clips), captions, *heard)
+        found = decoded(data, Sample.cat(latents)).measured(data, captions)
         measured[name] = {key: asdict(measure) for key, measure in found.items()}
     return measured
 

@@ -7,8 +7,8 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.base import Measure, MeasuredDataset, sample_of
+from distill.data.base import MeasuredDataset, sample_of
 from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
@@ -29,7 +29,8 @@ from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
-from fsdp_cp.errors import NotFinite, UserError, counted, duration
+from fsdp_cp.errors import NotFinite, counted, duration
+from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import progress
@@ -165,7 +166,7 @@ class Evaluator:
             measures = {
                 f"validation/{role}_{n}steps/{key}": measure.value
                 for (role, n), clips in measured.items()
-                for key, measure in self._measured(clips, captions).items()
+                for key, measure in clips.measured(self.data, captions).items()
             }
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
@@ -259,27 +260,15 @@ class Evaluator:
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)
-        measures = self._measured(clips, captions) if isinstance(self.data, MeasuredDataset) else None
+        measures = clips.measured(self.data, captions) if isinstance(self.data, MeasuredDataset) else None
         sounds = None if clips.sounds is None else clips.sounds[:SHOWN_CLIPS]
         what = {"measures": measures, "clips": clips.frames, "sounds": sounds, "evaluations": evaluations}
         return ReportRow(name=name, role=role, steps=steps, **what)
 
-    def _measured(self, clips: Clips, captions: list[str]) -> dict[str, Measure]:
-        sounds = [] if clips.sounds is None else [np.stack([sound.samples for sound in clips.sounds])]
-        return self.data.measure(clips.frames, captions, *sounds)
 
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a one-line error that says that the checkpoint is safe."""
-    try:
-        yield
-    except OSError as error:
-        path = error.filename2 or error.filename or folder
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); start the same command again when it can: the newest"
-            " checkpoint holds what was trained"
-        ) from error
+def _written(folder: Path) -> AbstractContextManager[None]:
+    """Turn a failed write into one line that says that the checkpoint is safe."""
+    return writing(folder, "make room and start the same command again: the newest checkpoint holds what was trained")
 
 
 def _steps(n: int) -> str:

@@ -12,17 +12,20 @@ import torch
 
 from distill.config import Config, load_config
 from distill.config.checks import check
+from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
 from distill.data.videos.table import read_captions
-from distill.evaluate.sampling import plan_sampling
-from distill.methods import Method, build_method
+from distill.evaluate.sampling import alone
+from distill.methods import METHODS, Method, build_method
 from distill.methods.common.few_step import FewStepSettings
-from distill.run.setup import RunPlan
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import rank
+from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import Mesh
+from models.additions.base import named_additions
+from models.files.checkpoint_files import ADDITIONS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +40,6 @@ class SampledNetwork:
     """Network that is sampled in ``steps`` steps as ``config.method`` says."""
 
     role: RoleName
-    folder: Path
     config: Config
     steps: int
     plan: RunPlan
@@ -50,22 +52,30 @@ class SampledNetwork:
 
 @paths_of_the_user()
 def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) -> SampledNetwork:
-    """Plan to sample the network in ``folder`` with the settings of its run.
-
-    Raises:
-        UserError: see :func:`distill.evaluate.sampling.plan_sampling`.
-    """
-    return SampledNetwork(
-        role=role, folder=folder, config=config, steps=steps, plan=plan_sampling(config, role, folder)
+    """Plan to sample the network in ``folder``, the ``role`` of a finished run, on data-parallel ranks."""
+    trained, name = getattr(config, role), config.method.name
+    kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
+    of_training = {"batch_size": world_size(), "micro_batch_size": 1, "expert_draws": 1}
+    alone_here = replace(
+        config,
+        **of_training,
+        **{role: type(trained)(checkpoint=str(folder), config=None, **kept)},
+        mesh=MeshSettings(),
+        attention=AttentionSettings(),
+        export=ExportSettings(at_end=False),
+        log=LogSettings(),
+        profile=ProfileSettings(),
     )
+    plan = plan_run(alone_here, alone(METHODS[name][0], role))
+    (planned,) = plan.roles
+    if any(set(planned.additions) - named_additions(files.additions) for files in planned.folders):
+        lacking = f"{folder} has no {ADDITIONS_FILE} with {', '.join(planned.additions)}"
+        raise UserError(f"{lacking}, so method={name} did not train it as {role}; give a folder that has them")
+    return SampledNetwork(role=role, config=config, steps=steps, plan=plan)
 
 
 def settings_of_run(run_dir: Path, device: str | None = None) -> Config:
-    """Return the configuration of a run, to sample its networks on ``device``; ``None`` for the run's.
-
-    Raises:
-        UserError: the folder is not a run's, or its settings do not fit this machine.
-    """
+    """Return the configuration of a run, to sample its networks on ``device``; ``None`` for the run's."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
     config = load_config(run_dir / "config.yaml")
@@ -82,19 +92,13 @@ def exported_student(run_dir: Path) -> Path:
     """Return the folder of the student that a run exported."""
     folder = run_dir / "export" / "student"
     if not folder.is_dir():
-        raise UserError(
-            f"{run_dir} has no export/student: the run has not come to its end, or export.at_end=false; write one with"
-            f" python -m models.export {run_dir} OUT, and give OUT"
-        )
+        reason = f"{run_dir} has no export/student: the run has not ended, or export.at_end=false"
+        raise UserError(f"{reason}; write one with python -m models.export {run_dir} OUT, and give OUT")
     return folder
 
 
 def sampled_as(config: Config, student: Path, chosen: Literal["student", "run"] = "student") -> Config:
-    """Return ``config`` with the method that samples ``student``: the one that trained it, or the run's.
-
-    Raises:
-        UserError: the student's own is chosen, and this version cannot read it.
-    """
+    """Return ``config`` with the method that samples ``student``: the one that trained it, or the run's."""
     try:
         own = trained_method(student)
     except UserError as error:
@@ -105,13 +109,8 @@ def sampled_as(config: Config, student: Path, chosen: Literal["student", "run"] 
         return config
     words = {"student": sampling_in_words(own), "run": sampling_in_words(config.method)}
     if words["student"] != words["run"] and rank() == 0:
-        log.warning(
-            "%s is a student of %s, and the run has %s; sampling as the %s says (--sampling)",
-            student,
-            words["student"],
-            words["run"],
-            chosen,
-        )
+        warning = "%s is a student of %s, and the run has %s; sampling as the %s says (--sampling)"
+        log.warning(warning, student, *words.values(), chosen)
     return replace(config, method=own) if chosen == "student" else config
 
 
@@ -141,11 +140,7 @@ def check_number(setting: str, value: int, least: int, most: float = math.inf) -
 
 
 def read_prompts(text: str, setting: str) -> list[str]:
-    """Return the prompts of a text, ``.csv`` or ``.jsonl`` file in their order, each once.
-
-    Raises:
-        UserError: a file that cannot be read, or an empty one.
-    """
+    """Return the prompts of a text, ``.csv`` or ``.jsonl`` file in their order, each once."""
     path = user_path(text, setting)
     try:
         found = read_captions(path)

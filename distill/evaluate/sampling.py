@@ -5,31 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from distill.config import Config
-from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.data import ClipDataset
-from distill.methods import METHODS, Method
+from distill.data.base import Measure, MeasuredDataset
+from distill.methods import Method
 from distill.methods.common.chunks import chunk_noise
 from distill.report.media import Sound
-from distill.run.setup import RunPlan, plan_run
-from fsdp_cp.errors import NotFinite, UserError
+from fsdp_cp.errors import NotFinite
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
-from models.additions.base import named_additions
-from models.files.checkpoint_files import ADDITIONS_FILE
 from models.roles.role import Role
 from models.sample import AUDIO, PartShapes, Sample
 
@@ -65,36 +58,6 @@ def alone(method: type[Method], name: str) -> type[Method]:
     return Alone
 
 
-def plan_sampling(config: Config, name: str, folder: Path) -> RunPlan:
-    """Plan to sample the role ``name`` of a finished run on data-parallel ranks, with the network in ``folder``.
-
-    Raises:
-        UserError: a folder that cannot be read or that lacks the modules that the method adds to the role, or a causal
-            role that the run's method cannot sample.
-    """
-    trained = getattr(config, name)
-    kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
-    of_training = {"batch_size": world_size(), "micro_batch_size": 1, "expert_draws": 1}
-    config = replace(
-        config,
-        **of_training,
-        **{name: type(trained)(checkpoint=str(folder), config=None, **kept)},
-        mesh=MeshSettings(),
-        attention=AttentionSettings(),
-        export=ExportSettings(at_end=False),
-        log=LogSettings(),
-        profile=ProfileSettings(),
-    )
-    plan = plan_run(config, alone(METHODS[config.method.name][0], name))
-    (role,) = plan.roles
-    if any(set(role.additions) - named_additions(files.additions) for files in role.folders):
-        raise UserError(
-            f"{folder} has no {ADDITIONS_FILE} with {', '.join(role.additions)}, without which it is not the {name}"
-            f" that method={config.method.name} trained; give a folder that has"
-        )
-    return plan
-
-
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
     """Return ``count`` captions of the data set, all equally often if ``count`` is a multiple of their number.
 
@@ -115,6 +78,20 @@ class Clips(NamedTuple):
     sounds: list[Sound] | None = None
     """Sound of each clip, where the data have sound."""
 
+    def measured(self, data: MeasuredDataset, captions: Sequence[str]) -> dict[str, Measure]:
+        """Measure the clips, of these captions, with their sounds where they have them."""
+        sounds = [] if self.sounds is None else [np.stack([sound.samples for sound in self.sounds])]
+        return data.measure(self.frames, captions, *sounds)
+
+
+def decoded(data: ClipDataset, latents: Sample) -> Clips:
+    """Decode samples on this rank."""
+    frames = data.decode(latents).numpy()
+    if AUDIO not in latents.parts:
+        return Clips(frames)
+    waves, sample_rate = data.decode_sound(latents)
+    return Clips(frames, [Sound(wave, sample_rate) for wave in waves.numpy()])
+
 
 def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others.
@@ -131,21 +108,12 @@ def decode(data: ClipDataset, latents: Sample) -> Clips | None:
             f"the latents of {broken} of {len(latents)} clips are not finite; use an earlier checkpoint, or fp32"
         )
     mine = latents[rank() :: world_size()].to("cpu", torch.float32)
-    frames = _in_order(gathered(lambda: data.decode(mine) if len(mine) else None), len(latents))
-    if AUDIO not in latents.parts:
-        return None if frames is None else Clips(frames)
-    heard = gathered(lambda: data.decode_sound(mine) if len(mine) else (None, 0))
-    if frames is None or heard is None:
+    made = gathered(lambda: decoded(data, mine) if len(mine) else None)
+    if made is None:
         return None
-    waves = _in_order([wave for wave, _ in heard], len(latents))
-    return Clips(frames, [Sound(wave, heard[0][1]) for wave in waves])
-
-
-def _in_order(decoded: list[Tensor] | None, count: int) -> np.ndarray | None:
-    """Return the ``count`` clips that the ranks decoded in turn."""
-    if decoded is None:
-        return None
-    return torch.stack([decoded[i % len(decoded)][i // len(decoded)] for i in range(count)]).numpy()
+    places = [(made[i % len(made)], i // len(made)) for i in range(len(latents))]
+    sounds = None if made[0].sounds is None else [clips.sounds[i] for clips, i in places]
+    return Clips(np.stack([clips.frames[i] for clips, i in places]), sounds)
 
 
 def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
@@ -172,11 +140,9 @@ def generate(
     advance: Callable[[int], object] | None = None,
     **options: Any,
 ) -> Sample:
-    """Return the latents of all ``captions`` that :func:`sample_batches` makes. A collective.
+    """Return the latents of all ``captions`` that :func:`sample_batches` makes; it takes ``options`` too. A collective.
 
-    Args:
-        method, role, captions: see :func:`sample_batches`, which also takes ``options``.
-        advance: called with the number of clips, over all ranks, that were finished since the last call.
+    ``advance`` is called with the number of clips, over all ranks, that were finished since the last call.
     """
     made = []
     for positions, latents in sample_batches(method, role, captions=captions, **options):
@@ -197,7 +163,7 @@ def sample_batches(
     mesh: Mesh,
     device: torch.device,
     seed: int,
-    batch: int,
+    batch: int | None = None,
     clips: Sequence[int] | None = None,
     latent_shapes: PartShapes | None = None,
     chunk_done: Callable[[], object] | None = None,
@@ -211,7 +177,7 @@ def sample_batches(
         captions, data: one caption per clip, and the data set that embeds them.
         mesh: the mesh, whose ``dp`` ranks share the clips.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
-        batch: number of clips per forward on a rank.
+        batch: number of clips per forward on a rank; by default what fits (:func:`sampling_batch`).
         clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
         latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
         chunk_done: called after each chunk, or each clip of a bidirectional role.
@@ -219,6 +185,8 @@ def sample_batches(
     """
     clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
     shapes = {part: shapes[part] for part in clock}
+    if batch is None:
+        batch = min(sampling_batch(method.roles.values(), mesh, device), -(-len(captions) // mesh.dp_size))
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk

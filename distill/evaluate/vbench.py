@@ -68,11 +68,7 @@ DIMENSIONS = {
 
 
 def read_suite(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a ``VBench_full_info.json``: ``prompt_en``, ``dimension`` (a list), and others.
-
-    Raises:
-        UserError: a file that cannot be read, or is something else.
-    """
+    """Return the entries of a ``VBench_full_info.json``: ``prompt_en``, ``dimension`` (a list), and others."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         if entries and all(
@@ -92,11 +88,7 @@ def seeds_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
-    """Return the dimensions that can be computed; log those that are left out for lack of detectron2.
-
-    Raises:
-        UserError: ``python`` lacks the package, or a weight file is missing, which the package would download.
-    """
+    """Return the dimensions that can be computed; log those that are left out for lack of detectron2."""
     program = "import importlib.util as u; print([n for n in ('vbench', 'detectron2') if u.find_spec(n)])"
     try:
         done = subprocess.run([python, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -148,9 +140,6 @@ def score(
 
     Returns:
         ``value`` of the package, ``low`` and ``high`` of our interval by prompt, and ``note``.
-
-    Raises:
-        UserError: the package failed.
     """
     note = ""
     if dimension == FLICKERING:

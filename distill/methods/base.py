@@ -168,9 +168,6 @@ class Method(ABC):
 
         ``boundaries`` are the times between the experts of each such role. ``trained`` are the student's experts that
         train: ``both``, ``high`` or ``low``.
-
-        Raises:
-            UserError: a role that the method cannot handle; by default, any role with experts.
         """
         for name in boundaries:
             raise UserError(
@@ -180,11 +177,7 @@ class Method(ABC):
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
-        """Check that this method can train samples with parts other than the video.
-
-        Raises:
-            UserError: by default.
-        """
+        """Check that this method can train samples with parts other than the video."""
         raise UserError(
             f"method={settings.name} does not know {' and '.join(parts)} yet; use method=dmd2 without GAN"
             " or flow_matching, or a model of video alone"
@@ -195,9 +188,6 @@ class Method(ABC):
         """Check that this method can train and evaluate the roles that are causal.
 
         ``causal`` has the causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
-
-        Raises:
-            UserError: a role that the method cannot handle; by default, any causal role.
         """
         for name, role in causal.items():
             if role is not None:

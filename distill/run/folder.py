@@ -27,7 +27,7 @@ from distill.config import Config
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory, locked_directory
 from fsdp_cp.errors import NO_ROOM, UserError
-from fsdp_cp.files.atomic_file import atomic_path, write_text
+from fsdp_cp.files.atomic_file import atomic_path, write_text, writing
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
@@ -77,7 +77,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
     """
 
     def write() -> None:
-        try:
+        with writing(f"run_dir={run_dir}", "use another"):
             if resume_from is None or resume_from.resolve().parent != (run_dir / "checkpoints").resolve():
                 _move_aside(run_dir)
             record = {"from_step": step, **this_start(command), "config": asdict(config)}
@@ -86,8 +86,6 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
             with atomic_path(run_dir / "config.yaml") as temporary:
                 OmegaConf.save(OmegaConf.create(asdict(config)), temporary)
             handler = logging.FileHandler(run_dir / LOG, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
         handler.setLevel(logging.INFO)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         root = logging.getLogger()

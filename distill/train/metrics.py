@@ -17,7 +17,8 @@ from PIL import Image
 
 from distill.config.schema import LogSettings
 from distill.run.loggers import open_services
-from fsdp_cp.errors import UserError, duration
+from fsdp_cp.errors import duration
+from fsdp_cp.files.atomic_file import writing
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""
@@ -67,24 +68,16 @@ class MetricsLog:
 
 
 def _append_to(path: Path) -> FileIO:
-    try:
+    with writing(path, "move it away, or use another run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab", buffering=0)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); move it away, or use another run_dir") from error
 
 
 def _write(file: FileIO, line: str) -> None:
-    """Append the line. A full disk raises a ``UserError``, so that the user sees a message and no traceback."""
     left = line.encode()
-    try:
+    with writing(file.name, "make room and start the same command again: it resumes from the newest checkpoint"):
         while left:
             left = left[file.write(left) :]  # an unbuffered write to a nearly full disk may write only a part
-    except OSError as error:
-        raise UserError(
-            f"{file.name} cannot be written ({error.strerror}); make room and start the same command again, which"
-            " resumes from the newest checkpoint"
-        ) from error
 
 
 def _line(step: int, metrics: Mapping[str, float | None]) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsdp_cp.errors import UserError
+
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str], *, locked: bool = False) -> Iterator[Path]:
@@ -29,6 +31,15 @@ def atomic_path(path: str | os.PathLike[str], *, locked: bool = False) -> Iterat
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(where: object, hint: str) -> Iterator[None]:
+    """Turn a failed write, such as of a full disk, into one line: ``where`` cannot be written, and the ``hint``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{where} cannot be written ({error.strerror}); {hint}") from error
 
 
 def write_text(path: Path, text: str) -> None:

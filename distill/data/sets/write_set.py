@@ -16,7 +16,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,18 +35,11 @@ from distill.data.sets.encoded_set import (
     shard_name,
     tensor_name,
 )
-from distill.data.sets.files import (
-    Damaged,
-    Place,
-    packed,
-    publish,
-    read_header,
-    read_tensors,
-    write_json,
-)
+from distill.data.sets.files import Damaged, Place, packed, publish, read_header, read_tensors, write_json
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
 from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.progress import progress
@@ -279,16 +272,9 @@ def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
     return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
 
 
-@contextmanager
-def written(where: str) -> Iterator[None]:
-    """Turn a failure to write, such as a full disk, into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{where} cannot be written ({error.strerror}); give a folder with space for it; finished clips stay, and"
-            " the same command continues"
-        ) from error
+def written(where: str) -> AbstractContextManager[None]:
+    """Turn a failure to write into one line."""
+    return writing(where, "make room, or give another folder; finished clips stay, and the same command continues")
 
 
 def verify(path: Path, where: str) -> dict[str, list[int]]:
