@@ -33,7 +33,6 @@ from models.families.base import Family
 from models.families.registry import family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.files.originals import own_config, own_names
-from models.files.scheduler import few_step_scheduler
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
@@ -60,7 +59,7 @@ class RoleExport:
     """Function that returns what each network is without the role's training: what adapters are merged into, and an
     expert that does not train."""
     few_steps: Mapping[str, Any] | None = None
-    """Arguments of :func:`models.files.scheduler.few_step_scheduler`; ``None`` for a role without such a scheduler."""
+    """Arguments of :meth:`models.families.base.Family.schedulers`; ``None`` for a role without schedulers."""
 
     def expert(self, index: int) -> RoleExport:
         """Return one of two experts as a network of its own, which samples no clip alone."""
@@ -72,15 +71,16 @@ class RoleExport:
         """Names of the weights that an adapter file cannot hold."""
         return [name for weights in self.trained.values() for name in weights.shapes if ".lora_" not in name]
 
-    def scheduler(self) -> SchedulerMixin | None:
-        """Return the scheduler with which a plain diffusers pipeline samples the student; log why if none fits."""
+    def schedulers(self) -> dict[str, SchedulerMixin]:
+        """Return the schedulers with which a plain diffusers pipeline samples the student, by folder; log why if none
+        fits."""
         if self.few_steps is None:
-            return None
+            return {}
         try:
-            return few_step_scheduler(**self.few_steps, pipeline_times=self.family.pipeline_times)
+            return self.family.schedulers(**self.few_steps)
         except UserError as error:
             log.warning("could not write a scheduler: %s", error)
-            return None
+            return {}
 
     def write(
         self, folder: Path, kind: str | None, *, dtype: torch.dtype, about: Mapping[str, Any], **options: Any
@@ -107,7 +107,7 @@ class RoleExport:
             shapes = {own: network.shapes[name] for own, name in stored.items()}
             networks = [Weights(shapes, lambda own: network.read(stored[own]))]
             config, about = own_config(config), {"format": kind, **about}
-            options |= {"max_bytes": 2**62, "scheduler": None}
+            options |= {"max_bytes": 2**62, "schedulers": {}}
         write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
 
 
@@ -183,7 +183,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
         )
         about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
         about["method"] = settings.get("method")  # decides how the student is sampled
-        dtype, scheduler = DTYPES[options.dtype or as_the_run["dtype"]], exported.scheduler()
+        dtype, schedulers = DTYPES[options.dtype or as_the_run["dtype"]], exported.schedulers()
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -199,7 +199,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
             )
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
-            about["expert"], scheduler = expert, None
+            about["expert"], schedulers = expert, {}
     if kind == OWN and exported.family.name != "wan":
         raise UserError(f"--format {OWN} is for Wan, and the {role} is {exported.family.name}; leave it out")
     if adapters is None and kind not in (None, OWN):
@@ -208,7 +208,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
         raise UserError(
             f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
         )
-    exported.write(out, kind, dtype=dtype, about=about, scheduler=scheduler)
+    exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers)
     if kind in FORMATS:
         return f"the {weights} adapters of {name}"
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"

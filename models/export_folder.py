@@ -35,6 +35,8 @@ _NOTE = (
     "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
     " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
 )
+SCHEDULERS = ("scheduler", "audio_scheduler")
+"""Folders of :meth:`models.families.base.Family.schedulers`."""
 log = logging.getLogger(__name__)
 
 
@@ -43,13 +45,15 @@ def sharded(tensors: Mapping[str, Tensor]) -> Weights:
     return Weights({name: tuple(w.shape) for name, w in tensors.items()}, lambda name: full_tensor(tensors[name]))
 
 
-def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
-    """Write a scheduler folder for ``from_pretrained``; ``None`` removes an earlier export's. One rank calls it."""
-    if scheduler is None:
-        withdraw(folder)
-        return
-    with atomic_folder(folder, {"scheduler": type(scheduler).__name__}, move_aside=True) as unfinished:
-        scheduler.save_pretrained(unfinished)
+def export_schedulers(folder: Path, schedulers: Mapping[str, SchedulerMixin]) -> None:
+    """Write scheduler folders into ``folder``, and remove those of an earlier export. One rank calls it."""
+    for name in SCHEDULERS:
+        if name not in schedulers:
+            withdraw(folder / name)
+            continue
+        about = {"scheduler": type(schedulers[name]).__name__}
+        with atomic_folder(folder / name, about, move_aside=True) as unfinished:
+            schedulers[name].save_pretrained(unfinished)
 
 
 def write_folder(
@@ -62,7 +66,7 @@ def write_folder(
     max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
     causal: Mapping[str, Any] | None = None,
-    scheduler: SchedulerMixin | None = None,
+    schedulers: Mapping[str, SchedulerMixin] | None = None,
     move_aside: bool = False,
 ) -> None:
     """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
@@ -71,7 +75,7 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
-    ``causal.json``; ``scheduler`` is written into ``scheduler/``. For ``about`` and ``move_aside`` see
+    ``causal.json``; ``schedulers`` are written by folder. For ``about`` and ``move_aside`` see
     :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
@@ -97,8 +101,8 @@ def write_folder(
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
                     (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-                if scheduler is not None:
-                    scheduler.save_pretrained(unfinished / "scheduler")
+                for name, scheduler in (schedulers or {}).items():
+                    scheduler.save_pretrained(unfinished / name)
         except SafetensorError as error:  # includes a full disk
             raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
         finally:

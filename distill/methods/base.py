@@ -90,8 +90,8 @@ class PartSettings:
     """Weight of the audio's loss next to the video's, at least 0. With 0, parameters that only the audio's output
     reaches change by weight decay alone."""
     audio_shift_ratio: float | None = None
-    """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's; diffusers'
-    pipelines sample with that alone, so another ratio exports no scheduler."""
+    """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's; LTX-2's
+    pipeline samples with that alone, so another ratio exports no scheduler."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
@@ -242,7 +242,7 @@ class Method(ABC):
     @property
     def few_steps(self) -> dict[str, Any] | None:
         """``times`` of a few-step student and whether its sampler is ``stochastic``, for a scheduler of diffusers that
-        samples it so (:func:`models.files.scheduler.few_step_scheduler`); ``None`` without one."""
+        samples it so (:meth:`models.families.base.Family.schedulers`); ``None`` without one."""
         return None
 
     @abstractmethod

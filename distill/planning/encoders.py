@@ -72,6 +72,7 @@ def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[
     """Return the peak of encoding one caption, with all text encoders of a folder of that ``kind``."""
     parts = [part for part in kind.text_parts if not part.startswith("tokenizer")]
     chosen = [settings.get(part, settings.get("text_encoder_2", {})) for part in parts]
+    chosen[0] = kind.text_class.loaded_config(chosen[0])
 
     def build() -> nn.Module:
         with _default_dtype(kind.text_dtype):

@@ -17,7 +17,7 @@ from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
 from models.export import DTYPES, RoleExport, exported_weights
-from models.export_folder import export_scheduler, sharded
+from models.export_folder import export_schedulers, sharded
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
             student.expert(adapters[name].index).write(folder, "diffusers-lora", **options)
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
-    on_first_rank(lambda: export_scheduler(run_dir / "export" / "scheduler", student.scheduler()))
+    on_first_rank(lambda: export_schedulers(run_dir / "export", student.schedulers()))
     if rank() == 0:
         if role.adapters is not None and whole:
             log.info(

@@ -87,9 +87,8 @@ class Trainer:
             parts=config.expert_draws,
         )
         # Move them once: a copy with each micro-batch would stall the GPU.
-        self._null, self._empty = (
-            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
-        )
+        moved = Condition({}, data.null, data.empty).to(device)
+        self._null, self._empty = moved.null_values, moved.empty_values
         # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
         self.samples = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,11 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.causal_forward import CausalForward
+from models.files.scheduler import few_step_scheduler
 from models.sample import VIDEO, PartShapes, Sample
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 NetworkConfig = Mapping[str, Any]
 """Configuration of a network, as in its ``config.json``."""
@@ -310,6 +314,22 @@ class Family(ABC):
             UserError: the pipeline does not use a flow-matching scheduler, so none is exported.
         """
         return None
+
+    def schedulers(self, *, shifts: Mapping[str, float] | None = None, **steps: Any) -> dict[str, SchedulerMixin]:
+        """Return the schedulers with which diffusers' pipeline samples a few-step student, by folder.
+
+        Args:
+            shifts: shifts from the clock to the parts' times, if they are not the released ones.
+            steps: arguments of :func:`models.files.scheduler.few_step_scheduler`.
+
+        Raises:
+            UserError: the pipeline cannot sample so.
+        """
+        if shifts is not None and dict(shifts) != dict(self.parts):
+            raise UserError(
+                f"{self.name}'s pipeline samples parts with the shifts {dict(self.parts)}, not {dict(shifts)}"
+            )
+        return {"scheduler": few_step_scheduler(**steps, pipeline_times=self.pipeline_times)}
 
     # Running
 

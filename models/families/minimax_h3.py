@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from diffusers import MiniMaxH3Transformer3DModel
+from diffusers import MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel, SchedulerMixin
 from diffusers.models.transformers.transformer_minimax_h3 import (
     MINIMAX_H3_MODALITY_NUM,
     MiniMaxH3Attention,
@@ -38,9 +38,10 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from models.condition import TEXT_LENGTH, Condition
-from models.families.base import Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import DiffusersFamily
+from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
@@ -48,8 +49,15 @@ VIDEO_ROWS, AUDIO_ROWS, TEXT_ROWS = "hidden_states", "audio_hidden_states", "tok
 """Names of the split streams in the plan: two arguments of the network, and the output of the text's refiner."""
 SIDES = 2
 """Left and right channel of the sound."""
-FRAME_TIME = 5 / 3
-"""Rotary time of a frame: 24 frames take as long as 40 audio latents, whose distance is 1."""
+FRAME_RATE, AUDIO_RATE = 24, 40
+"""Frames, and audio latents of a side, in a second."""
+CHUNK, CHUNK_LATENTS = 17, 5
+"""Frames that the VAE encodes at a time, and their latent frames."""
+FRAMES = 124, 345
+"""Frames of the shortest and of the longest clip that diffusers' pipeline samples: 5 to 15 seconds."""
+RELEASED_SHIFT = 12.0
+FRAME_TIME = AUDIO_RATE / FRAME_RATE
+"""Rotary time of a frame. The distance of audio latents is 1."""
 SPATIAL_SCALE = 32.0
 """Rotary height and width of a square clip."""
 _ORIGINAL_NAMES = (
@@ -70,6 +78,34 @@ _ORIGINAL_NAMES = (
 """Patterns of diffusers' names of linear layers, and the names in MiniMax's own code, which ComfyUI uses."""
 
 
+class MiniMaxH3Planning(FamilyPlanning):
+    """MiniMax's network and encoders."""
+
+    networks = {"minimax_h3": {}}
+    """The defaults of its class: 33.1e9 parameters."""
+    text_encoder = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {
+            "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+        },
+    }  # fmt: skip
+    """Qwen3-VL 32B, without its vision."""
+    vae = {"_class_name": "AutoencoderKLMiniMaxH3"}
+
+    def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
+        frames = latent_frames(num_frames, fps)
+        if height % 32 or width % 32:
+            raise UserError(f"data.height={height}, data.width={width} must be multiples of 32 for MiniMax-H3")
+        return {
+            VIDEO: (channels, frames, height // 16, width // 16),
+            AUDIO: (32, audio_latents(num_frames), SIDES),
+        }
+
+
 class MiniMaxH3(DiffusersFamily):
     """MiniMax-H3 by diffusers' ``MiniMaxH3Transformer3DModel`` (0.42): text to video and audio."""
 
@@ -77,8 +113,9 @@ class MiniMaxH3(DiffusersFamily):
     class_name = "MiniMaxH3Transformer3DModel"
     transformer = MiniMaxH3Transformer3DModel
     label = "MiniMax-H3"
+    planning = MiniMaxH3Planning()
     time_scale = 0.0
-    parts = {VIDEO: 1.0, AUDIO: 3 / 12}
+    parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
     """Layers of LightX2V's recipe: those of all blocks, the text refiner's too, without the modulation."""
@@ -86,8 +123,25 @@ class MiniMaxH3(DiffusersFamily):
     keeps_peft_infix = True  # DiffSynth's files, whose joined query, key and value are interleaved by head
     adapter_alpha = "alpha"
 
-    def pipeline_times(self, steps: int) -> list[float]:
-        raise UserError("the pipeline of MiniMax-H3 has two schedulers of its own class, which are not exported yet")
+    def schedulers(self, *, shifts: Mapping[str, float] | None = None, **steps: Any) -> dict[str, SchedulerMixin]:
+        """Return one scheduler for each part: it takes Euler steps at even times that its shift moves.
+
+        The pipeline's ``num_inference_steps`` counts the time 0 too: 4 steps of the student are 5.
+        """
+        times, part_shifts = steps["times"], shifts or self.parts
+        if steps["stochastic"]:
+            raise UserError("MiniMax-H3's pipeline adds no noise between steps; train with method.student_sampler=ode")
+        last, count = times[-1], len(times)
+        shift = round(last * (count - 1) / (1 - last), 4) if count > 1 else RELEASED_SHIFT
+        video = MiniMaxH3Scheduler(shift=shift)
+        video.set_timesteps(count + 1)
+        made = video.sigmas[:-1].tolist()
+        if len(made) != count or max(abs(a - b) for a, b in zip(made, times, strict=True)) > TOLERANCE:
+            raise UserError(
+                f"MiniMax-H3's pipeline samples even times under a shift, not {', '.join(f'{t:.6g}' for t in times)};"
+                f" the nearest method.step_list is [{', '.join(f'{t:.6f}' for t in made)}]"
+            )
+        return {"scheduler": video, "audio_scheduler": MiniMaxH3Scheduler(shift=shift * part_shifts[AUDIO])}
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         patch, rotated = values["patch_size"], 6 * values["rope_freq_dim"]
@@ -282,6 +336,28 @@ class MiniMaxH3(DiffusersFamily):
         v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
         audio_v = rearrange(audio_v, "b (s l) a -> b a l s", s=SIDES)
         return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
+
+
+def latent_frames(num_frames: int, fps: float) -> int:
+    """Return the number of latent frames of a clip. Raises ``UserError`` for one that MiniMax-H3's VAE does not take.
+
+    The VAE encodes chunks of 17 frames, fills the last one up and drops its last 3 of 5 latent frames.
+    """
+    if fps != FRAME_RATE:
+        raise UserError(f"data.fps={fps:g} must be {FRAME_RATE} for MiniMax-H3")
+    chunks, rest = divmod(num_frames - CHUNK_LATENTS, CHUNK)
+    if chunks < 1 or rest:
+        low = CHUNK * max(chunks, 1) + CHUNK_LATENTS
+        raise UserError(
+            f"data.num_frames={num_frames} must be {CHUNK}k + {CHUNK_LATENTS} for MiniMax-H3's VAE; use {low} or"
+            f" {low + CHUNK}"
+        )
+    return CHUNK_LATENTS * chunks + 2
+
+
+def audio_latents(num_frames: int) -> int:
+    """Return the number of latents of each side of a clip's sound, rounded as diffusers' pipeline does."""
+    return round(num_frames / FRAME_RATE * AUDIO_RATE)
 
 
 def stream_positions(

@@ -48,8 +48,8 @@ def network_files(files: Iterable[str]) -> list[str]:
 
 
 def encoder_files(files: Iterable[str]) -> list[str]:
-    """Select the files of a pipeline's encoders: all of its folders except the networks and the scheduler."""
-    networks = ("transformer", "transformer_2", "scheduler")
+    """Select the files of a pipeline's encoders: all of its folders except the networks and schedulers."""
+    networks = ("transformer", "transformer_2", "transformer_ref", "scheduler", "audio_scheduler")
     parts = [(file, PurePosixPath(file).parts) for file in files if file.endswith(_SUFFIXES)]
     return [file for file, path in parts if file == "model_index.json" or (len(path) == 2 and path[0] not in networks)]
 

@@ -63,13 +63,13 @@ def write_file(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
     causal: Mapping[str, Any] | None = None,
-    scheduler: SchedulerMixin | None = None,
+    schedulers: Mapping[str, SchedulerMixin] | None = None,
     *,
     move_aside: bool = False,
 ) -> None:
     """Write ``folder/pytorch_lora_weights.safetensors``. All ranks must call it; rank 0 writes, and all raise.
 
-    ``causal`` and ``scheduler`` are as for :func:`models.export_folder.write_folder`; ``folder``, ``about`` and
+    ``causal`` and ``schedulers`` are as for :func:`models.export_folder.write_folder`; ``folder``, ``about`` and
     ``move_aside`` as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
     """
 
@@ -79,8 +79,8 @@ def write_file(
                 save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
                 if causal is not None:
                     write_causal(unfinished, causal)
-                if scheduler is not None:
-                    scheduler.save_pretrained(unfinished / "scheduler")
+                for name, scheduler in (schedulers or {}).items():
+                    scheduler.save_pretrained(unfinished / name)
         except SafetensorError as error:  # includes a full disk
             raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
 

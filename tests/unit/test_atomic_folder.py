@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import MANIFEST, atomic_folder, refuse_occupied, withdraw
-from models.export_folder import export_scheduler
+from models.export_folder import export_schedulers
 from tests.unit.refused import refused
 
 
@@ -186,12 +186,12 @@ def test_the_working_directory_is_no_place(tmp_path, monkeypatch):
 
 def test_a_scheduler_is_withdrawn_unless_it_has_changed(tmp_path):
     folder = tmp_path / "scheduler"
-    export_scheduler(folder, FlowMatchEulerDiscreteScheduler(shift=3.0))
+    export_schedulers(folder.parent, {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)})
     assert FlowMatchEulerDiscreteScheduler.from_pretrained(folder).config.shift == 3.0
-    export_scheduler(folder, None)
+    export_schedulers(folder.parent, {})
     assert not folder.exists()
-    export_scheduler(folder, None)
-    export_scheduler(folder, FlowMatchEulerDiscreteScheduler(shift=5.0))
+    export_schedulers(folder.parent, {})
+    export_schedulers(folder.parent, {"scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0)})
     (folder / "notes").write_text("mine")
     withdraw(folder)
     assert (folder / "notes").is_file()

@@ -46,6 +46,34 @@ def test_inputs_are_those_of_diffusers(example):
             assert v.parts[part].shape == (2, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
 
 
+def times_of(scheduler, steps):
+    scheduler.set_timesteps(steps + 1)
+    return (1 - scheduler.timesteps).tolist()
+
+
+@pytest.mark.parametrize("shifts", [None, {VIDEO: 1.0, AUDIO: 0.5}])
+@pytest.mark.parametrize("times", [[1.0, 0.947368, 0.857143, 0.666667], [1.0, 0.8], [1.0]])
+def test_both_parts_have_a_scheduler_of_the_students_times(times, shifts):
+    made = FAMILY.schedulers(times=times, stochastic=False, shifts=shifts, boundaries=[], experts=[0] * len(times))
+    sample = Sample({VIDEO: torch.zeros(1), AUDIO: torch.zeros(1)}, shifts or FAMILY.parts)
+    for name, part in (("scheduler", VIDEO), ("audio_scheduler", AUDIO)):
+        wanted = [sample.time(part, t) for t in times]
+        assert times_of(made[name], len(times)) == pytest.approx(wanted, abs=2e-5)
+        # Euler's step along the velocity to the data.
+        x, v = torch.randn(2, 3), torch.randn(2, 3)
+        step = made[name].step(v, made[name].timesteps[0], x).prev_sample
+        assert torch.allclose(step, x + (wanted[0] - (wanted + [0.0])[1]) * v, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("times", "stochastic", "named"),
+    [([1.0, 0.9, 0.75, 0.51], False, "0.51"), ([1.0, 0.947368, 0.857143, 0.666667], True, "student_sampler")],
+)
+def test_other_students_have_no_scheduler(times, stochastic, named):
+    with refused(named):
+        FAMILY.schedulers(times=times, stochastic=stochastic)
+
+
 @pytest.mark.parametrize("targets", [[], ["*"], ["*.to_q", "*.to_v"]], ids=str)
 def test_diffusers_reads_the_adapters_of_the_original_layers(targets):
     """The file joins query, key and value, and swaps gate and value; diffusers' converter takes them apart again."""

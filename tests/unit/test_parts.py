@@ -1,5 +1,6 @@
 """Samples of two parts with different clocks: arithmetic, DMD2 against a reference, and what is refused."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -180,5 +181,8 @@ def test_a_network_with_sound_needs_it_and_takes_no_image():
 
 
 def test_only_released_shifts_have_a_scheduler_for_a_pipeline():
-    assert duets(audio_shift_ratio=0.25)[0].few_steps is not None
-    assert duets()[0].few_steps is None
+    ours = duets(audio_shift_ratio=0.25)[0].few_steps
+    assert ours["shifts"] == {"video": 1.0, "audio": 0.25}
+    for shifts, fits in ((LTX2.parts, True), (ours["shifts"], False)):
+        with nullcontext() if fits else refused("shifts"):
+            assert [*LTX2().schedulers(times=[1.0, 0.5], stochastic=False, shifts=shifts)] == ["scheduler"]

@@ -8,7 +8,7 @@ from distill.methods.common.sampling import rollout
 from distill.methods.common.schedules import shift_time
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.rcm import Rcm, RcmSettings
-from models.export_folder import export_scheduler
+from models.export_folder import export_schedulers
 from models.files.scheduler import TOLERANCE, few_step_scheduler
 from models.roles.role import Role
 from tests.oracles.samples import video
@@ -54,11 +54,11 @@ def test_other_lists_are_refused_by_name():
 
 def test_saved_and_loaded_as_a_pipeline_loads_it(tmp_path):
     folder = tmp_path / "export" / "scheduler"
-    export_scheduler(folder, few_step_scheduler([1.0, 0.4], stochastic=True))
-    export_scheduler(folder, few_step_scheduler(PUBLISHED, stochastic=True))
+    export_schedulers(folder.parent, {"scheduler": few_step_scheduler([1.0, 0.4], stochastic=True)})
+    export_schedulers(folder.parent, {"scheduler": few_step_scheduler(PUBLISHED, stochastic=True)})
     loaded = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
     assert times_of(loaded, 4) == pytest.approx(PUBLISHED, abs=2e-5)
-    export_scheduler(folder, None)
+    export_schedulers(folder.parent, {})
     assert list(folder.parent.iterdir()) == [], "what an earlier export left would be another student's"
 
 

@@ -8,6 +8,7 @@ from distill.data.encoders.folder import check_weight_files, part_settings, requ
 from distill.data.encoders.hunyuan import HunyuanEncoderFolder
 from distill.data.encoders.ltx import LtxEncoderFolder
 from distill.data.encoders.ltx2 import Ltx2EncoderFolder
+from distill.data.encoders.minimax_h3 import MiniMaxH3EncoderFolder
 from distill.data.encoders.wan import EncoderFolder
 from distill.data.encoders.words import WordFolder, WordTable, table_file
 from fsdp_cp.errors import UserError
@@ -16,7 +17,7 @@ from models.files.shipped import find_shipped
 
 FAMILIES = {
     kind.codec_class.vae_class: kind
-    for kind in (EncoderFolder, LtxEncoderFolder, Ltx2EncoderFolder, HunyuanEncoderFolder)
+    for kind in (EncoderFolder, LtxEncoderFolder, Ltx2EncoderFolder, MiniMaxH3EncoderFolder, HunyuanEncoderFolder)
 }
 """Kinds of pipeline folders, by the class of their VAE."""
 
@@ -43,6 +44,7 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
         else:
             check_weight_files(folder / part, where)
     text = part_settings(folder, "text_encoder", where)
-    require_class(where, "text_encoder", text.get("architectures"), family.text_class.class_name)
+    wanted = family.text_class.stored_class or family.text_class.class_name
+    require_class(where, "text_encoder", text.get("architectures"), wanted)
     vae = checked_arguments(getattr(diffusers, vae["_class_name"]), vae, f"{where}: vae/config.json")
     return family.read(folder, where, vae, text)

@@ -18,7 +18,7 @@ from models.files.checkpoint_files import indexed_files, one_line, refuse_pointe
 
 _OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
 """Keys by which a folder makes the libraries fetch code, or run its own."""
-_MAX_LAYERS, MAX_NUMBER = 1024, 2**24
+MOST_LAYERS, MAX_NUMBER = 1024, 2**24
 
 
 def part_settings(
@@ -42,7 +42,7 @@ def part_settings(
     if settings.get("quantization_config") is not None:
         raise UserError(f"{where}: {part}/{name} has quantization_config; give weights that are not quantized")
     for key, value in settings.items():
-        most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else MAX_NUMBER
+        most = MOST_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else MAX_NUMBER
         # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
         if not part.startswith("tokenizer") and isinstance(value, (int, float)) and not -most <= value <= most:
             raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")

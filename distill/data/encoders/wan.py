@@ -75,8 +75,7 @@ class VideoCodec:
     @torch.no_grad()
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
-        z = self.vae.encode(video[None].to(self.device, self.dtype)).latent_dist.mode().float()
-        return self.normalized(z)[0].cpu()
+        return self.normalized(self._latents(video[None].to(self.device)).float())[0].cpu()
 
     def normalized(self, z: torch.Tensor) -> torch.Tensor:
         """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
@@ -108,6 +107,10 @@ class VideoCodec:
             videos.append(to_bytes(video).permute(1, 2, 3, 0).cpu())
         return torch.stack(videos)
 
+    def _latents(self, video: torch.Tensor) -> torch.Tensor:
+        """Encode (1, 3, T, H, W) in [-1, 1] to (1, C, t, h, w), as the VAE's encoder gives it."""
+        return self.vae.encode(video.to(self.dtype)).latent_dist.mode()
+
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:
         """Decode (1, C, t, h, w), as the VAE's encoder gives it, to (1, 3, T, H, W) in [-1, 1]."""
         return self.vae.decode(z.to(self.dtype)).sample
@@ -117,6 +120,8 @@ class TextEncoder:
     """A T5 with its tokenizer, as ``encode_prompt`` of the pipelines uses them."""
 
     class_name = "UMT5EncoderModel"
+    stored_class: ClassVar[str | None] = None
+    """Class that the folder names, where :attr:`class_name` is a part of it."""
     pipeline = "WanPipeline"
 
     def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -127,9 +132,15 @@ class TextEncoder:
         self.cuts: list[str] = []
         """Cuts of the latest caption, in words."""
         self.tokenizer = load_tokenizer(folder.path, "tokenizer")
-        self.model = load_part(getattr(transformers, self.class_name), folder.path, "text_encoder", dtype=dtype).to(
-            device
-        )
+        self.model = self._load(getattr(transformers, self.class_name), folder, dtype=dtype).to(device)
+
+    def _load(self, model_class: Any, folder: EncoderFolder, **options: Any) -> Any:
+        return load_part(model_class, folder.path, "text_encoder", **options)
+
+    @staticmethod
+    def loaded_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the ``config.json`` of what is loaded of a text encoder with this ``config.json``."""
+        return config
 
     @staticmethod
     def encode_zeros(models: Any, tokens: int) -> None:
@@ -207,6 +218,8 @@ class EncoderFolder:
     """Sub-folders that decide the embedding of a caption."""
     text_dtype: ClassVar[torch.dtype] = torch.float32
     """Dtype in which the text encoder computes, and embeddings are stored."""
+    vae_precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    """Values of ``data.vae_precision`` that the VAE takes."""
 
     path: Path
     """The pipeline folder."""
@@ -227,31 +240,22 @@ class EncoderFolder:
 
         ``where`` is setting and folder, for messages.
         """
-        channels, mean, std = vae["z_dim"], vae["latents_mean"], vae["latents_std"]
-        if not len(mean) == len(std) == channels or min(std) <= 0:
-            raise UserError(
-                f"{where}: vae/config.json has latents_mean={shown(mean)}, latents_std={shown(std)}; give {channels}"
-                " numbers each, above 0 for latents_std"
-            )
-        patch = part_settings(folder, "transformer", where, optional=True).get("patch_size", (1, 1, 1))
-        is_list = isinstance(patch, (list, tuple)) and len(patch) == 3
-        if not is_list or not all(type(side) is int and 1 <= side <= 64 for side in patch):
-            raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
+        channels = vae["z_dim"]
+        check_statistics(vae, channels, f"{where}: vae/config.json")
         return cls(
             path=folder,
             channels=channels,
             # From the layers, not from scale_factor_*: those label only the pipeline, and Wan 2.1 leaves them out.
             temporal=2 ** sum(vae["temperal_downsample"]),
             spatial=2 ** (len(vae["dim_mult"]) - 1) * (vae["patch_size"] or 1),
-            patch=tuple(patch),
+            patch=transformer_patch(folder, where, (1, 1, 1)),
             text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
         )
 
     def latent_shape(self, clip: ClipFormat) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of one encoded clip. Raises ``UserError`` where ``clip`` does not fit (see ``check``)."""
         self.check(clip)
-        frames = (clip.num_frames - 1) // self.temporal + 1
-        return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
+        return self.channels, self.latent_frames(clip), clip.height // self.spatial, clip.width // self.spatial
 
     def latent_shapes(self, clip: ClipFormat) -> PartShapes:
         """Return the shape of each part of one encoded clip; see :meth:`latent_shape`."""
@@ -325,8 +329,8 @@ class EncoderFolder:
         """Return the tensors of a condition that are the same for all clips of one format."""
         return {}
 
-    def check(self, clip: ClipFormat) -> None:
-        """Raise ``UserError`` unless the VAE and the patches divide ``clip`` evenly.
+    def latent_frames(self, clip: ClipFormat) -> int:
+        """Return t of one encoded clip. Raises ``UserError`` unless VAE and patches divide its frames evenly.
 
         The VAE would not complain: it drops the last frames of a clip that is not ``temporal * k + 1`` long.
         """
@@ -339,6 +343,11 @@ class EncoderFolder:
                 f"data.num_frames={clip.num_frames} does not fit the VAE, which joins {self.temporal} frames after the "
                 f"first, in patches of {self.patch[0]}; use {works}"
             )
+        return (clip.num_frames - 1) // self.temporal + 1
+
+    def check(self, clip: ClipFormat) -> None:
+        """Raise ``UserError`` unless the VAE and the patches divide ``clip`` evenly."""
+        self.latent_frames(clip)
         for name, side, patch in (("height", clip.height, self.patch[1]), ("width", clip.width, self.patch[2])):
             unit = self.spatial * patch
             if side < 1 or side % unit:
@@ -351,6 +360,25 @@ class EncoderFolder:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""
         files = (file for part in parts for file in (self.path / part).iterdir())
         return sorted(file for file in files if file.suffix in _IDENTITY and file.is_file())
+
+
+def transformer_patch(folder: Path, where: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return ``patch_size`` of a folder's transformer; ``default`` if the folder has none."""
+    patch = part_settings(folder, "transformer", where, optional=True).get("patch_size", default)
+    is_list = isinstance(patch, (list, tuple)) and len(patch) == 3
+    if not is_list or not all(type(side) is int and 1 <= side <= 64 for side in patch):
+        raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
+    return patch[0], patch[1], patch[2]
+
+
+def check_statistics(vae: Mapping[str, Any], channels: int, file: str) -> None:
+    """Raise ``UserError`` unless a VAE's ``config.json`` has a mean and a standard deviation for each channel."""
+    mean, std = vae["latents_mean"], vae["latents_std"]
+    if mean is None or std is None or not len(mean) == len(std) == channels or min(std) <= 0:
+        raise UserError(
+            f"{file} has latents_mean={shown(mean)}, latents_std={shown(std)}; give {channels} numbers each, above 0"
+            " for latents_std"
+        )
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:

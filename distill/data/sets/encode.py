@@ -68,6 +68,11 @@ class Encoding(ClipSettings):
         """Read the pipeline folder's settings without loading weights."""
         folder = choose_encoders(self.encoders)
         folder.check(self.clip)
+        if self.vae_precision not in folder.vae_precisions:
+            raise UserError(
+                f"data.vae_precision={self.vae_precision} does not fit the VAE of {self.encoders}; use"
+                f" {' or '.join(folder.vae_precisions)}"
+            )
         if self.silence is not None and folder.sound_format(self.clip) is None:
             raise UserError(f"data.silence={self.silence} is for encoders of sound, not {self.encoders}; leave it out")
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")

@@ -95,13 +95,12 @@ class FewStepMethod(Method):
         if self.additions(self.settings).get("student"):  # diffusers has no such network
             return None
         student, times = self.roles["student"], self.settings.student_times()
-        if self.settings.audio_shift_ratio is not None and self.clock("student") != student.family.parts:
-            return None  # its pipeline gives the parts their released times
         return {
             "times": times,
             "stochastic": self.settings.student_sampler == "renoise",
             "boundaries": list(student.boundaries),
             "experts": [student.expert_at(time) for time in times],
+            **({} if self.settings.audio_shift_ratio is None else {"shifts": dict(self.clock("student"))}),
         }
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Sample:

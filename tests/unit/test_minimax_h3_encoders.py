@@ -1,0 +1,148 @@
+"""MiniMax-H3: both VAEs and the text encoder against the steps of diffusers' modular pipeline (0.42)."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
+from diffusers.modular_pipelines.minimax_h3 import encoders as theirs
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
+    MiniMaxH3ModularPipeline,
+    audio_latent_num_frames,
+    video_latent_num_frames,
+)
+from transformers import Qwen3VLForConditionalGeneration
+
+from distill.data.encoders.choose import choose_encoders
+from distill.data.sets.encode import Encoding
+from distill.data.videos.decode import ClipFormat
+from fsdp_cp.errors import UserError
+from tests.encoded import encode_source
+from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
+from tests.unit.refused import refusal, refused
+
+CPU = {"device": torch.device("cpu")}
+CAPTION = " a red &amp; blue  square "
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return build_tiny_minimax_h3_pipeline(tmp_path_factory.mktemp("minimax_h3") / "pipeline")
+
+
+def clip_of(**changes):
+    return ClipFormat(**{"num_frames": 22, "height": 32, "width": 64, "fps": 24.0} | changes)
+
+
+@pytest.mark.parametrize("frames", [22, 124, 158, 209, 243, 260, 311, 345])
+def test_a_clip_has_the_latents_of_the_pipeline(path, frames):
+    """At 158, 209, 260 and 311 frames the sound of the whole clip would have one latent more."""
+    folder = choose_encoders(path)
+    rows, latents = audio_latent_num_frames(frames), video_latent_num_frames(frames, 17, 5)
+    assert folder.latent_shapes(clip_of(num_frames=frames)) == {"video": (4, latents, 2, 4), "audio": (6, rows, 2)}
+    rate, samples, _ = folder.sound_format(clip_of(num_frames=frames))
+    sound_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(path / "audio_vae")
+    with torch.no_grad():
+        assert sound_vae.encode(torch.zeros(2, 1, samples)).latent_dist.mode().shape[2] == rows
+    assert rate == 640 and abs(samples / rate - frames / 24) <= 0.5 / 40
+
+
+def test_texts_are_those_of_the_pipeline(path):
+    """The state after 50 of 53 layers, without norm; 51 layers are loaded."""
+    encoder = choose_encoders(path).text_encoder(max_tokens=32, dtype=torch.bfloat16, **CPU)
+    assert len(encoder.model.layers) == 51
+    whole = Qwen3VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=torch.bfloat16)
+    processor = SimpleNamespace(create_mm_token_type_ids=lambda ids: [[0] * len(one) for one in ids])
+    for caption, pads in ((CAPTION, False), ("", True)):
+        ids = encoder.tokenizer(caption, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            wanted = theirs.get_qwen3vl_prompt_embeds(whole, processor, ids or [encoder.tokenizer.pad_token_id])
+        found = encoder.embeddings(caption)["text"]
+        assert torch.equal(found, wanted[0].float()) and len(found) == (len(ids) or pads)
+    assert len(encoder.embeddings("a" * 40)["text"]) == 32 and len(encoder.cuts) == 1
+
+
+def test_clips_are_those_of_the_pipeline(path):
+    """The pipeline's pixels and statistics, of both parts, with tiles, as released."""
+    folder = choose_encoders(path)
+    codec = folder.codec(tiling=False, dtype=torch.float32, **CPU)
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(path / "vae")
+    sound_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(path / "audio_vae")
+    clip = clip_of(width=288)
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(256, (3, 22, 32, 288), generator=generator)
+    sound = 0.1 * torch.randn(2, folder.sound_format(clip).samples, generator=generator)
+    found = codec.encode_clip(levels / 127.5 - 1, sound)
+    assert found.shapes == folder.latent_shapes(clip)
+
+    colors = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1, 1) for value in colors.values())
+    video_mean, video_std = (torch.tensor(vae.config[k]).view(1, -1, 1, 1, 1) for k in ("latents_mean", "latents_std"))
+    sound_mean, sound_std = (torch.tensor(sound_vae.config[k]).view(1, -1, 1) for k in ("latents_mean", "latents_std"))
+    with torch.no_grad():
+        vae.quant_conv.weight[4:], vae.quant_conv.bias[4:] = 0, -30  # the pipeline draws from the posterior
+        latents = theirs.encode_vae_condition(vae, levels[None], *colors.values())
+        assert 0.5 < found.video.std() < 2 and torch.allclose(found.video, latents, atol=1e-2), "fp16"
+        z = sound_vae.encode(sound[:, None]).latent_dist.mode()
+        rows = ((z - sound_mean) / sound_std).permute(1, 2, 0)
+        assert torch.allclose(found.parts["audio"][0], rows, atol=1e-5)
+        pixels = (vae.decode(found.video * video_std + video_mean).sample * std + mean).clamp(0, 1)[0]
+        waves = sound_vae.decode(z).sample[:, 0]
+    decoded = codec.decode(found.video)[0].permute(3, 0, 1, 2).float()
+    assert decoded.shape[1] == 22 and (decoded - pixels * 255).abs().max() < 0.51 and decoded.std() > 1
+    wave, rate = codec.decode_sound(found.parts["audio"])
+    assert torch.allclose(wave[0], waves, atol=1e-5) and wave.std() > 1e-4 and rate == 640
+
+
+def test_a_set_tells_the_length_of_a_text(path, tmp_path):
+    (tmp_path / "captions.txt").write_text("a red square\na blue square\n")
+    data = encode_source(
+        path=tmp_path / "captions.txt", encoders=path, cache=tmp_path / "cache", has_clips=False,
+        num_frames=22, height=32, width=64, fps=24.0, max_text_tokens=32,
+    )  # fmt: skip
+    assert [data[i]["text_length"].item() for i in range(2)] == [12, 13] and data[0]["text"].shape == (32, 24)
+    assert data.condition(["a blue square"]).null.tensors["text_length"].tolist() == [1]
+    assert data.embeddings("a blue square")["text"].dtype == torch.bfloat16
+    assert not data[0]["text"][12:].any() and data[0]["text"][11].any()
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "named"),
+    [
+        ("vae", {"clip_length": 9}, "clip_length"),
+        ("vae", {"temporal_downsample_factors": [1, 2, 1, 1, 1, 1]}, "frames"),
+        ("vae", {"latents_std": [1.0, 1.0, 1.0, 0.0]}, "latents_std"),
+        ("audio_vae", {"latents_mean": None}, "latents_mean"),
+        ("audio_vae", {"sampling_rate": 320}, "sampling_rate"),
+        ("text_encoder", {"architectures": ["Qwen2VLForConditionalGeneration"]}, "Qwen3VL"),
+        ("text_encoder", {"text_config": {"num_hidden_layers": 50}}, "layers"),
+        ("transformer", {"patch_size": [1, 0, 2]}, "patch_size"),
+    ],
+)
+def test_what_is_no_minimax_h3_is_refused_by_name(path, tmp_path, part, settings, named):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    file = copied / part / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(UserError, match="data.encoders") as error:
+        choose_encoders(copied)
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [("num_frames", 121, "107 or 124"), ("num_frames", 5, "22 or 39"), ("height", 48, "32"), ("fps", 25.0, "24")],
+)
+def test_what_does_not_fit_is_refused(path, setting, value, shown):
+    line = refusal(choose_encoders(path).latent_shapes, clip_of(**{setting: value}))
+    assert f"data.{setting}" in line and shown in line
+
+
+def test_keyframes_and_bf16_are_refused(path):
+    sizes = {"encoders": str(path), "num_frames": 22, "height": 32, "width": 64, "fps": 24.0}
+    for setting in ({"image": "first_frame"}, {"vae_precision": "bf16"}):
+        with refused(f"data.{'encoders' if 'image' in setting else 'vae_precision'}"):
+            Encoding(**sizes, **setting).inspect()
+    folder = choose_encoders(path)
+    assert not folder.remarks(clip_of(num_frames=124), 32, None) and len(folder.remarks(clip_of(), 32, None)) == 1
