@@ -141,6 +141,8 @@ class Family(ABC):
     own (:class:`models.sample.Sample`), as released."""
     planning: ClassVar[FamilyPlanning] = FamilyPlanning()
     """Facts that only a plan of memory and time uses."""
+    takes_guidance: ClassVar[bool] = True
+    """Whether the released networks know a caption's absence, which guidance needs."""
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False

@@ -115,6 +115,7 @@ class MiniMaxH3(DiffusersFamily):
     label = "MiniMax-H3"
     planning = MiniMaxH3Planning()
     time_scale = 0.0
+    takes_guidance = False
     parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")

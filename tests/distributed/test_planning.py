@@ -72,6 +72,7 @@ CASES = {
         "fake.activation_checkpointing=full",
         "student.lora.rank=4",
         "fake.lora.rank=4",
+        "method.guidance_scale=1",
         *(f"{role}.family=minimax_h3" for role in ROLES),
         *(f"{role}.architecture={str(tiny_minimax_h3.ARCHITECTURE)}".replace("'", "") for role in ROLES),
     ),

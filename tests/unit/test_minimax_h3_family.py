@@ -4,15 +4,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distill.config import compose_config
+from distill.planning.command import plan_without_gpus
 from models.condition import Condition
 from models.families.minimax_h3 import MiniMaxH3, stream_positions
+from models.files.checkpoint_files import inspect_checkpoint
 from models.lora.files import file_tensors
 from models.lora.plan import plan_lora
 from models.lora.saved import inspect_adapters
 from models.lora.settings import LoraSettings
 from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.tiny_minimax_h3 import packed, velocity
-from tests.unit.refused import refused
+from tests.unit.refused import refusal, refused
 
 FAMILY = MiniMaxH3()
 EXAMPLES = FAMILY.examples()
@@ -129,3 +132,36 @@ def test_data_must_have_the_sound_that_the_network_takes():
     for other in ({VIDEO: shapes[VIDEO]}, shapes | {AUDIO: (6, 14, 1)}, shapes | {AUDIO: (5, 14, 2)}):
         with refused("teacher"):
             FAMILY.check_sample(config, other, text, "teacher")
+
+
+def test_the_recipe_adapts_the_family_s_own_targets():
+    network = FAMILY.build(EXAMPLES["t2av"], "student.architecture")
+    targets = compose_config(["experiment=minimax_h3_t2av_dmd2", "plan=true"]).student.lora.targets
+    ours, recipe = (
+        plan_lora(network, FAMILY, LoraSettings(rank=2, targets=each), "student").targets for each in ([], targets)
+    )
+    assert set(ours) == set(recipe)
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("data.num_frames=241", "226 or 243"),
+        ("data.height=720", "32"),
+        ("data.fps=25", "24"),
+        ("mesh.ulysses=3", "3"),
+        ("method.guidance_scale=3", "must be 1"),
+        ("method.audio_guidance_scale=7", "must be 1"),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused_by_the_plan(word, shown):
+    roles = [f"{role}.architecture={{num_layers: 1, num_refiner_layers: 1}}" for role in ("teacher", "student", "fake")]
+    config = compose_config(["experiment=minimax_h3_t2av_dmd2", "adapters=none", "plan=true", "world=8", *roles, word])
+    line = refusal(plan_without_gpus, config)
+    assert word.partition("=")[0] in line and shown in line
+
+
+def test_the_network_for_references_is_refused(tmp_path):
+    (tmp_path / "transformer_ref").mkdir()
+    with refused("teacher.checkpoint"):
+        inspect_checkpoint(str(tmp_path / "transformer_ref"), "teacher.checkpoint")

@@ -103,6 +103,11 @@ LTX2_3 = {
     "student.lora.scale": 1.0, "data.num_frames": 241, "data.height": 768, "data.width": 512, "data.fps": 25.0,
     "optim.student.betas": [0.9, 0.999], "optim.student.weight_decay": 0.01, "optim.fake.weight_decay": 0.01,
 }  # fmt: skip
+MINIMAX_H3 = LTX2_3 | {
+    "batch_size": 1, "method.step_list": [1.0, 0.947368, 0.857143, 0.666667], "method.guidance_scale": 1.0,
+    "method.shift": 6.0, "method.audio_shift_ratio": 0.5, "method.teacher_shift": 12.0, "method.time_limits": "draw",
+    "data.num_frames": 124, "data.width": 1344, "data.fps": 24.0,
+}  # fmt: skip
 ALL = {"optim.student.lr", "optim.clip", "method.guidance_scale", "steps", "batch_size"}
 
 
@@ -129,14 +134,16 @@ def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
         assert "optim.fake.lr" in cited and "method.fake_updates_per_student_update" in cited
 
 
-def test_the_recipe_of_sound_composes_the_numbers_that_it_cites():
+@pytest.mark.parametrize(("model", "numbers"), [("ltx2_3", LTX2_3), ("minimax_h3", MINIMAX_H3)], ids=str)
+def test_recipes_of_sound_compose_the_numbers_that_they_cite(model, numbers):
     """The rates of adapters are ten times those of whole networks."""
-    config = compose_config(["experiment=ltx2_3_t2av_dmd2", "data.path=captions.txt", "plan=true"])
-    check_numbers(config, LTX2_3)
+    words = [f"experiment={model}_t2av_dmd2", "data.path=captions.txt", "plan=true"]
+    config = compose_config(words)
+    check_numbers(config, numbers)
     for role, rate in (("student", 1e-4), ("fake", 2e-5)):
         settings = getattr(config.optim, role)
         assert settings.lr * settings.lr_scale["*.lora_*"] == pytest.approx(rate)
-    whole = compose_config(["experiment=ltx2_3_t2av_dmd2", "adapters=none", "data.path=captions.txt", "plan=true"])
+    whole = compose_config([*words, "adapters=none"])
     assert not whole.student.lora.enabled and not whole.optim.student.lr_scale
 
 

@@ -62,6 +62,9 @@ PUBLISHED = {  # words; shape of latents, conditions, tokens; cp, parameters of 
     "ltx2_3": (["experiment=ltx2_3_t2av_dmd2", "world=8", "adapters=none"],
                {"video": (128, 31, 24, 16), "audio": (8, 241, 16)},
                {"text": (1024, 4096), "audio_text": (1024, 2048), "fps": (1,)}, 11_904, 8, 18_988_838_144, ()),
+    "minimax_h3": (["experiment=minimax_h3_t2av_dmd2", "world=8", "adapters=none"],
+                   {"video": (24, 37, 48, 84), "audio": (32, 207, 2)}, {"text": (512, 5120)}, 37_296, 8, 33_122_992_896,
+                   ()),
     "hunyuan": ([*OTHERS, "model=hunyuan_video1_5", "data.max_text_tokens=1000"], (32, 21, 30, 52), OF_HUNYUAN, 32_760,
                 8, 8_326_608_160, ()),
 }  # fmt: skip
@@ -206,7 +209,8 @@ def test_published_sizes_are_planned_without_weights(name):
         assert role.tokens(*shapes) == tokens and role.boundaries == boundaries
         assert sum(p.numel() for p in role.network.parameters()) == parameters
     shallow = extrapolation.shallow(role, 2)
-    assert len(role.family.blocks(shallow.network)) == 2
+    fewer = len(role.family.blocks(role.network)) - len(role.family.blocks(shallow.network))
+    assert fewer == role.family.layers(role.config) - 2
     encoders = encoder_settings(config, shapes)
     assert encoders["text_encoder"] and not encoders["image_encoder"]
 
