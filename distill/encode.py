@@ -87,9 +87,7 @@ def _source(
         outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
     if outside is None:
         if path.is_file() and settings.image is not None:
-            raise UserError(
-                f"data.image={settings.image}: {path} holds captions without clips; give a folder of videos"
-            )
+            raise UserError(f"data.image={settings.image}: {path} holds captions alone; give a folder of videos")
         return Source.read(path, columns, has_clips=not path.is_file()), settings
     has_latents = outside.latents is not None or outside.text is None
     name = f"data.path={path}"
@@ -108,10 +106,9 @@ def run(arguments: argparse.Namespace) -> None:
             damaged = verify(Path(arguments.verify), f"SET={arguments.verify}")
         clips, texts = (len(numbers) for numbers in damaged.values())
         if clips or texts:
-            raise UserError(
-                f"{arguments.verify}: {counted(clips, 'clip')} and {counted(texts, 'caption')} are damaged;"
-                " run the command that made the set, which encodes their shards again, or set data.damaged=skip"
-            )
+            damage = f"{counted(clips, 'clip')} and {counted(texts, 'caption')} are damaged"
+            hint = "run the command that made the set again, which replaces them, or set data.damaged=skip"
+            raise UserError(f"{arguments.verify}: {damage}; {hint}")
         log.info("%s is whole", arguments.verify)
         return
     given = {item.name: getattr(arguments, item.name) for item in fields(Encoding) if hasattr(arguments, item.name)}

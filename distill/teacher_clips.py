@@ -59,10 +59,8 @@ class _Sampling:
         self.count = arguments.clips or len(data)
         self.settings = replace(config.data.encoding(), latents=arguments.latents)
         if missing := plan.roles[0].family.parts.keys() - self.settings.shapes()[0].keys():
-            raise UserError(
-                f"the teacher makes {missing.pop()} too, but data.encoders={self.settings.encoders} have none; use"
-                " data=captions or data=video_folder with encoders of the teacher's family"
-            )
+            have = f"the teacher makes {missing.pop()} too, but data.encoders={self.settings.encoders} do not"
+            raise UserError(f"{have}; use data=captions or video_folder with encoders of the teacher's family")
 
     def described(self) -> dict[str, Any]:
         """Return everything that the set depends on."""

@@ -137,10 +137,8 @@ def compose_config(words: list[str]) -> Config:
     experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
     if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
         # The experiment's recipe may hold the rates of a tiny network.
-        raise UserError(
-            f"experiment={experiment} has a recipe of its own, {chosen['recipe']}, which is not for"
-            f" model={chosen['model']}; add recipe={pair}, or start from another experiment"
-        )
+        own = f"experiment={experiment} has a recipe of its own, not for model={chosen['model']}"
+        raise UserError(f"{own}; add recipe={pair}, or start from another experiment")
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     owners = {"method": METHODS[composed.method.name][1], "data": DATA[composed.data.name]}

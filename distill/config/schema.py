@@ -357,10 +357,8 @@ class Config:
         check_range(self, "seed", least=0)
         check_range(self, "batch_size", "micro_batch_size", "world", least=1, most=MOST)
         if self.cuda_allocator is not None and not _ALLOCATOR.fullmatch(self.cuda_allocator):
-            raise UserError(
-                f"cuda_allocator={self.cuda_allocator} must be name:value, with commas between, as"
-                " expandable_segments:True"
-            )
+            example = "name:value, with commas between, as expandable_segments:True"
+            raise UserError(f"cuda_allocator={self.cuda_allocator} must be {example}")
 
 
 add_installed_methods()

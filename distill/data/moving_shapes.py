@@ -190,8 +190,6 @@ class MovingShapes:
 def _checked_shares(shares: Sequence[float]) -> list[float]:
     shares = [float(share) for share in shares]
     if len(shares) != len(COLOURS) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise UserError(
-            f"data.colour_shares={shares} must be {len(COLOURS)} numbers of at least 0 that sum to 1, of"
-            f" {', '.join(COLOURS)}"
-        )
+        wanted = f"{len(COLOURS)} numbers of at least 0 with the sum 1, of {', '.join(COLOURS)}"
+        raise UserError(f"data.colour_shares={shares} must be {wanted}")
     return [share / sum(shares) for share in shares]

@@ -137,9 +137,7 @@ class MovingShapesSettings(DataSettings):
         known = captions_of(self.colour_shares)
         for caption in captions:
             if caption not in known:
-                raise UserError(
-                    f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
-                )
+                raise UserError(f"sample.captions: {caption!r} is not one of moving_shapes, as {known[0]!r}")
 
     def encoding(self) -> Encoding:
         from distill.data.moving_shapes import CAPTION_WORDS

@@ -177,9 +177,7 @@ def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespac
             if (folder / "config.yaml").is_file():
                 own, folder = _resolved(settings_of_run(folder, arguments.device)), exported_student(folder)
                 if (sizes := own.data.sample_shapes()[0]) != shapes:
-                    raise UserError(
-                        f"{word} makes clips with latents {sizes}, and the first run {shapes}; leave it out"
-                    )
+                    raise UserError(f"{word} has latents of {sizes}, and the first run of {shapes}; leave it out")
             own = sampled_as(own, folder)
         steps = checked_steps(own, role, count, f"{path}@")
         own = replace(own, data=config.data)

@@ -104,9 +104,8 @@ def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     finite = [part.isfinite().flatten(1).all(1) for part in latents.parts.values()]
     broken = int((~torch.stack(finite).all(0)).sum())
     if broken:
-        raise NotFinite(
-            f"the latents of {broken} of {len(latents)} clips are not finite; use an earlier checkpoint, or fp32"
-        )
+        clips = f"the latents of {broken} of {len(latents)} clips"
+        raise NotFinite(f"{clips} are not finite; use an earlier checkpoint, or fp32")
     mine = latents[rank() :: world_size()].to("cpu", torch.float32)
     made = gathered(lambda: decoded(data, mine) if len(mine) else None)
     if made is None:

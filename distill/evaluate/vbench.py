@@ -93,13 +93,11 @@ def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
     try:
         done = subprocess.run([python, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(
-            f"--vbench-python {python} cannot be started ({error}); give a Python 3.11 or newer that has vbench"
-        ) from error
+        reason = f"--vbench-python {python} cannot be started ({error})"
+        raise UserError(f"{reason}; give a Python 3.11 or newer that has vbench") from error
     if "vbench" not in done.stdout:
-        raise UserError(
-            f"--vbench-python {python} lacks the package; run {python} -m pip install vbench 'setuptools<81'"
-        )
+        install = f"{python} -m pip install vbench 'setuptools<81'"
+        raise UserError(f"--vbench-python {python} lacks the package; run {install}")
     wanted = list(dimensions)
     if "detectron2" not in done.stdout and (without := [name for name in wanted if _GRIT in DIMENSIONS[name].weights]):
         log.warning("left out %s: they need detectron2 in the environment of VBench", ", ".join(without))
@@ -107,9 +105,8 @@ def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
     files = dict.fromkeys(file for name in wanted for file in DIMENSIONS[name].weights)
     cache = Path(os.environ.get(CACHE, "~/.cache/vbench")).expanduser()
     if absent := [file for file in files if not (cache / file).exists()]:
-        raise UserError(
-            f"{CACHE}={cache} lacks {', '.join(absent)}; put them there, or choose others with --dimensions"
-        )
+        lacks = f"{CACHE}={cache} lacks {', '.join(absent)}"
+        raise UserError(f"{lacks}; put them there, or choose others with --dimensions")
     return wanted
 
 

@@ -170,18 +170,14 @@ class Method(ABC):
         train: ``both``, ``high`` or ``low``.
         """
         for name in boundaries:
-            raise UserError(
-                f"{name}.checkpoint is a model of two experts, which method={settings.name} does not know; use"
-                " method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
-            )
+            hint = "use method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
+            raise UserError(f"{name}.checkpoint has two experts, which method={settings.name} does not know; {hint}")
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
         """Check that this method can train samples with parts other than the video."""
-        raise UserError(
-            f"method={settings.name} does not know {' and '.join(parts)} yet; use method=dmd2 without GAN"
-            " or flow_matching, or a model of video alone"
-        )
+        hint = "use method=dmd2 without GAN or flow_matching, or a model of video alone"
+        raise UserError(f"method={settings.name} does not know {' and '.join(parts)} yet; {hint}")
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
@@ -191,10 +187,8 @@ class Method(ABC):
         """
         for name, role in causal.items():
             if role is not None:
-                raise UserError(
-                    f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
-                    f" method=flow_matching, dcm, scm, ode_regression or self_forcing, or {name}.causal.chunk=null"
-                )
+                hint = "use method=flow_matching, dcm, scm, ode_regression or self_forcing, or null"
+                raise UserError(f"{name}.causal.chunk={role.chunk} is not for method={settings.name}; {hint}")
 
     def clock(self, role: str) -> Mapping[str, float]:
         """Return the parts of samples of ``role``, with the shifts of their times.

@@ -84,19 +84,14 @@ class Dmd2Settings(StepListSettings):
         check_range(self, "gan_weight_head", above=0, where="method.")
         check_range(self, "data_forcing", least=0, most=1, where="method.")
         if self.data_forcing and self.gan:
-            raise UserError(
-                f"method.gan_weight_student={self.gan_weight_student} must be 0 with"
-                f" method.data_forcing={self.data_forcing}, which has no discriminator"
-            )
+            data = f"method.data_forcing={self.data_forcing}, which has no discriminator"
+            raise UserError(f"method.gan_weight_student={self.gan_weight_student} must be 0 with {data}")
         if not 0 <= self.min_time < self.max_time <= 1:
-            raise UserError(
-                f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
-            )
+            times = f"method.min_time={self.min_time} must be below method.max_time={self.max_time}"
+            raise UserError(f"{times}, both in [0, 1]")
         if self.fake_knows_last_step and (self.rollout == "full" or len(self.step_list) == 1):
-            raise UserError(
-                "method.fake_knows_last_step=true: every rollout has the same last step;"
-                " leave it out, or use method.rollout=random and a method.step_list of several times"
-            )
+            hint = "leave it out, or use method.rollout=random and a method.step_list of several times"
+            raise UserError(f"method.fake_knows_last_step=true: every rollout has the same last step; {hint}")
         if self.gan_blocks is not None:
             blocks = list(self.gan_blocks)
             if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
@@ -137,9 +132,7 @@ class Dmd2(FewStepMethod):
         fake = config.fake
         if config.method.gan and fake.fp8_gather and (fake.shard_ranks or config.mesh.dp_replicate > 1):
             # The losses use different parameters, and their gradients are summed over copies: zeros for the others.
-            raise UserError(
-                "fake.fp8_gather=true cannot send gradients of zeros, which a GAN with copies has; use false"
-            )
+            raise UserError("fake.fp8_gather=true cannot send the gradients of zeros of a GAN with copies; use false")
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
@@ -176,15 +169,11 @@ class Dmd2(FewStepMethod):
     def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         for boundary in boundaries.get("student", ()):
             if settings.rollout == "full" and trained != "low":
-                raise UserError(
-                    "method.rollout=full trains the student at its last time alone, and its expert for times from"
-                    f" {boundary:g} on would never be trained; use method.rollout=random, or a student of one network"
-                )
+                unseen = f"the student at its last time alone, never its expert for times from {boundary:g} on"
+                raise UserError(f"method.rollout=full trains {unseen}; use random, or a student of one network")
             if trained != "high" and settings.step_list[-1] >= boundary:
-                raise UserError(
-                    f"method.step_list={list(settings.step_list)} has no time below {boundary:g}, where the student's"
-                    " second expert begins: it would never be trained; add one, or use a student of one network"
-                )
+                unseen = f"no time below {boundary:g}, so the student's second expert would never be trained"
+                raise UserError(f"method.step_list={list(settings.step_list)} has {unseen}; add one")
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
         """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch.

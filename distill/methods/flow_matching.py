@@ -87,9 +87,7 @@ class FlowMatching(Method):
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         if settings.history == "clean" and causal["student"] is None:
-            raise UserError(
-                "method.history=clean is for a causal student; set student.causal.chunk, or use method.history=noisy"
-            )
+            raise UserError("method.history=clean is for a causal student; set student.causal.chunk, or use noisy")
 
     def _draw(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]

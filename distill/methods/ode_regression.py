@@ -57,9 +57,8 @@ class OdeRegression(FewStepMethod):
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
         if settings.audio_shift_ratio is not None:  # stored states are on the clock of the teacher
-            raise UserError(
-                f"method.audio_shift_ratio={settings.audio_shift_ratio} does not fit the teacher's states; leave it out"
-            )
+            ratio = settings.audio_shift_ratio
+            raise UserError(f"method.audio_shift_ratio={ratio} does not fit the teacher's states; leave it out")
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
@@ -70,10 +69,8 @@ class OdeRegression(FewStepMethod):
         from distill.data.sets.dataset import states_at
 
         if not isinstance(config.data, EncodedSettings):
-            raise UserError(
-                f"data={config.data.name} has no states of a teacher, on which method=ode_regression trains; make a set"
-                " with python -m distill.teacher_clips --states, and use data=encoded"
-            )
+            make = "make a set with python -m distill.teacher_clips --states, and use data=encoded"
+            raise UserError(f"data={config.data.name} has no states of a teacher, which this method needs; {make}")
         encoded = config.data.open()
         states_at(encoded, config.method.step_list)
         teacher, student = encoded.about["settings"]["teacher"].get("causal"), causal["student"]

@@ -55,10 +55,8 @@ class RcmSettings(ScmSettings):
         check_range(self, "consistency_steps", least=0, where="method.")
         check_range(self, "consistency_weight", above=0, where="method.")
         if self.student_every < 2:
-            raise UserError(
-                f"method.student_every={self.student_every} leaves no step to the fake score; use 2 or more,"
-                " or method=scm"
-            )
+            every = f"method.student_every={self.student_every}"
+            raise UserError(f"{every} leaves no step to the fake score; use 2 or more, or method=scm")
 
 
 class Rcm(Scm):
@@ -138,10 +136,8 @@ class Rcm(Scm):
     @classmethod
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         if trained != "both":
-            raise UserError(
-                f"student.experts={trained}: method=rcm's rollouts end at times of both experts; use method=scm or"
-                " dmd2, or student.experts=both"
-            )
+            both = "method=rcm's rollouts end at times of both experts"
+            raise UserError(f"student.experts={trained}: {both}; use method=scm or dmd2, or student.experts=both")
 
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
         """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""

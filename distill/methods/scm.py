@@ -64,10 +64,8 @@ class ScmSettings(FewStepSettings):
         check_range(self, "tangent_warmup", least=0, where="method.")
         times = self._trig_times()
         if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
-            raise UserError(
-                f"method.mid_times={list(self.mid_times)} must descend from below {times[0]:.4f},"
-                " where samples begin (method.sigma_max), and stay above 0"
-            )
+            below = f"below {times[0]:.4f}, where samples begin (method.sigma_max)"
+            raise UserError(f"method.mid_times={list(self.mid_times)} must descend from {below}, and stay above 0")
 
     def _trig_times(self) -> list[float]:
         """Return the TrigFlow times of the student's sampler."""

@@ -49,10 +49,8 @@ class SelfForcingSettings(Dmd2Settings):
         if first is not None:
             check_step_list("step_list_first", first)
         if self.fake_knows_last_step and (self.exit == "each" or first is not None):
-            raise UserError(
-                "method.fake_knows_last_step=true needs one last step for all chunks; use method.exit=shared and"
-                " method.step_list_first=null"
-            )
+            hint = "use method.exit=shared and method.step_list_first=null"
+            raise UserError(f"method.fake_knows_last_step=true needs one last step for all chunks; {hint}")
 
 
 class SelfForcing(Dmd2):
@@ -66,10 +64,8 @@ class SelfForcing(Dmd2):
             raise UserError("method=self_forcing is for a causal student; set student.causal.chunk, or use method=dmd2")
         for name, role in causal.items():
             if name != "student" and role is not None:
-                raise UserError(
-                    f"{name}.causal.chunk={role.chunk}: method=self_forcing compares scores of whole clips; give a"
-                    f" bidirectional {name}.checkpoint"
-                )
+                whole = "method=self_forcing compares scores of whole clips; give a bidirectional one"
+                raise UserError(f"{name}.causal.chunk={role.chunk}: {whole}")
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         times, first = self.sampling_times(steps), self.settings.step_list_first

@@ -69,10 +69,8 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
 def require_plannable(config: Config) -> None:
     """Refuse torchrun and unknown hardware before the simulation, and warn of fp8."""
     if world_size() > 1:
-        raise UserError(
-            f"plan={str(config.plan).lower()} must run in one process; start it without torchrun, with"
-            f" world={world_size()}"
-        )
+        hint = f"start it without torchrun, with world={world_size()}"
+        raise UserError(f"plan={config.plan} must run in one process; {hint}")
     if config.planning.hardware is not None:
         load_hardware(config.planning.hardware)
     names = METHODS[config.method.name][0].roles_needed(config.method)
@@ -116,10 +114,9 @@ def as_planned(config: Config) -> Config:
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
             released = family_of(role.family, name).planning
             if config.planning.model not in released.networks:
-                raise UserError(
-                    f"planning.model={config.planning.model} is not a published network of {name}.family={role.family};"
-                    f" use {' or '.join(sorted(released.networks)) or f'{name}.architecture'}"
-                )
+                known = " or ".join(sorted(released.networks)) or f"{name}.architecture"
+                unknown = f"planning.model={config.planning.model} is not a network of {name}.family={role.family}"
+                raise UserError(f"{unknown}; use {known}")
             role.architecture = dict(released.networks[config.planning.model])
             role.boundary = released.boundaries.get(config.planning.model)
     return config

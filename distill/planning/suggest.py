@@ -76,9 +76,7 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """
     command.require_plannable(config)
     if config.planning.hardware is None:
-        raise UserError(
-            "plan=suggest needs planning.hardware; use planning.hardware=h20, or another in configs/hardware"
-        )
+        raise UserError("plan=suggest needs planning.hardware, a name in configs/hardware; use planning.hardware=h20")
     folder = Path(config.run_dir)
     command.refuse_other_files(folder, SUGGESTIONS)
     typed = [word for word in overrides if not word.startswith("plan=")]

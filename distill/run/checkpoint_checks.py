@@ -74,9 +74,7 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
     values = _flat(asdict(config))
     for name in config.checkpoint.accept:
         if name not in BY_CONTENT and not (name.startswith("data.") and name in values):
-            raise UserError(
-                f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
-            )
+            raise UserError(f"checkpoint.accept={name} must be {', '.join(BY_CONTENT)} or another data.* setting")
     fingerprints = config.data.fingerprints()
     for role in roles:
         base = role.name
@@ -124,18 +122,14 @@ def check_resume(
         different = {key: f"{key}={before[key]}, not {now[key]}" for key in changed}
         values = [different.get(key, f"other contents of {key}={now[key]}") for key in refused]
         accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
-        raise UserError(
-            f"{made} {'; '.join(values)}; use that, another run_dir, checkpoint.resume=never, or, to allow the change,"
-            f" checkpoint.accept=[{accept}]"
-        )
+        instead = f"{instead}, or, to allow the change, checkpoint.accept=[{accept}]"
+        raise UserError(f"{made} {'; '.join(values)}; {instead}")
     of_training = [key for key in changed if key.startswith(_OF_TRAINING) and key not in BY_CONTENT]
     done = state["step"] == config.steps
     if done and of_training:
         key = of_training[0]
-        raise UserError(
-            f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run, made with {before[key]}; use"
-            f" another run_dir, checkpoint.resume=never, more steps, or {key}={before[key]}"
-        )
+        whole = f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run, made with {before[key]}"
+        raise UserError(f"{whole}; {instead}, or more steps")
     if rank() == 0:
         for key in changed:
             level = logging.WARNING if key in of_training else logging.INFO
@@ -190,10 +184,8 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
         compared[f"{name}.lora.alpha"] = alphas
         compared[f"{name}.lora.targets"] = (earlier["targets"], adapters["targets"])
         if whole := earlier.get("train"):
-            raise UserError(
-                f"{made} {name}.lora.train={whole}, which this version lacks; resume with the version that made it, or"
-                " use another run_dir to start from scratch"
-            )
+            old = f"{name}.lora.train={whole}, which this version lacks"
+            raise UserError(f"{made} {old}; resume with the version that made it, or use another run_dir")
         if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
             compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
     for setting, (before, now) in compared.items():
@@ -236,10 +228,8 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
     directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(directory).free
     if size * new > free:
-        raise UserError(
-            f"run_dir={plan.run_dir}: checkpoints need {_gigabytes(size * new)} but only {_gigabytes(free)} are free;"
-            " use another disk or set checkpoint.keep=1"
-        )
+        room = f"checkpoints need {_gigabytes(size * new)} but only {_gigabytes(free)} are free"
+        raise UserError(f"run_dir={plan.run_dir}: {room}; use another disk or set checkpoint.keep=1")
     return (
         f"{_gigabytes(size)} a checkpoint, up to {new} more (checkpoint.keep={settings.keep},"
         f" every={settings.every}) next to {existing} in {folder}: {_gigabytes(size * new)} of {_gigabytes(free)}"

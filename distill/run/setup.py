@@ -85,10 +85,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     device = device_of(config)
     ranks, world = config.profile.ranks, world_of(config)
     if isinstance(ranks, list) and max(ranks) >= world:
-        raise UserError(
-            f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"
-            f" {world - 1}, or profile.ranks=all"
-        )
+        raise UserError(f"profile.ranks={shown(ranks)} must be from 0 to {world - 1}, ranks of this world, or all")
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     for name in needed if runs_here and not config.dry_run else ():  # a dry run may be on another machine
         if sharding[name].compile:
@@ -100,10 +97,8 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     method.check_experts(config.method, boundaries, config.student.experts)
     second = getattr(config.method, "guidance_scale_2", None)
     if second is not None and "teacher" in needed and "teacher" not in boundaries:
-        raise UserError(
-            f"method.guidance_scale_2={second} is for the second expert of a teacher with two; use guidance_scale, or a"
-            " teacher.checkpoint of two experts"
-        )
+        hint = "use guidance_scale, or a teacher.checkpoint of two experts"
+        raise UserError(f"method.guidance_scale_2={second} is for the second expert of a teacher; {hint}")
     for name in ("guidance_scale", "guidance_scale_2", "audio_guidance_scale"):
         scale = getattr(config.method, name, None)
         if scale not in (None, 1.0) and not all(role.family.takes_guidance for role in roles):
@@ -132,9 +127,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     else:
         for name, default in (("audio_weight", 1.0), ("audio_shift_ratio", None), ("audio_guidance_scale", None)):
             if (value := getattr(config.method, name, default)) != default:
-                raise UserError(
-                    f"method.{name}={value} is for models that make sound, and this one does not; leave it out"
-                )
+                raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
     shapes = shapes or config.data.sample_shapes()
     unused = shapes[0].keys() - {*made}
     if unused and rank() == 0:
@@ -192,10 +185,8 @@ def _check_earlier_run(setting: str, checkpoint: str | None) -> None:
     path = Path(checkpoint or ".")
     experiment = path.parent.parent.name
     if path.parent.name == "export" and not path.exists() and experiment in {f.stem for f in group_files("experiment")}:
-        raise UserError(
-            f"{setting}={checkpoint} is not there: it is the export of an earlier stage; make it with"
-            f" python train.py experiment={experiment}"
-        )
+        make = f"make it with python train.py experiment={experiment}"
+        raise UserError(f"{setting}={checkpoint} is the export of an earlier stage, and is not there; {make}")
 
 
 def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
@@ -228,21 +219,15 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     settings.check(device.type, f"{name}.")
     # FSDP2 allocates one buffer per gathered weight, so forwards without tangents use the dtype of those with tangents.
     if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
-        raise UserError(
-            f"{name}.fp8_gather=true: method={config.method.name} takes forward-mode derivatives of the {name}, which"
-            f" need its weights gathered in the compute dtype; use {name}.fp8_gather=false"
-        )
+        jvp = f"method={config.method.name} takes derivatives, which need weights in the compute dtype"
+        raise UserError(f"{name}.fp8_gather=true: {jvp}; use {name}.fp8_gather=false")
     if name in method.trained_roles:
         if settings.master_dtype != "keep" and has_adapters(role):
-            raise UserError(
-                f"{name}.master_dtype={settings.master_dtype} is not for adapters, whose masters are fp32; use"
-                f" {name}.master_dtype=keep"
-            )
+            dtype = f"{name}.master_dtype={settings.master_dtype}"
+            raise UserError(f"{dtype} is not for adapters, whose masters are fp32; use keep")
         if settings.master_dtype == "bf16" and role.ema.enabled:
-            raise UserError(
-                f"{name}.ema needs fp32 masters: EMA updates are smaller than bf16 can represent; set"
-                f" {name}.master_dtype=keep"
-            )
+            small = "EMA updates are smaller than bf16 can represent"
+            raise UserError(f"{name}.ema needs fp32 masters: {small}; set {name}.master_dtype=keep")
     return settings
 
 
@@ -255,13 +240,9 @@ def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
     """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's."""
     folder, teacher = getattr(config, name).checkpoint, config.teacher
     if not trained:
-        raise UserError(
-            f"{name}.checkpoint={folder} holds only adapters, but the {name} does not train; give a whole network"
-        )
+        raise UserError(f"{name}.checkpoint={folder} holds only adapters, and does not train; give a whole network")
     if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
-        raise UserError(
-            f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to the network that they are for"
-        )
+        raise UserError(f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to their base")
     return teacher
 
 
@@ -274,10 +255,8 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
             for name in (item.name for item in fields(ShardSettings) if item.name not in free):
                 one, two = (getattr(role.sharding, name) for role in (first, other))
                 if one != two:
-                    raise UserError(
-                        f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
-                        f" network ({other.name}.lora), which can have one {name}; set them equal"
-                    )
+                    differ = f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}"
+                    raise UserError(f"{differ}: these roles share one network ({other.name}.lora); set them equal")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
@@ -287,10 +266,8 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
     """
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise UserError(
-            f"attention.head_groups={config.attention.head_groups} does not divide the {heads} heads of a rank;"
-            f" use {fitting}"
-        )
+        asked = config.attention.head_groups
+        raise UserError(f"attention.head_groups={asked} must divide the {heads} heads of a rank; use {fitting}")
     try:
         check_backend(config.attention.backend)
         for role in roles if device is not None else ():

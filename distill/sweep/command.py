@@ -155,10 +155,9 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     except (LookupError, TypeError) as error:
         raise UserError(f"sweep_dir={folder}: {FILE} is not of this version; choose a new directory") from error
     if changed:
-        raise UserError(
-            f"sweep_dir={folder} contains another sweep: its {changed[0]} is {earlier[changed[0]]}, not"
-            f" {about[changed[0]]}; choose a new directory"
-        )
+        key = changed[0]
+        differs = f"its {key} is {earlier[key]}, not {about[key]}"
+        raise UserError(f"sweep_dir={folder} contains another sweep: {differs}; choose a new directory")
     return rows
 
 
@@ -172,9 +171,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        raise UserError(
-            "a sweep starts torchrun itself; run it without torchrun, by python -m distill.sweep --nproc-per-node N"
-        )
+        raise UserError("a sweep starts torchrun itself; run python -m distill.sweep --nproc-per-node N without it")
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("-m", "--multirun", action="store_true")
     ours.add_argument("--prefix", type=shlex.split, default=[])

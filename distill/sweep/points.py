@@ -118,10 +118,8 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
             words.append(f"steps={warm_up + -(-MEASURED // period) * period}")
         config = compose_config(words)
         if config.steps < warm_up + period:
-            raise UserError(
-                f"steps={config.steps} leaves no step to measure after {warm_up} steps of warm-up; use"
-                f" steps={warm_up + period} or more, or leave it out"
-            )
+            least = f"steps={warm_up + period} or more, or leave it out"
+            raise UserError(f"steps={config.steps} leaves no step to measure after {warm_up} of warm-up; use {least}")
         config.world = world
         plan = plan_without_gpus(config)[1] if planned else plan_run(config)
     except UserError as error:

@@ -167,10 +167,8 @@ class Trainer:
         state = read_state(folder)
         accepted = any(name.startswith("data.") for name in self.config.checkpoint.accept)
         if state["data"] != self.training_data.fingerprint and not accepted:
-            raise UserError(
-                f"checkpoint.resume: {folder} was made with other data; use the same settings, another run_dir, or"
-                " checkpoint.resume=never"
-            )
+            hint = "use the same settings, another run_dir, or checkpoint.resume=never"
+            raise UserError(f"checkpoint.resume: {folder} was made with other data; {hint}")
         load(folder, self.saved_tensors())
         if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
             leave_branch(folder)

@@ -103,10 +103,8 @@ def load_part(model_class: Any, folder: Path, part: str, **options: Any) -> torc
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in info.get(what) or ())
         if keys:
-            raise UserError(
-                f"data.encoders={folder}: {part}/ has {len(keys)} {what.replace('_', ' ')}, first {keys[0]}; give "
-                f"weights that fit {part}/config.json"
-            )
+            wrong = f"{len(keys)} {what.replace('_', ' ')}, first {keys[0]}"
+            raise UserError(f"data.encoders={folder}: {part}/ has {wrong}; give weights that fit {part}/config.json")
     for name, weight in model.state_dict().items():
         if weight.is_floating_point() and not weight.isfinite().all():
             raise UserError(f"data.encoders={folder}: {part}/ is damaged, {name} is not finite; copy it again")

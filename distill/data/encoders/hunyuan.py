@@ -83,10 +83,8 @@ class HunyuanTextEncoder(TextEncoder):
         )
         valid = embeddings[0][mask[0].bool()].float().cpu()
         if not len(valid):
-            raise UserError(
-                f"data.encoders={self.folder}: the chat template of tokenizer/ leaves no token of the caption"
-                f" {caption[:60]!r} after the system's part; give the folder's own"
-            )
+            cut = f"tokenizer/'s chat template leaves no token of the caption {caption[:60]!r}"
+            raise UserError(f"data.encoders={self.folder}: {cut}; give the folder's own")
         length = len(whole) - self.template["crop_start"]
         self.report_cut(caption, "caption", length, self.max_tokens, "data.max_text_tokens=")
         return valid

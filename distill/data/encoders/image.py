@@ -53,9 +53,7 @@ def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLI
     processor = "image_processor" if classes == CLIP else "feature_extractor"
     for part in ("image_encoder", processor):
         if not (folder / part).is_dir():
-            raise UserError(
-                f"{where} has no {part}/, which data.image=first_frame needs; give an image-to-video pipeline folder"
-            )
+            raise UserError(f"{where} has no {part}/, which data.image needs; give an image-to-video folder")
     settings = part_settings(folder, "image_encoder", where)
     part_settings(folder, processor, where, "preprocessor_config.json")
     require_class(where, "image_encoder", settings.get("architectures"), " or ".join(classes))

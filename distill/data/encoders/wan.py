@@ -168,10 +168,8 @@ class TextEncoder:
     def _check_words(self, tokens: Sequence[int], model: Any, tokenizer: str, encoder: str) -> None:
         words = model.get_input_embeddings().num_embeddings
         if max(tokens, default=0) >= words:  # on a GPU an assertion of the device, which names nothing
-            raise UserError(
-                f"data.encoders={self.folder}: {tokenizer}/ has words that {encoder}/ of {words} words does not know;"
-                f" give the {tokenizer}/ that belongs to it"
-            )
+            unknown = f"{tokenizer}/ has words beyond the {words} of {encoder}/"
+            raise UserError(f"data.encoders={self.folder}: {unknown}; give the {tokenizer}/ that belongs to it")
 
     @cached_property
     def _pipeline(self) -> Any:
@@ -199,9 +197,7 @@ class TextEncoder:
         ids = self.tokenizer(self.cleaned(caption), add_special_tokens=True).input_ids
         self._check_words(ids, self.model, "tokenizer", "text_encoder")
         if not ids:
-            raise UserError(
-                f"data.encoders={self.folder}: tokenizer/ makes no token of the caption {caption[:60]!r}; use T5's"
-            )
+            raise UserError(f"data.encoders={self.folder}: tokenizer/ makes no token of {caption[:60]!r}; use T5's")
         self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
         return len(ids)
 
@@ -339,10 +335,8 @@ class EncoderFolder:
         first = frames_per_token - self.temporal + 1
         if clip.num_frames < 1 or (clip.num_frames - first) % frames_per_token:
             works = first + max(0, round((clip.num_frames - first) / frames_per_token)) * frames_per_token
-            raise UserError(
-                f"data.num_frames={clip.num_frames} does not fit the VAE, which joins {self.temporal} frames after the "
-                f"first, in patches of {self.patch[0]}; use {works}"
-            )
+            joins = f"which joins {self.temporal} frames after the first, in patches of {self.patch[0]}"
+            raise UserError(f"data.num_frames={clip.num_frames} does not fit the VAE, {joins}; use {works}")
         return (clip.num_frames - 1) // self.temporal + 1
 
     def check(self, clip: ClipFormat) -> None:
@@ -352,9 +346,8 @@ class EncoderFolder:
             unit = self.spatial * patch
             if side < 1 or side % unit:
                 works = max(1, round(side / unit)) * unit
-                raise UserError(
-                    f"data.{name}={side} is not a multiple of {unit} (VAE {self.spatial} x patch {patch}); use {works}"
-                )
+                unit_of = f"{unit} (VAE {self.spatial} x patch {patch})"
+                raise UserError(f"data.{name}={side} is not a multiple of {unit_of}; use {works}")
 
     def files(self, *parts: str) -> list[Path]:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""

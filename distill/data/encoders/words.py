@@ -44,9 +44,8 @@ class WordTable:
         try:
             self.words, self.vectors = _read(path)
         except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"data.encoders: {path} is not a word table ({error}); use assets/quickstart_teacher"
-            ) from error
+            reason = f"data.encoders: {path} is not a word table ({error})"
+            raise UserError(f"{reason}; use assets/quickstart_teacher") from error
         self._row = {word: i for i, word in enumerate(self.words)}
 
     def embed(self, captions: list[str], length: int, name: str = "caption") -> Tensor:

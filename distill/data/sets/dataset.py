@@ -78,9 +78,8 @@ class EncodedDataset:
         rows = self.set.rows_without(damaged)
         damage = f"{self.set.where} has {len(shards)} damaged shards, first {shards[0].name}"
         if policy != "skip":
-            raise UserError(
-                f"{damage}; encode it again, or set data.damaged=skip to use {len(rows)} of {len(self.set)}"
-            )
+            left = f"{len(rows)} of {len(self.set)}"
+            raise UserError(f"{damage}; encode it again, or set data.damaged=skip to use {left}")
         if {self.set.negative, self.set.empty} & set(damaged["texts"]) or not rows:
             raise UserError(f"{damage}, which all items need; encode it again")
         if rank() == 0:
@@ -146,10 +145,8 @@ class EncodedDataset:
             text = None if where is None else where.find(caption)
             if text is not None:
                 return where, text
-        raise UserError(
-            f"the caption '{caption}' has no embedding, the text encoder is freed; use one of the"
-            f" {len(self.captions())} in {self.set.where}, such as '{self.captions()[0]}'"
-        )
+        known = f"one of the {len(self.captions())} in {self.set.where}, such as '{self.captions()[0]}'"
+        raise UserError(f"the caption '{caption}' has no embedding, and the text encoder is freed; use {known}")
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
         """Return the set and the clip with the image of a caption. A caption without one raises ``UserError``."""
@@ -158,9 +155,8 @@ class EncodedDataset:
             row = None if text is None else where.first_row(text)
             if row is not None and where.clip_of(row) >= 0:
                 return where, where.clip_of(row)
-        raise UserError(
-            f"the caption '{caption}' is of no clip of {self.set.where}; give it an image (sample.images, or --image)"
-        )
+        where = f"of no clip of {self.set.where}"
+        raise UserError(f"the caption '{caption}' is {where}; give it an image (sample.images, or --image)")
 
     def _text_tensors(self, where: EncodedSet, text: int) -> dict[str, torch.Tensor]:
         texts = {name: tensor.float() for name, tensor in where.text(text).items()}
@@ -271,10 +267,8 @@ def encoding_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
     values = {name: made_with[name] for name in names} | {"encoders": encoders or encoded.about["encoders"]}
     settings = Encoding(**values)
     if settings.fingerprint() != made_with["encoders"]:
-        raise UserError(
-            f"data.encoders={settings.encoders} are not the encoders of {encoded.where}; give those, or encode the set"
-            f" again with {COMMAND}"
-        )
+        wrong = f"data.encoders={settings.encoders} are not the encoders of {encoded.where}"
+        raise UserError(f"{wrong}; give those, or encode the set again with {COMMAND}")
     return replace(settings, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -283,11 +277,9 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
     stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
     missing = [time for time in times if time not in stored]
     if missing:
-        raise UserError(
-            f"{encoded.where} has states at {shown(stored)}, not at {missing[0]} of method.step_list={shown(times)};"
-            " use times that it has, or make a set with python -m distill.teacher_clips --states"
-            f" {','.join(map(str, times))}"
-        )
+        have = f"{encoded.where} has states at {shown(stored)}, not at {missing[0]} of method.step_list"
+        make = f"make a set with python -m distill.teacher_clips --states {','.join(map(str, times))}"
+        raise UserError(f"{have}={shown(times)}; use times that it has, or {make}")
     return [stored.index(time) for time in times]
 
 

@@ -265,10 +265,9 @@ class _Job:
                 logger.warning("clip left out: %s %s", name, reason)
         if not kept:
             name, reason = left_out[0]
-            raise UserError(
-                f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason}); give longer"
-                " videos, or set data.num_frames lower or data.fps higher"
-            )
+            name, reason = left_out[0]
+            why = f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
+            raise UserError(f"{why}; give longer videos, or set data.num_frames lower or data.fps higher")
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
@@ -302,10 +301,8 @@ class _Job:
             made |= self._image_tensors(video[:, :1], self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
-                raise UserError(
-                    f"{self.files[number]}: its {part} are not finite in {self._codec.dtype}; set"
-                    " data.vae_precision=fp32"
-                )
+                where = f"{self.files[number]}: its {part}"
+                raise UserError(f"{where} are not finite in {self._codec.dtype}; set data.vae_precision=fp32")
         return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
 
     def _stored_as_latents(self, stored: torch.Tensor) -> torch.Tensor:

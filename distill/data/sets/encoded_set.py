@@ -63,9 +63,8 @@ class EncodedSet:
                 raise UserError(f"{where} has format {self.about.get('format')}, not {FORMAT}; make it with {COMMAND}")
             self._columns = Columns(self.path / INDEX)
         except OSError as error:
-            raise UserError(
-                f"{where} is not a complete encoded set ({error.strerror}); make it with {COMMAND} SOURCE {path}"
-            ) from error
+            reason = f"{where} is not a complete encoded set ({error.strerror})"
+            raise UserError(f"{reason}; make it with {COMMAND} SOURCE {path}") from error
         except Damaged as error:
             raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
         self.negative, self.empty = self.about["negative"], self.about["empty"]
@@ -137,10 +136,8 @@ class EncodedSet:
             place = Place(dtype, shape, get(f"{kind}.{part}.offset", number), size)
             return read_at(file, place, get(f"{kind}.{part}.crc32", number))
         except Damaged as error:
-            raise UserError(
-                f"{self.where}: {file} is damaged ({error}); run {COMMAND} --verify {self.path}, then encode it again"
-                " or set data.damaged=skip"
-            ) from error
+            hint = f"run {COMMAND} --verify {self.path}, then encode it again or set data.damaged=skip"
+            raise UserError(f"{self.where}: {file} is damaged ({error}); {hint}") from error
 
     # Damage
 

@@ -46,9 +46,7 @@ def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collect
         return settings
     folder = choose_encoders(settings.encoders)
     if folder.codec_class is not VideoCodec:
-        raise UserError(
-            f"data.encoders={settings.encoders} is not a pipeline folder of Wan, whose tensors {where} holds; give that"
-        )
+        raise UserError(f"data.encoders={settings.encoders} must be Wan's, whose tensors {where} holds; give these")
     if settings.image is not None:
         raise UserError(f"data.image={settings.image}: {where} holds no frames of its clips; give a folder of videos")
     names = [row.file for row in outside.rows if not row.problem]
@@ -62,10 +60,8 @@ def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collect
         read_stored(outside.latents, names[0], where)
     channels, *sizes = shapes.most_common(1)[0][0]
     if channels != folder.channels:
-        raise UserError(
-            f"data.encoders={settings.encoders} makes latents of {folder.channels} channels, {where} has {channels}:"
-            " another VAE's; give the folder of that one"
-        )
+        wrong = f"makes latents of {folder.channels} channels, and {where} has {channels}"
+        raise UserError(f"data.encoders={settings.encoders} {wrong}; give the folder of that VAE")
     frames, *sides = sizes
     found = {"num_frames": folder.temporal * (frames - 1) + 1}
     found |= dict(zip(("height", "width"), (folder.spatial * side for side in sides), strict=True))
@@ -92,10 +88,8 @@ def check_deviation(latents: Iterable[torch.Tensor], where: str, *, were_normali
     least, most = DEVIATIONS
     if count and not least <= deviation <= most:
         told = "no if they are as the VAE gives them" if were_normalized else "yes if they are normalized already"
-        raise UserError(
-            f"{where}: the latents have a standard deviation of {deviation:.3g}, pooled over channels, where normalized"
-            f" ones of Wan have {least} to {most}; they are another VAE's, or set data.normalized={told}"
-        )
+        found = f"latents of standard deviation {deviation:.3g}, not {least} to {most} as normalized ones of Wan"
+        raise UserError(f"{where} has {found}: they are another VAE's, or set data.normalized={told}")
 
 
 def stored_text(outside: OutsideSet, name: str, where: str, *, most: int, width: int) -> torch.Tensor:
@@ -105,14 +99,11 @@ def stored_text(outside: OutsideSet, name: str, where: str, *, most: int, width:
     rows = text.ne(0).any(dim=1).nonzero()
     text = text[: int(rows[-1]) + 1 if len(rows) else 0]
     if text.shape[1] != width or not 1 <= len(text) or not text.isfinite().all():
-        raise UserError(
-            f"{where}: the embedding of {name} has shape {list(text.shape)}, that of data.encoders has finite rows of"
-            f" {width}; give the encoders that made it"
-        )
+        found = f"the embedding of {name} has shape {list(text.shape)}, not finite rows of {width}"
+        raise UserError(f"{where}: {found}; give the encoders that made it")
     if len(text) > most:
-        raise UserError(
-            f"data.max_text_tokens={most}: the embedding of {name} in {where} has {len(text)} tokens; set it higher"
-        )
+        long = f"the embedding of {name} in {where} has {len(text)} tokens"
+        raise UserError(f"data.max_text_tokens={most}: {long}; set it higher")
     return text
 
 
@@ -127,7 +118,5 @@ def check_texts(texts: Mapping[str, torch.Tensor], encode: Callable[[str], torch
             found = f"differs by {error:.2g} of its norm, more than {TEXT_ERROR}, from"
         else:
             found = f"has {len(text)} tokens, not {len(ours)} as"
-        raise UserError(
-            f"{where}: the embedding of the caption {caption[:60]!r} {found} that of data.encoders; give the encoders"
-            " that made it"
-        )
+        found = f"the embedding of the caption {caption[:60]!r} {found} that of data.encoders"
+        raise UserError(f"{where}: {found}; give the encoders that made it")

@@ -92,7 +92,6 @@ def _has_latents(file: Path, names: list[str]) -> bool:
     has_latents = any(name in names for name in _LATENT)
     missing = [name for name in ("caption", *_TEXT, *(_LATENT if has_latents else ())) if name not in names]
     if missing:
-        raise UserError(
-            f"data.path: {file} lacks {', '.join(missing)}, columns of FastVideo's schemas t2v and text_only; give one"
-        )
+        lacks = f"lacks {', '.join(missing)}, columns of FastVideo's schemas t2v and text_only"
+        raise UserError(f"data.path: {file} {lacks}; give one of these")
     return has_latents

@@ -37,10 +37,8 @@ def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
         name, texts = (record.get(key) if isinstance(record, dict) else None for key in (video, caption))
         texts = texts if isinstance(texts, list) and texts else [texts]
         if not isinstance(name, str) or not all(isinstance(text, str | None) for text in texts):
-            raise UserError(
-                f"data.path: {file}: entry {number} must have {video}, a text, and {caption}, a text or a list of"
-                " them; write it so, or name the keys with data.columns"
-            )
+            wanted = f"{video}, a text, and {caption}, a text or a list of them"
+            raise UserError(f"data.path: {file}: entry {number} must have {wanted}, or name the keys with data.columns")
         for text in (name, *texts):
             require_utf8(text, f"data.path: {file}: entry {number}")
         table += [(number, (name, text)) for text in texts]
@@ -58,10 +56,8 @@ def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
         return None
     lines = [_lines(file) for file in (videos, prompts)]
     if len(lines[0]) != len(lines[1]):
-        raise UserError(
-            f"data.path: {videos} has {len(lines[0])} lines and {prompts.name} {len(lines[1])}; give each video one"
-            " caption on one line"
-        )
+        found = f"{videos} has {len(lines[0])} lines and {prompts.name} {len(lines[1])}"
+        raise UserError(f"data.path: {found}; give each video one caption on one line")
     table = enumerate(zip(*lines, strict=True), start=1)
     return OutsideSet(format=videos.name, rows=listed(path, videos, "path", table, also_in="videos/"))
 

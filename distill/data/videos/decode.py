@@ -154,9 +154,8 @@ def _read(file: str | Path | FilePart, clip: ClipFormat, *, in_order: bool) -> t
                     raise ClipError("is interlaced, so its moving edges are combs; deinterlace it")
                 # Recordings of calls change their size with the bandwidth, which is fine, or turn with the phone.
                 if abs(frame.width * first.height / (frame.height * first.width) - 1) > 0.02:
-                    raise ClipError(
-                        f"changes its shape from {first.width} x {first.height} to {frame.width} x {frame.height}"
-                    )
+                    sizes = f"{first.width} x {first.height} to {frame.width} x {frame.height}"
+                    raise ClipError(f"changes its shape from {sizes}")
                 colors = other_colors(frame)
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
@@ -223,10 +222,8 @@ def _pick(
         wanted += 1
     if wanted < clip.num_frames:
         needs = (clip.num_frames - 1) * step
-        raise ClipError(
-            f"is too short: {decoded} frames, {float(end):.2f} s; {clip.num_frames} frames at {clip.fps:g} fps need "
-            f"more than {float(needs):.2f} s"
-        )
+        needs = f"{clip.num_frames} frames at {clip.fps:g} fps need more than {float(needs):.2f} s"
+        raise ClipError(f"is too short: {decoded} frames, {float(end):.2f} s; {needs}")
 
 
 def _timed(

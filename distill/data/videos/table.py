@@ -74,9 +74,8 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
     header = [name.strip() for name in header]
     for column in columns:
         if header.count(column) != 1:
-            raise UserError(
-                f"{where} must have the column {column} once, between commas (found {_found(header)}); {_hint(columns)}"
-            )
+            found = f"{where} must have the column {column} once, between commas (found {_found(header)})"
+            raise UserError(f"{found}; {_hint(columns)}")
     wanted = [header.index(column) for column in columns]
     if not header[0] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
         header[0] = "index"
@@ -171,9 +170,8 @@ def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
                 records.append((begins, fields))
             begins = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(
-            f"{where} has a double quote in line {begins} that nothing closes, or text after a closing one; {_QUOTES}"
-        ) from error
+        wrong = f"a double quote in line {begins} that nothing closes, or text after a closing one"
+        raise UserError(f"{where} has {wrong}; {_QUOTES}") from error
     return records
 
 
@@ -195,7 +193,5 @@ def _check_swallowed(
             others = parts[:at] + parts[at + 1 :]
             row = len(parts) == len(header) > 1 and all(re.fullmatch(r"\S{0,40}", part) for part in others)
         if row:
-            raise UserError(
-                f"{where} has a double quote that opens in line {line} and holds line {number}, which looks"
-                f" like a row of its own; close the quote in line {line}, or write that caption on one line"
-            )
+            opens = f"a double quote that opens in line {line} and holds line {number}, which looks like a row"
+            raise UserError(f"{where} has {opens}; close it in line {line}, or write that caption on one line")

@@ -41,10 +41,8 @@ def table_of(path: Path) -> Path | None:
     if len(tables) > 1:
         raise UserError(f"data.path={path} has {' and '.join(TABLES)}; keep one of them there")
     if not tables and not has_text_files(path):
-        raise UserError(
-            f"data.path={path} has no {' or '.join(TABLES)}; add one with the columns {','.join(COLUMNS)}, or a .txt"
-            " file with the caption next to each video"
-        )
+        add = f"add one with the columns {','.join(COLUMNS)}, or a .txt file with the caption next to each video"
+        raise UserError(f"data.path={path} has no {' or '.join(TABLES)}; {add}")
     return tables[0] if tables else None
 
 
@@ -95,10 +93,8 @@ def listed(
             raise UserError(f"data.path: {file} has a line break in the {column} of line {line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
         if is_outside(name):
-            raise UserError(
-                f"data.path: {file} line {line} names {name[:100]!r}, which is outside the folder; use a path"
-                f" relative to {path}, or link the file into it"
-            )
+            named = f"{file} line {line} names {name[:100]!r}, which is outside the folder"
+            raise UserError(f"data.path: {named}; use a path relative to {path}, or link the file into it")
         clip = find(name)
         if clip.problem and also_in:
             inside = find(also_in + name)

@@ -110,7 +110,5 @@ def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
         ("context_time", teacher.context_time, student.context_time),
     ):
         if theirs != ours:
-            raise UserError(
-                f"student.causal.{name}={shown(ours)} and teacher.causal.{name}={shown(theirs)}: both see the same"
-                " history; use the same value"
-            )
+            differ = f"student.causal.{name}={shown(ours)} and teacher.causal.{name}={shown(theirs)}"
+            raise UserError(f"{differ}: both see the same history; use the same value")

@@ -52,7 +52,5 @@ def check_exact(config: Any) -> None:
         value = getattr(config.student, name)
         # Measured on Wan: at every step size, rounding in bf16 is larger than the difference.
         if config.method.jvp == "finite_difference" and value != works:
-            raise UserError(
-                f"method.jvp=finite_difference with student.{name}={value}: the difference drowns in rounding; use"
-                f" student.{name}={works} or method.jvp=exact"
-            )
+            lost = f"with student.{name}={value}: the difference drowns in rounding"
+            raise UserError(f"method.jvp=finite_difference {lost}; use student.{name}={works} or method.jvp=exact")

@@ -80,10 +80,8 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
         times = [float(t) for t in draw(random.shared, stream, torch.float64)]
         if trains is None or trains.trains_at(times[-1]):
             return times
-    raise UserError(
-        f"{trains.name}.experts: none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves, so it"
-        f" would never be trained; use other times, or {trains.name}.experts=both"
-    )
+    never = f"none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves"
+    raise UserError(f"{trains.name}.experts: {never}; use other times, or {trains.name}.experts=both")
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
