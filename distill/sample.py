@@ -66,10 +66,8 @@ def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartSha
 
 @paths_of_the_user()
 def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Path, int]:
-    """Return what the command line chooses: configuration, role, folder and number of steps.
-
-    The configuration has the method that samples the network, and the device, captions and images of the command line.
-    """
+    """Return configuration (with the method that samples the network), role, folder and number of steps of the command
+    line."""
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
     config = settings_of_run(run_dir, arguments.device)
     role: RoleName = "teacher" if arguments.teacher else "student"

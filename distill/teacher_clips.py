@@ -84,11 +84,7 @@ class _Sampling:
         return json.loads(json.dumps(self.settings.described() | made))
 
     def write(self, writer: SetWriter, *, teacher: Role, mesh: Mesh, device: torch.device) -> None:
-        """Write the set, or the part of it that is missing. A collective.
-
-        Raises:
-            UserError: a full disk, or samples that are not finite.
-        """
+        """Write the set, or the part of it that is missing. A collective."""
         captions = [self.data.caption(i) for i in range(min(self.count, len(self.data)))]
         rows = [(i, captions[i % len(captions)]) for i in range(self.count)]
         texts = texts_of(rows, self.settings.negative_prompt)

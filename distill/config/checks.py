@@ -17,7 +17,7 @@ def check(config: Config) -> None:
         raise UserError(f"world={config.world} needs dry_run=true or plan=true; torchrun sets the world of a run")
     method.check(config)
     if not config.data.has_clips and method.needs_latents(config.method):
-        needs = "data=video_folder, or method=dmd2 with student_input=rollout and without GAN and data forcing"
+        needs = "data=video_folder, or dmd2 without GAN, method.data_forcing and method.student_input=clips"
         raise UserError(f"method={name} trains on real clips, and data={data} has none; use {needs}")
     if not config.data.has_clips and config.sample.report_clips:
         clips = config.sample.report_clips
@@ -61,8 +61,8 @@ def check_images(config: Config) -> None:
 def micro_batch_size(config: Config, dp_size: int) -> int:
     """Return the number of samples per data-parallel rank and forward."""
     if config.batch_size % dp_size:
-        fits = max(1, config.batch_size // dp_size) * dp_size
-        raise UserError(f"batch_size={config.batch_size} must be a multiple of the {dp_size} ranks of data; use {fits}")
+        fit = f"batch_size={max(1, config.batch_size // dp_size) * dp_size}"
+        raise UserError(f"batch_size={config.batch_size} is not a multiple of {dp_size} data-parallel ranks; use {fit}")
     local, draws = config.batch_size // dp_size, config.expert_draws
     if local % draws:
         value = f"batch_size / data-parallel ranks = {local}"

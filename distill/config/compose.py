@@ -81,10 +81,8 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def parsed_value(key: str, value: str, setting: Setting) -> Any:
-    """Return a typed value, which is in Hydra's grammar. Text needs no quotes, so that users can type paths bare.
-
-    Expand ``~`` at the start of a path: the shell does not expand it after ``=``.
-    """
+    """Return a typed value, which is in Hydra's grammar. Text, such as a path, needs no quotes, and may begin with
+    ``~``."""
     is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value)
     if setting.is_text and value != "null" and not is_quoted:
         if key.rpartition(".")[2] not in PATHS:
@@ -112,11 +110,8 @@ def _register() -> None:
 
 
 def compose_config(words: list[str]) -> Config:
-    """Compose the YAML groups with command-line overrides into a checked :class:`Config`.
-
-    Hydra composes the groups. This function then sets single settings one by one, so that each error names the wrong
-    word. Their values are in Hydra's grammar, but text needs no quotes.
-    """
+    """Compose the YAML groups by Hydra, then set single settings one by one, so that each error names the wrong
+    word."""
     _register()
     groups, settings = {}, []
     for word in words:

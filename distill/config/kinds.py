@@ -99,14 +99,8 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def make(cls: type, values: Any, prefix: str = "") -> Any:
-    """Build the dataclass ``cls`` from plain values by name. Fields without a value get their default.
-
-    Messages have ``prefix`` before field names, e.g. ``"student."``.
-
-    Raises:
-        NoSuchSetting: a name that ``cls`` does not have.
-        UserError: a value of the wrong type, or one that ``cls`` refuses.
-    """
+    """Build the dataclass ``cls`` from plain values by name; messages have ``prefix``, as ``"student."``, before the
+    names. Raises :class:`NoSuchSetting` for a name that ``cls`` does not have, and ``UserError`` for a wrong value."""
     fields = {key: setting for key, setting in walk_settings(cls, "") if "." not in key}
     hints = typing.get_type_hints(cls)
     typed = {}

@@ -14,10 +14,8 @@ METHOD = "method"
 
 
 def trained_method(folder: Path) -> Any | None:
-    """Return the settings of the method that trained the export in ``folder``; ``None`` if nothing records them.
-
-    ``folder`` may also be one of the two experts of an export.
-    """
+    """Return the settings of the method that trained the export in ``folder``, or in its parent for one of two experts;
+    ``None`` if nothing records them."""
     values = (description(folder) or description(folder.parent)).get(METHOD)
     if values is None:
         return None

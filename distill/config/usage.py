@@ -61,10 +61,8 @@ def information(arguments: list[str]) -> str | None:
 
 
 def usage(config: Config) -> list[str]:
-    """Return the lines of the short text: the most used settings with their meaning, the others with their value.
-
-    Settings that roles share are listed once. Methods and data sets that are not chosen are left out.
-    """
+    """Return the lines of the short text: the most used settings with their meaning, the others, once, with their
+    value."""
     lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row.key))
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)

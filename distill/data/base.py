@@ -57,10 +57,7 @@ class Measure:
     higher_is_better: bool
 
     def worse_by(self, other: Measure) -> float:
-        """Return the combined standard errors by which this value is worse than ``other`` (negative: better).
-
-        NaN if a value is infinite or missing, which would count as infinitely many standard errors.
-        """
+        """Return by how many combined standard errors this value is worse than ``other``; NaN if one is not finite."""
         if not (math.isfinite(self.value) and math.isfinite(other.value)):
             return math.nan
         difference = other.value - self.value if self.higher_is_better else self.value - other.value
@@ -89,10 +86,8 @@ class ClipDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``{"latents": fp32 (C, T, H, W), "caption": str}`` and each tensor of the condition by its name, fp32.
-
-        Parts other than the video are tensors ``latents/PART``. Captions alone have no latents.
-        """
+        """Return ``caption``, ``latents`` fp32 ``(C, T, H, W)``, ``latents/PART`` of parts other than the video, and
+        each tensor of the condition by its name, fp32. Captions alone have no latents."""
         ...
 
     def caption(self, index: int) -> str:
@@ -100,10 +95,7 @@ class ClipDataset(Protocol):
         ...
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
-        """Return the embeddings of a caption, ``(tokens, D)`` by name, as encoded sets store them.
-
-        Only ``distill.teacher_clips`` asks for them.
-        """
+        """Return the embeddings of a caption, ``(tokens, D)`` by name, as encoded sets store them."""
         ...
 
     def captions(self) -> Sequence[str]:
@@ -111,18 +103,12 @@ class ClipDataset(Protocol):
         ...
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
-        """Return the condition of n samples with these captions, fp32, on the CPU.
-
-        Where images condition too, they are those of the items ``clips``, or of any item with the caption.
-        """
+        """Return the condition of n samples with these captions, fp32, on the CPU. Images, where they condition, are
+        those of the items ``clips``, or of any item with the caption."""
         ...
 
     def decode(self, latents: Sample) -> Tensor:
-        """Decode the video of n samples to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`.
-
-        Raises:
-            NotFinite: see :func:`to_bytes`.
-        """
+        """Decode the video of n samples to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`."""
         ...
 
     def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
@@ -137,11 +123,7 @@ class ClipDataset(Protocol):
 
 
 def to_bytes(frames: Tensor) -> Tensor:
-    """Return ``frames`` of any shape as uint8: -1 is 0, 1 is 255. Values outside are clipped.
-
-    Raises:
-        NotFinite: infinite values or NaN, which uint8 would show as white or black.
-    """
+    """Return ``frames`` of any shape as uint8: -1 is 0, 1 is 255. Infinite values or NaN raise :class:`NotFinite`."""
     if not frames.isfinite().all():
         raise NotFinite("the VAE's frames are not finite, though the latents are; set data.vae_precision=fp32")
     # Rounded, not cut: cutting darkens every frame by half a level on average.
@@ -150,10 +132,7 @@ def to_bytes(frames: Tensor) -> Tensor:
 
 @runtime_checkable
 class MeasuredDataset(Protocol):
-    """Data set that can tell how good clips are: samples and report then have measures, of held-out captions.
-
-    The teacher's clips may be stored in its folder; see :mod:`distill.evaluate.stored_clips`.
-    """
+    """Data set that can tell how good clips are: samples and report then have measures, of held-out captions."""
 
     def heldout(self) -> ClipDataset:
         """Return items that training never sees."""
@@ -168,10 +147,8 @@ class MeasuredDataset(Protocol):
 
 
 def sample_of(items: Mapping[str, Any], clock: Mapping[str, float], name: str = "latents") -> Sample | None:
-    """Return the latents (or ``states``) of B collated items; ``None`` if they have none.
-
-    ``clock`` has the parts with the shifts of their times.
-    """
+    """Return the latents (or ``states``), if any, of B collated items; ``clock`` has the parts with their times'
+    shifts."""
     if name not in items:
         return None
     return Sample({part: items[part_name(name, part)] for part in clock}, clock)

@@ -44,11 +44,8 @@ REFERENCE_CLIPS = 512
 
 
 class MovingShapes:
-    """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes alone.
-
-    Arguments are the settings of :class:`distill.data.settings.MovingShapesSettings`, which checks them. ``seed``
-    renders the clips; :meth:`heldout` is another stream of it.
-    """
+    """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes
+    alone."""
 
     def __init__(
         self,
@@ -115,10 +112,8 @@ class MovingShapes:
         return self._num_clips
 
     def __getitem__(self, index: int) -> dict:
-        """Return {"latents": fp32 (3, T, H, W) in [-1, 1], "caption": str} and the condition's tensors.
-
-        With sound also {"latents/audio": fp32 (1, ROWS T, BANDS) in [-1, 1]}.
-        """
+        """Return {"latents": fp32 (3, T, H, W) in [-1, 1], "caption": str}, with sound "latents/audio": fp32 (1, ROWS
+        T, BANDS) in [-1, 1] too, and the condition's tensors."""
         if not 0 <= index < self._num_clips:
             raise IndexError(index)
         scene = self._scene(index)

@@ -54,16 +54,9 @@ class DataSettings:
         captions: Sequence[str] = (),
         images: Sequence[str] = (),
     ) -> ClipDataset:
-        """Build the data set. All ranks must call this: they encode clips and captions together.
-
-        Args:
-            seed: seed of rendered clips.
-            device: device of the encoders.
-            run_dir: folder of the cache, unless the settings name another.
-            captions: further captions for ``condition``: the text encoder is freed before a network is built.
-                ``fingerprint`` does not depend on them.
-            images: one image file for each of ``captions`` where images condition; empty for those of the data set.
-        """
+        """Build the data set, encoding clips and captions on all ranks together. ``captions`` (and ``images``, one
+        each, where images condition) are further ones for ``condition``, since the text encoder is freed;
+        ``fingerprint`` does not depend on them."""
         raise NotImplementedError
 
     def encoding(self) -> Encoding:

@@ -108,9 +108,7 @@ def geometry_of(clips: np.ndarray) -> Geometry:
 
 def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return (n, T) the median of the steepest rises and falls over two pixels, of rows and columns through the mask.
-
-    An anti-aliased outline has 1 wherever it lies between the pixels; a step over one pixel would depend on that.
-    """
+    Steps over one pixel would depend on whether an outline lies between pixels."""
     changes = []
     for axis in (2, 3):
         crossed = mask.any(axis=axis)
@@ -149,10 +147,7 @@ def features(clips: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
-    """Return (color, motion) of each of uint8 clips (n, T, H, W, 3); None for what the detector cannot decide.
-
-    Both are None for a clip that is blurred, incoherent (torn apart, scattered) or empty.
-    """
+    """Return (color, motion) of each of uint8 clips (n, T, H, W, 3); None for what the detector cannot decide."""
     geometry = geometry_of(clips)
     detected = []
     for i in range(len(clips)):
@@ -240,10 +235,7 @@ def _bootstrapped(statistic: Callable[..., float], *arrays: np.ndarray, higher_i
 
 
 def heard(sounds: np.ndarray, frames: int) -> np.ndarray:
-    """Return the height that the tone says at each moment, (n, ROWS T): 0 at the top of the frame, 1 at its bottom.
-
-    It is NaN while the sound is silent.
-    """
+    """Return the height that the tone says at each moment, (n, ROWS T), from 0 at the top; NaN while it is silent."""
     moments, mono = ROWS * frames, sounds.mean(axis=1)
     length = mono.shape[1] // moments
     analytic = hilbert(mono)
@@ -259,10 +251,8 @@ def heard(sounds: np.ndarray, frames: int) -> np.ndarray:
 
 
 def _correlation(shown: np.ndarray, told: np.ndarray) -> float:
-    """Return the correlation of (n, T) heights in the picture and by the tone where a shape is visible.
-
-    A silent frame has the mean tone: silence follows nothing.
-    """
+    """Return the correlation of (n, T) heights in the picture and by the tone, where a shape is visible. A silent frame
+    has the mean tone."""
     visible = ~np.isnan(shown)
     shown, told = shown[visible], told[visible]
     if np.isnan(told).all():
@@ -284,10 +274,8 @@ def late_by_loudness(visible: np.ndarray, audible: np.ndarray) -> float:
 
 
 def late_by_pitch(shown: np.ndarray, told: np.ndarray) -> float:
-    """Return by how many frames the heights of a clip's tone (ROWS T,) come after those of its falling shape (T,).
-
-    It is NaN if the shape does not fall, or the sound is silent.
-    """
+    """Return by how many frames the heights of a tone (ROWS T,) come after those of its falling shape (T,); NaN if it
+    does not fall or sound."""
     frames, seen = np.arange(len(shown)), ~np.isnan(shown)
     times = np.arange(len(told)) / ROWS
     used = ~np.isnan(told) & (times <= frames[-1])  # the last frame's tone does not glide on
@@ -298,12 +286,9 @@ def late_by_pitch(shown: np.ndarray, told: np.ndarray) -> float:
 
 
 def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray) -> dict[str, Measure]:
-    """Measure whether sounds, as ``decode_sound`` returns them, follow the pictures of n clips.
-
-    Pitch correlation is that of the tone's pitch and the shape's height over all frames where the shape is visible.
-    Lateness is the mean distance in time, in frames, over the clips whose caption blinks (by loudness) or falls (by
-    pitch).
-    """
+    """Measure whether sounds, as ``decode_sound`` returns them, follow the pictures of n clips: the correlation of
+    pitch and height where the shape is visible, and the mean distance in frames where it blinks (loudness) or falls
+    (pitch)."""
     shown = geometry_of(clips).centre[..., 1] / clips.shape[2]
     told = heard(sounds, clips.shape[1])
     moments = told.reshape(*shown.shape, ROWS)
@@ -334,15 +319,8 @@ def measure(
     clips: np.ndarray, captions: Sequence[str], reference: np.ndarray, sounds: np.ndarray | None = None
 ) -> dict[str, Measure]:
     """Measure uint8 clips (n, T, H, W, 3) of n captions against held-out renders (m, T, H, W, 3), and their sounds.
-
-    Accuracies are shares of clips, with binomial standard errors. Distances are in standard deviations of the
-    reference's feature, with standard errors by a seeded bootstrap over clips. Clips and reference should have the same
-    balance of captions. Any color fits a caption that names none. Keys are :data:`MEASURES`, with ``sounds`` also those
-    of :func:`measure_sound`.
-
-    Raises:
-        UserError: a caption that moving_shapes does not have.
-    """
+    Accuracies are shares of clips with binomial standard errors; distances, in standard deviations of the reference,
+    have those of a seeded bootstrap over clips. Both sets should have the same balance of captions."""
     asked = [caption_parts(caption) for caption in captions]
     detected = detect(clips)
     result = {

@@ -134,10 +134,8 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
 
 
 def raised(scene: Scene, share: float, *, height: int) -> Scene:
-    """Return ``scene`` moved up or down, so that ``share`` in [0, 1] covers all heights of the frame (``height``).
-
-    Its center stays at least 3/16 of the frame away from both borders, from the first frame to the last.
-    """
+    """Return ``scene`` moved up or down: ``share`` in [0, 1] covers all heights, but 3/16 of the frame at its
+    borders."""
     border, path = height * _MAX_OFFSET / _REFERENCE_SIDE, scene.centres[:, 1]
     low, high = border - path.min(), height - border - path.max()
     moved = scene.centres + np.array([0.0, min(low, high) + share * abs(high - low)])
@@ -145,11 +143,8 @@ def raised(scene: Scene, share: float, *, height: int) -> Scene:
 
 
 def render_sound(scene: Scene, *, height: int, width: int) -> np.ndarray:
-    """Return the sound of a scene: levels of its bands at each moment, float32 (ROWS T, BANDS) in [-1, 1].
-
-    A tone is as high as the center of the shape, and as loud as the shape is large; it stops while the shape is
-    blinked off.
-    """
+    """Return the sound of a scene, levels of its bands at each moment: float32 (ROWS T, BANDS) in [-1, 1]. A tone is as
+    high as the shape's center and as loud as the shape is large, and stops while it is blinked off."""
     frames = np.arange(len(scene.radii))
     times = np.arange(ROWS * len(frames)) / ROWS
     # The tone of a falling shape glides; all others have one center.
@@ -161,11 +156,8 @@ def render_sound(scene: Scene, *, height: int, width: int) -> np.ndarray:
 
 
 def waveform(levels: np.ndarray, *, fps: float) -> np.ndarray:
-    """Return the sound of levels (..., ROWS T, BANDS) in [-1, 1]: float32 (..., samples) at ``SOUND_RATE``, in [-1, 1].
-
-    It is one tone of the pitch and loudness that the levels say, silent below ``SILENCE``. Its phase is continuous, so
-    that no click marks the moments.
-    """
+    """Return the sound of levels (..., ROWS T, BANDS), float32 (..., samples) at ``SOUND_RATE``, both in [-1, 1]: one
+    tone of their pitch and loudness, silent below ``SILENCE``, whose phase is continuous, so that nothing clicks."""
     energy = np.clip((levels + 1) / 2, 0.0, None)
     loudness = np.minimum(energy.max(axis=-1), 1.0)
     loudness = np.where(loudness < SILENCE, 0.0, loudness)

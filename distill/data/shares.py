@@ -38,11 +38,9 @@ class Shares:
         return cls(ranks=first_of_each(all_gather_objects(node)))
 
     def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
-        """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank.
-
-        The ranks meet after every few items. So a failure reaches all ranks soon, and no rank waits in a collective for
-        another's whole share, which would exceed the group's timeout. ``advance`` counts the finished items.
-        """
+        """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank. The
+        ranks meet after every few items, so that failures are heard soon, and none waits longer than the group's
+        timeout."""
         results: list[T] = []
         assigned, size = self.assigned(count), len(self.ranks) * _ROUND
         for first in range(0, count, size):
@@ -61,11 +59,8 @@ def first_of_each(nodes: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def read_ahead(read: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
-    """Yield ``read(item)`` for each item in order, or raise what it raised; threads read the next items meanwhile.
-
-    Decoding and resizing hold no interpreter lock, so threads do (frames need not travel between processes): this
-    rank's share of the cores, four at most, and as many items ahead. Close the generator to stop the threads.
-    """
+    """Yield ``read(item)`` for each item in order, or raise what it raised; threads, which suffice since decoding holds
+    no interpreter lock, read as many items ahead. Close the generator to stop them."""
     threads, waiting = min(_MOST_THREADS, share_of_cores()), deque[Future[T]]()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
     try:

@@ -57,10 +57,8 @@ def _is_unsure(shares: Sequence[Sequence[float | None]]) -> bool:
 
 
 def mean_over_prompts(means: np.ndarray) -> Result:
-    """Return the mean of one number per prompt with its interval; without bounds for fewer than 8 prompts.
-
-    Draws of a few prompts have so few different means that the bounds would lie far too close.
-    """
+    """Return the mean of one number per prompt with its interval; of fewer than 8 prompts without bounds, which would
+    lie far too close."""
     means = means[np.isfinite(means)]
     if len(means) < _LEAST_PROMPTS:
         value = float(means.mean()) if len(means) else None

@@ -62,17 +62,9 @@ def clip_measures(clip: np.ndarray) -> dict[str, float]:
 def prompt_measures(
     clips: Mapping[str, np.ndarray], latents: Mapping[str, Sample], reference: str | None
 ) -> dict[str, dict[str, list[float]]]:
-    """Measure the clips of one prompt.
-
-    Args:
-        clips: uint8 (seeds, T, H, W, 3) of each participant; the clips of a seed start from the same noise.
-        latents: their latents.
-        reference: the participant to which distances are measured, the teacher.
-
-    Returns:
-        By participant and measure, one number per seed, or one alone for a measure of all seeds together. NaN: not
-        defined.
-    """
+    """Measure the clips of one prompt, uint8 (seeds, T, H, W, 3) of each participant; a seed's start from the same
+    noise. Return by participant and measure a number per seed, or one of all seeds together; NaN: not defined.
+    Distances are to the ``reference``, the teacher."""
     result = {}
     diversity = {name: _diversity(own) for name, own in clips.items()}
     for name, own in clips.items():

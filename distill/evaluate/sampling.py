@@ -59,10 +59,8 @@ def alone(method: type[Method], name: str) -> type[Method]:
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
-    """Return ``count`` captions of the data set, all equally often if ``count`` is a multiple of their number.
-
-    The list is walked in strides near its golden section: neighbours differ, so a few captions show many kinds.
-    """
+    """Return ``count`` captions, all equally often if ``count`` is a multiple of their number. Strides near the golden
+    section show many kinds in few captions."""
     captions = data.captions()
     stride = next(
         s for s in range(round(0.618 * len(captions)) or 1, 2 * len(captions)) if math.gcd(s, len(captions)) == 1
@@ -94,13 +92,8 @@ def decoded(data: ClipDataset, latents: Sample) -> Clips:
 
 
 def decode(data: ClipDataset, latents: Sample) -> Clips | None:
-    """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others.
-
-    All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
-
-    Raises:
-        NotFinite: latents or frames that are not finite. Raised on all ranks.
-    """
+    """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others. A collective: rank ``i %
+    world`` decodes clip i. What is not finite raises :class:`NotFinite` on all ranks."""
     finite = [part.isfinite().flatten(1).all(1) for part in latents.parts.values()]
     broken = int((~torch.stack(finite).all(0)).sum())
     if broken:
@@ -116,11 +109,9 @@ def decode(data: ClipDataset, latents: Sample) -> Clips | None:
 
 
 def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
-    """Return the number of clips per forward on each rank, from the smallest memory of all devices. A collective.
-
-    A forward without gradients, of both branches of guidance, keeps about 32 numbers of 4 bytes per token and unit of
-    width. The batch fills 1/32 of the device's memory, and is at most 32: larger batches are not faster on a CPU.
-    """
+    """Return the number of clips per forward on each rank, from the smallest memory of all devices. A collective. A
+    forward of both branches of guidance keeps about 32 fp32 numbers per token and unit of width, and may fill 1/32 of
+    the memory, with at most 32 clips: more are not faster on a CPU."""
     of_clip = max(2 * 32 * 4 * role.tokens * role.family.width(role.config) for role in roles)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

@@ -111,10 +111,8 @@ def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
 
 
 def link_clips(clips: Mapping[tuple[str, int], Path], folder: Path, *, flickering: bool) -> Path:
-    """Make a folder with links ``PROMPT-SEED.mp4`` to the clips, and nothing else; return it.
-
-    ``clips`` are those of one participant by prompt and seed. Clips of flickering have a folder of their own.
-    """
+    """Make a folder with links ``PROMPT-SEED.mp4`` to a participant's clips, those of flickering or the others; return
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = {prompt for prompt, seed in clips if seed >= SEEDS}
     for (prompt, seed), clip in clips.items():
@@ -191,10 +189,8 @@ def run_suite(
     dimensions: Sequence[str],
     device: str,
 ) -> None:
-    """Score the clips of the participants, and write ``OUT/vbench.json`` and ``OUT/vbench.md``.
-
-    ``participants`` have, by name, the name of their folder and their clips by prompt and seed.
-    """
+    """Score the clips of the participants, each with its folder's name, and write ``OUT/vbench.json`` and
+    ``OUT/vbench.md``."""
     info = out / "vbench" / "VBench_full_info.json"
     write_text(info, json.dumps(list(entries)))
     found: dict[str, Any] = {}

@@ -156,45 +156,36 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Raise ``UserError`` for files that only this method reads and cannot use, before anything is built.
-
-        It gets ``causal`` like :meth:`check_causal`.
-        """
+        """Refuse files that only this method reads and cannot use, before anything is built; ``causal`` as in
+        :meth:`check_causal`."""
         return
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
-        """Check that this method can train and evaluate the roles that have two experts.
-
-        ``boundaries`` are the times between the experts of each such role. ``trained`` are the student's experts that
-        train: ``both``, ``high`` or ``low``.
-        """
+        """Refuse roles with two experts, by default all, by the times between them (``boundaries``) and the student's
+        experts that are ``trained`` (``both``, ``high`` or ``low``)."""
         for name in boundaries:
             hint = "use method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
             raise UserError(f"{name}.checkpoint has two experts, which method={settings.name} does not know; {hint}")
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
-        """Check that this method can train samples with parts other than the video."""
+        """Refuse samples with ``parts`` other than the video, by default all."""
         hint = "use method=dmd2 without GAN or flow_matching, or a model of video alone"
         raise UserError(f"method={settings.name} does not know {' and '.join(parts)} yet; {hint}")
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Check that this method can train and evaluate the roles that are causal.
-
-        ``causal`` has the causal settings of each role of the plan, by role; ``None`` for a bidirectional role.
-        """
+        """Refuse causal roles, by default all. ``causal`` has the causal settings of each role; ``None`` if
+        bidirectional."""
         for name, role in causal.items():
             if role is not None:
                 hint = "use method=flow_matching, dcm, scm, ode_regression or self_forcing, or null"
                 raise UserError(f"{name}.causal.chunk={role.chunk} is not for method={settings.name}; {hint}")
 
     def clock(self, role: str) -> Mapping[str, float]:
-        """Return the parts of samples of ``role``, with the shifts of their times.
-
-        The student's are also the training's. The teacher's own sampling keeps its model's shifts.
-        """
+        """Return the parts of samples of ``role``, with the shifts of their times. The teacher's sampling keeps its
+        model's."""
         released, ratio = self.roles[role].family.parts, self.settings.audio_shift_ratio
         return released if ratio is None or role == "teacher" else {**released, AUDIO: ratio}
 

@@ -42,10 +42,8 @@ class DcmSettings(StepListSettings):
 
 
 class Dcm(FewStepMethod):
-    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step.
-
-    Causal roles draw j per chunk, and all three predictions see x0 of the earlier chunks.
-    """
+    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step; causal
+    roles draw j per chunk."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)

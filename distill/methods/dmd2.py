@@ -176,10 +176,8 @@ class Dmd2(FewStepMethod):
                 raise UserError(f"method.step_list={list(settings.step_list)} has {unseen}; add one")
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
-        """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch.
-
-        The number of times decides how many forwards run. Each part (``expert_draws``) draws its own number.
-        """
+        """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch
+        (``expert_draws``)."""
         times = self.settings.student_times()
         if self.settings.rollout == "full":
             return times

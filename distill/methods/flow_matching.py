@@ -62,10 +62,7 @@ class FlowMatchingSettings(PartSettings):
 
 
 class FlowMatching(Method):
-    """Flow matching with one role, ``student``. The loss is ``mean w(t) (v(x_t, t, c) - (e - x0))^2``.
-
-    A causal student has a time t per chunk, and with ``history=clean`` its velocity sees x0 of the earlier chunks.
-    """
+    """Flow matching with one role, ``student``. The loss is ``mean w(t) (v(x_t, t, c) - (e - x0))^2``."""
 
     required_roles = ("student",)
     trained_roles = ("student",)
@@ -130,10 +127,8 @@ class FlowMatching(Method):
 
 
 def gaussian(t: Tensor, shift: float) -> Tensor:
-    """Return the weights of times ``t`` as in ``training_weight`` of Self-Forcing's ``utils/scheduler.py``.
-
-    They vanish at t = 1, and their mean over the source's 1000 training times with this shift is 1.
-    """
+    """Return the weights of times ``t`` as in ``training_weight`` of Self-Forcing's ``utils/scheduler.py``: 0 at t = 1,
+    with the mean 1 over the source's 1000 training times of this shift."""
     nodes = shift_time(torch.arange(1, 1001, dtype=torch.float64) / 1000, shift)
     least = math.exp(-0.5)
     mean = (torch.exp(-2 * (nodes - 0.5).square()) - least).mean().item()
@@ -141,10 +136,8 @@ def gaussian(t: Tensor, shift: float) -> Tensor:
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
-    """Draw times ``(B,)`` by ``settings.time``, ``logit_mean`` and ``logit_std`` (Esser et al. 2024), and shift them.
-
-    ``dtype`` is fp32 or better. ``settings`` are :class:`FlowMatchingSettings`, or others with these fields.
-    """
+    """Draw times ``(B,)``, fp32 or better, by ``settings.time``, ``logit_mean`` and ``logit_std`` (Esser et al. 2024),
+    and shift them."""
     if settings.time == "uniform":
         t = random.uniform(purpose, dtype)
     else:

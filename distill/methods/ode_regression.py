@@ -39,11 +39,8 @@ class OdeRegressionSettings(StepListSettings):
 
 
 class OdeRegression(FewStepMethod):
-    """Regression ``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0.
-
-    Each sample draws its t from the step list; for a causal student each of its chunks does, and the prediction sees x0
-    of the earlier chunks.
-    """
+    """Regression ``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0, at a t of the step list
+    that each sample, or chunk of a causal student, draws."""
 
     required_roles = ("student",)
     trained_roles = ("student",)

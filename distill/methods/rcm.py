@@ -86,11 +86,8 @@ class Rcm(Scm):
         return min(step, self.settings.consistency_steps) + math.ceil(joint / self.settings.student_every)
 
     def rollout_steps(self, step: int) -> int:
-        """Return the length of the rollout, from 1 to the number of the student's times.
-
-        Lengths cycle with the updates of the role that trains: if they cycled with ``step``, some roles would never see
-        some lengths.
-        """
+        """Return the length of the rollout, which cycles with the updates of the role that trains: if it cycled with
+        ``step``, some roles would never see some lengths."""
         turns, turn = divmod(step - self.settings.consistency_steps, self.settings.student_every)
         updates = turns if turn == 0 else turns * (self.settings.student_every - 1) + turn - 1
         return updates % len(self.settings.student_times()) + 1

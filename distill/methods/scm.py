@@ -117,10 +117,8 @@ class Scm(FewStepMethod):
         return [t, flow_time(t)]
 
     def _consistency_loss(self, step: int, batch: Batch, times: Times, random: StepRandom, weight: float) -> Tensor:
-        """Return ``mean (F - sg(F) - g)^2``. Only the logged gradient norm uses ``weight``, the weight of this loss.
-
-        ``times`` are TrigFlow times and the flow time that selects the expert.
-        """
+        """Return ``mean (F - sg(F) - g)^2`` at TrigFlow times; only the logged gradient norm uses ``weight``, that of
+        this loss."""
         settings, student, (t, at) = self.settings, self.roles["student"], times
         noise = batch.noise(random, "scm/noise", student)
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")

@@ -72,10 +72,8 @@ class SelfForcing(Dmd2):
         return lambda chunk: times if chunk or first is None else first
 
     def _exit_times(self, shared: list[float], random: StepRandom) -> Callable[[int], Sequence[float]]:
-        """Return a function of a chunk's number that returns its times up to the exit step, by default ``shared``.
-
-        The draws are the same on every rank and in every micro-batch of a part of the batch.
-        """
+        """Return a function of a chunk's number that returns its times up to the exit step, by default ``shared``, the
+        same on every rank and in every micro-batch of a part of the batch."""
         settings = self.settings
 
         def times(chunk: int) -> Sequence[float]:

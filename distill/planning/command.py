@@ -144,11 +144,8 @@ def planned_shapes(config: Config) -> Shapes:
 
 
 def refuse_other_files(folder: Path, file: str, *others: str) -> None:
-    """Refuse a directory that cannot be written, or with files that no plan wrote, before minutes are spent.
-
-    ``file`` is the JSON file that the planner will write. If an earlier plan wrote it, the ``others`` that the planner
-    will write are taken for that plan's.
-    """
+    """Refuse a directory that cannot be written, or with a ``file`` or ``others`` that no plan wrote, before minutes
+    are spent."""
     refuse_foreign(
         folder, "run_dir", others, record=file, is_ours=lambda plan: plan["made_by"] == MADE_BY, maker="the planner"
     )

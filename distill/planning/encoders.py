@@ -82,11 +82,8 @@ def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[
 
 
 def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, Any]]:
-    """Return ``config.json`` of each encoder by its sub-folder.
-
-    Without ``data.encoders``, they are the family's published ones for this number of latent channels. The image
-    encoder's is empty if the condition has no image features.
-    """
+    """Return ``config.json`` of each encoder by its sub-folder, by default the family's published ones. The image
+    encoder's is empty without image features."""
     parts, condition_shapes = shapes
     path = config.data.encoding().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
@@ -118,10 +115,7 @@ def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's if none is named.
-
-    LTX-2's connectors are built too.
-    """
+    """Build the VAE (Wan's if none is named), or LTX-2's connectors, of a ``config.json`` with random weights."""
     import diffusers
 
     name = settings.get("_class_name", "AutoencoderKLWan")

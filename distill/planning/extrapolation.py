@@ -88,11 +88,8 @@ def _simulate_shallow(config: Config, shapes: Shapes, layers: int, stands_for: s
 
 
 def shallow_depths(plan: RunPlan) -> tuple[int, int]:
-    """Return the two numbers of blocks from which deeper networks are extrapolated.
-
-    With fewer blocks, FSDP2's work at the first and the last block would overlap: prefetched units, and gradients that
-    wait for their reduction.
-    """
+    """Return the two numbers of blocks from which deeper networks are extrapolated. With fewer, FSDP2's prefetches and
+    reductions at both ends would overlap."""
     under_way = max(
         max(role.sharding.forward_prefetch, role.sharding.backward_prefetch, role.sharding.gradient_buffers)
         for role in plan.roles

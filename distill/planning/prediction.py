@@ -94,10 +94,7 @@ class Prediction:
 
     @property
     def allocated_gib(self) -> float:
-        """Predicted ``torch.cuda.max_memory_allocated`` at the end of training.
-
-        Encoding before training and samples after the last step do not count.
-        """
+        """Predicted ``torch.cuda.max_memory_allocated`` at the end of training, without encoding and last samples."""
         outside = ("encode/",) if self.samples_between_steps else ("encode/", "sample/", "decode")
         return max(peak.bytes for name, peak in self.peaks.items() if not name.startswith(outside)) / GIB
 
@@ -210,11 +207,8 @@ def predict(
     hardware: Hardware | None,
     encoders: Mapping[str, Peak] | None = None,
 ) -> Prediction:
-    """Predict memory, time and cost of a run from the simulation of its steps.
-
-    ``hardware`` is the GPU of each rank; without it, time and cost are left out. ``encoders`` is the result of
-    :func:`distill.planning.encoders.encoder_peaks`.
-    """
+    """Predict memory, time and cost of a run from the simulation of its steps and the encoders' peaks. Without
+    ``hardware``, the GPU of each rank, time and cost are left out."""
     if hardware and hardware.sustained_cudnn and not _has_flash_attention_4(plan):
         hardware = replace(hardware, sustained=hardware.sustained_cudnn)
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
@@ -280,12 +274,8 @@ def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
 
 
 def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardware) -> float:
-    """Return the seconds of a step.
-
-    Compute, FSDP2's collectives and copies to the host overlap, so the longest of them counts. Attention's exchanges
-    (all-to-all and send) come on top, since attention waits for them. A group that spans nodes sends at the network's
-    rate.
-    """
+    """Return the seconds of a step: the longest of compute, FSDP2's collectives and copies, which overlap, plus
+    attention's exchanges. A group that spans nodes sends at the network's rate."""
     cost, mesh = simulation.steps[role], plan.mesh
     compute = (cost.flops + cost.recomputed) / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)
     extents = {

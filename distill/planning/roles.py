@@ -111,10 +111,7 @@ class Watch:
 
 
 def busiest_expert(role: Role, roles: Iterable[Role]) -> int:
-    """Return the position of the expert of ``role`` that most of ``roles`` train.
-
-    It alone runs: all experts have one size, so a step's memory does not depend on its expert.
-    """
+    """Return the position of the expert of ``role`` that most of ``roles`` train. It alone runs: all have one size."""
     sharing = [other for other in roles if other.trainable and other.networks[0] is role.networks[0]]
     return max(range(len(role.networks)), key=lambda i: sum(i in other.trained_experts for other in sharing))
 

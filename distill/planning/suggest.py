@@ -70,10 +70,8 @@ class Outcome:
 
 
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
-    """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
-
-    ``suggestions.json`` has the same at the end. ``overrides`` are the user's words, which compose ``config``.
-    """
+    """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit; write both as
+    JSON."""
     command.require_plannable(config)
     if config.planning.hardware is None:
         raise UserError("plan=suggest needs planning.hardware, a name in configs/hardware; use planning.hardware=h20")

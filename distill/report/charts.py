@@ -44,10 +44,7 @@ def values(records: Sequence[Mapping], key: str) -> list[float]:
 
 def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return (steps, values) in fp64 of losses, gradient norms, rates and speed, by key ("student/loss"), in order.
-
-    A step without the key (another role trained) is not a point of the curve. Nor is a null of a time bin
-    ("ROLE/loss/t0.25"), into which no sample fell. All other non-finite values are NaN.
-    """
+    Other non-finite values than the null of a time bin without a sample ("ROLE/loss/t0.25") are NaN."""
     keys = sorted(filter(_CURVE.fullmatch, {key for record in records for key in record}), key=_drawing_order)
     result = {}
     for key in keys:
@@ -78,10 +75,8 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
-    """Draw one curve as SVG. Values that are not finite are crosses on the axis.
-
-    The axis is logarithmic for positive losses or norms that span more than a factor of 30.
-    """
+    """Draw one curve as SVG, logarithmic if it spans more than a factor of 30; values that are not finite are
+    crosses."""
     role, quantity = key.split("/", 1)
     color = ROLE_COLORS.get(role, _MUTED)
     finite = values[np.isfinite(values)]
@@ -115,10 +110,8 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
 
 
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
-    """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error.
-
-    `rows` are those of `report.json`; held-out renders are dashed and dotted lines. `hint` is the label of the axis.
-    """
+    """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error; held-out
+    renders are dashed and dotted lines. `hint` is the label of the axis."""
     scale = 100.0 if name.endswith("accuracy") else 1.0
 
     def draw(axes: Axes) -> None:

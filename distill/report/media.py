@@ -84,11 +84,7 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float, soun
 def write_clips(
     files: Sequence[Path], clips: Iterable[np.ndarray], sounds: Iterable[Sound] | None = None, *, fps: float
 ) -> None:
-    """Write each clip, with its sound, by :func:`write_mp4`.
-
-    Raises:
-        OSError: FFmpeg's errors too.
-    """
+    """Write each clip, with its sound, by :func:`write_mp4`. FFmpeg's errors too are an ``OSError``."""
     import av
 
     try:
@@ -106,10 +102,8 @@ def pick_frames(total: int, most: int) -> list[int]:
 
 
 def strip(clip: np.ndarray, *, gap: int = 0) -> np.ndarray:
-    """Return the frames of one clip (T, H, W, 3) side by side, as an RGBA picture (H, columns, 4).
-
-    Transparent gaps of `gap` pixels separate the frames.
-    """
+    """Return the frames of one clip (T, H, W, 3) side by side, as RGBA (H, columns, 4), with `gap` transparent pixels
+    between."""
     opaque = np.pad(clip, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=255)
     spaced = np.pad(opaque, ((0, 0), (0, 0), (0, gap), (0, 0)))
     wide = spaced.transpose(1, 0, 2, 3).reshape(clip.shape[1], -1, 4)

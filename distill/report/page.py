@@ -28,10 +28,7 @@ def page(
     records: Sequence[Mapping],
     fps: float,
 ) -> str:
-    """Return the page as text, from the content of `report.json` and `metrics.jsonl`.
-
-    `rows` are those of `data` in the same order, with their clips.
-    """
+    """Return the page of `report.json` and `metrics.jsonl` as text; `rows` are those of `data`, with their clips."""
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
     # Never green if something went wrong: the numbers then describe a broken run.
@@ -57,10 +54,8 @@ def page(
 
 
 def evaluation_page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], fps: float, **context: Any) -> str:
-    """Return the page of ``evaluation.json``, as text.
-
-    `rows` are the participants with the clips of the first prompts; `context` is what else the template shows.
-    """
+    """Return the page of ``evaluation.json``; `rows` have the clips of the first prompts, `context` what else is
+    shown."""
     count = len(rows[0].clips)
     shown = {"captions": data["prompts"][:count], "films": [_films(row, fps, count, target=104) for row in rows]}
     has_sound = any(row.sounds for row in rows)
@@ -97,10 +92,8 @@ def _films(row: ReportRow, fps: float, count: int, *, target: int) -> list[dict[
 
 
 def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:
-    """Return a looping clip: one picture of its frames side by side, which moves through a window.
-
-    Browsers start animated PNG and GIF files at different times, which would make clips hard to compare.
-    """
+    """Return a looping clip: one picture of its frames side by side, which moves through a window. Animated PNG and GIF
+    files start at different times."""
     height, width = fitted_size(*clip.shape[1:3], target=target)
     frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG has at most 65,535 pixels per side
     # Use JPEG for large clips: as PNG, a page of photographic clips would have tens of MB.

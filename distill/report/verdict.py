@@ -60,11 +60,8 @@ class Comparison:
 
 
 def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
-    """Compare each student row with the teacher row of the same number of steps, measure by measure.
-
-    The full-step teacher is the teacher row with the most steps. The result is ordered by steps, then by measure as in
-    the rows, and empty without measures or such pairs. A value that is not finite never counts and never wins.
-    """
+    """Compare each student row with the teacher row of the same number of steps, measure by measure, in that order. The
+    full-step teacher has the most steps. A value that is not finite never counts and never wins."""
     teachers = {row.steps: row for row in rows if row.role == "teacher"}
     students = {row.steps: row for row in rows if row.role == "student"}
     full_steps = max(teachers, default=0)
@@ -149,10 +146,8 @@ def troubles(
     updates: Mapping[str, int] | None = None,
     clip: float | None = None,
 ) -> list[str]:
-    """Return one sentence per problem that the numbers show; empty without problems.
-
-    `updates` are the numbers of updates that each role attempted; by default, of logged ones. `clip` is `optim.clip`.
-    """
+    """Return one sentence per problem that the numbers show. `updates` are the tried updates of each role; by default,
+    the logged ones. `clip` is `optim.clip`."""
     roles = sorted({key.split("/")[0] for record in records for key in record if key.endswith("/loss")})
     sentences = [] if roles else ["No loss is logged in metrics.jsonl, so the training cannot be judged."]
     for role in sorted(roles, key=lambda role: role != "student"):

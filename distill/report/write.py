@@ -39,17 +39,10 @@ def write_report(
     clip: float | None = None,
     updates: Mapping[str, int] | None = None,
 ) -> None:
-    """Write `report.html` and `report.json` into `run_dir`, from the rows, `metrics.jsonl` and `starts.jsonl`.
-
-    Problems of the run come first; each is also logged as a warning. The page is one file that loads nothing.
-
-    Args:
-        rows: teacher and student rows, in any order.
-        reference: held-out clips (role "heldout") of the same captions; its measures are the noise floor.
-        config_summary: facts of the run (mesh, steps, seconds, versions), in order. The page shows a value whose key
-            ends in "command" as code.
-        clip, updates: see :func:`distill.report.verdict.troubles`.
-    """
+    """Write `report.html` (one file that loads nothing) and `report.json` from teacher and student rows, held-out clips
+    of the same captions (`reference`, the noise floor), `metrics.jsonl` and `starts.jsonl`. Problems come first, and
+    are logged. `config_summary` are facts of the run in order; a key that ends in "command" is shown as code. For
+    `clip` and `updates` see :func:`distill.report.verdict.troubles`."""
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
     records = read_metrics(run_dir / "metrics.jsonl")
@@ -96,10 +89,8 @@ def finite(value: Any) -> Any:
 
 
 def report_picture(path: Path, rows: Sequence[ReportRow], captions: Sequence[str]) -> None:
-    """Write a PNG for a README: one labeled row per model (full teacher first, student last), one column per caption.
-
-    It has the first four clips of each row, with at most six frames each.
-    """
+    """Write a PNG for a README: a labeled row per model (full teacher first, student last) with the first four clips,
+    at most six frames each."""
     labelled = [
         (row.name + f", {counted(row.evaluations, 'network evaluation')}" * bool(row.evaluations), row.clips[:4])
         for row in _in_order(rows)

@@ -52,10 +52,8 @@ class Start:
 
 
 def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
-    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
-
-    Rank 0 calls it alone, so nothing in it may communicate.
-    """
+    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Rank 0 alone calls it, and it
+    changes nothing."""
     # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
     data = config.data.table_in_words()
     resume_from, step = find_resume(resume, plan.run_dir / "checkpoints"), 0
@@ -67,10 +65,8 @@ def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
 
 
 def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
-    """Return ``value`` and ``fingerprint`` of each setting in :data:`BY_CONTENT`, or ``None`` for an unused one.
-
-    The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
-    """
+    """Return ``value`` and ``fingerprint`` (samples of weights, tables, sizes of clips) of each setting in
+    :data:`BY_CONTENT`; ``None`` for an unused one."""
     values = _flat(asdict(config))
     for name in config.checkpoint.accept:
         if name not in BY_CONTENT and not (name.startswith("data.") and name in values):

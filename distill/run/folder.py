@@ -185,10 +185,8 @@ def _move_aside(run_dir: Path) -> None:
 
 @contextmanager
 def run_log() -> Iterator[None]:
-    """Log to stdout, and buffer the lines until :func:`start_run` opens ``log.txt``.
-
-    An error that ends the run is logged to the file too. Ranks other than 0 log only warnings, and only to stdout.
-    """
+    """Log to stdout, and buffer the lines until :func:`start_run` opens ``log.txt``, which gets an error that ends the
+    run too. Ranks other than 0 log only warnings, and only to stdout."""
     log_to_console()
     root = logging.getLogger()
     root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)  # set it even if handlers exist
@@ -241,10 +239,8 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def recorded_stop(config: Config) -> Iterator[None]:
-    """Write ``status.json`` when a signal stops a run that has not begun: it starts, loads or encodes.
-
-    A directory that is not a run's, or that another process holds, stays unchanged. A dry run writes nothing.
-    """
+    """Write ``status.json`` when a signal stops a run that has not begun: it starts, loads or encodes. A dry run writes
+    nothing, nor does one in a directory that is not a run's or that another process holds."""
     run_dir, started = Path(config.run_dir), _now()
     try:
         yield

@@ -40,11 +40,8 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
 
 
 class WeightsAndBiases:
-    """Logger to Weights & Biases. Its failures never end a run.
-
-    Without a key, or if the server does not answer, the run is logged offline. After a later failure the run continues
-    without the service.
-    """
+    """Logger to Weights & Biases. Its failures never end a run: it logs offline without a key or an answer of the
+    server, and after a later failure not at all."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]):
         # A resumed run continues its curves; one that started from scratch (resume=never) gets its own.
@@ -103,10 +100,7 @@ class WeightsAndBiases:
 
 
 class TensorBoard:
-    """Logger to TensorBoard, which plays no mp4 files: clips are one picture of their frames.
-
-    The run resumes from ``step``; TensorBoard hides later values.
-    """
+    """Logger to TensorBoard, from ``step`` on. It plays no mp4 files: clips are one picture of their frames."""
 
     def __init__(self, run_dir: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter

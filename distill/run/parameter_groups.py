@@ -19,14 +19,9 @@ class Group(NamedTuple):
 
 
 def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
-    """Group parameters, by name, that share weight decay and learning rate.
-
-    Names are the same before and after sharding, and in a checkpoint.
-
-    ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
-    ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``. ``where`` is the prefix of the
-    settings in a message, e.g. ``"optim.student"``.
-    """
+    """Group parameters, by public name, that share weight decay and learning rate. ``no_decay`` and ``lr_scale`` are
+    patterns (``fnmatch``: ``*`` is any text, dots included); ``additions_lr`` is the rate of parameters that a method
+    added, before ``lr_scale``. ``where`` is the prefix of settings in a message, as ``"optim.student"``."""
     names, scales = list(names), dict(settings.lr_scale or {})
     groups: dict[Group, list[str]] = {}
     used: set[str] = set()

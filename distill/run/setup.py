@@ -58,10 +58,8 @@ class RunPlan:
     """Samples per data-parallel rank and forward."""
 
     def build_roles(self, *, data: ClipDataset | None = None, **options: Any) -> dict[str, Role]:
-        """Build the roles for the shapes of ``data``, by default the plan's. A collective.
-
-        ``options`` are those of :func:`models.roles.load.build_roles`: mesh, device and others.
-        """
+        """Build the roles for the shapes of ``data``, by default the plan's, as :func:`models.roles.load.build_roles`.
+        A collective."""
         shapes, of_condition = self.shapes if data is None else (data.latent_shapes, data.condition_shapes)
         options |= {"shapes": shapes, "condition_shapes": of_condition, "trained": self.method.trained_roles}
         return build_roles(self.roles, **options)
@@ -69,10 +67,8 @@ class RunPlan:
 
 @paths_of_the_user()
 def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shapes | None = None) -> RunPlan:
-    """Check ``config`` against the world and the files it names.
-
-    ``method`` replaces the configured one. With ``shapes``, the data and the method's files are not read.
-    """
+    """Check ``config``, perhaps for another ``method``, against the world and its files; with ``shapes``, data's are
+    not read."""
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
     runs_here = shapes is None
@@ -260,10 +256,8 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
-    """Check ``attention.*`` against the ``heads`` of a rank and every role's head size.
-
-    The kernels are not checked if ``device``, the run's, is ``None``, since this machine lacks it.
-    """
+    """Check ``attention.*`` against the ``heads`` of a rank, and kernels, if the run's ``device`` is here, against head
+    sizes."""
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         asked = config.attention.head_groups

@@ -54,10 +54,8 @@ _MADE_BY = "fsdp_cp sweep"
 
 
 def main(arguments: list[str]) -> int:
-    """Run a sweep; return its exit code.
-
-    0 is success, 2 an error of the user (with one line), and 75 a stop by a signal; the same command then resumes.
-    """
+    """Run a sweep; return 0, 2 for a mistake of the user, or 75 if a signal stopped it; the same command then
+    resumes."""
 
     def work() -> None:
         if {"-h", "--help"} & set(arguments):
@@ -71,12 +69,8 @@ def main(arguments: list[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> None:
-    """Check all points, run the unfinished ones, and write the table and the picture.
-
-    Raises:
-        UserError: a mistake that all points share, another sweep's directory, or every point refused.
-        Stopped: a signal stopped the sweep; the table holds the finished points.
-    """
+    """Check all points, run the unfinished ones, and write the table and the picture, which a signal (``Stopped``)
+    writes too."""
     options = parse_arguments(arguments)
     fixed, swept = parse_words(options.settings)
     folder = options.folder
@@ -162,12 +156,8 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Split a sweep's command line.
-
-    Returns:
-        ``plan``, ``no_plan``, ``settings`` (words ``key=value`` without ``sweep_dir``), ``folder``, ``world`` (the
-        number of ranks of a point's job), and ``launcher``: ``--prefix``, torchrun and its options.
-    """
+    """Split a sweep's command line into ``plan``, ``no_plan``, ``settings`` (words ``key=value`` without
+    ``sweep_dir``), ``folder``, ``world`` (ranks of a job), and ``launcher``: ``--prefix``, torchrun and its options."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
@@ -236,10 +226,7 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
 
 
 def write_picture(file: Path, rows: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Draw speed, MFU and peak memory against the tokens of a sample as PNG, with dashed predictions.
-
-    A point that ran out of memory is a cross at its predicted value, or on the axis without a prediction.
-    """
+    """Draw speed, MFU and peak memory against tokens as PNG, with dashed predictions; a cross is out of memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

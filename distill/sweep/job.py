@@ -146,11 +146,8 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a job: kill its workers at once, and let torchrun clean up.
-
-    After SIGTERM, the workers would finish their step and save a checkpoint that nothing resumes. A signal to the
-    process group does not reach them, since torchrun starts each worker in its own session.
-    """
+    """End a job: kill its workers, and let torchrun clean up. After SIGTERM they would first save a checkpoint that
+    nothing resumes, and each has its own session, which no signal to the process group reaches."""
     workers = _descendants(process.pid)
     process.terminate()
     for pid in workers:

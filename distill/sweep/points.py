@@ -63,10 +63,8 @@ class Point:
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Split settings into fixed words and swept keys with their values (``a=1,2``, ``choice(...)``, ``range(...)``).
-
-    A word that Hydra's grammar cannot parse is fixed: paths and prompts need no quotes, as in a run.
-    """
+    """Split settings into fixed words and swept keys with their values (``a=1,2``, ``choice(...)``, ``range(...)``). A
+    word that Hydra's grammar cannot parse, as a path or prompt, is fixed."""
     parser = OverridesParser.create()
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
@@ -98,10 +96,8 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
-    """Compose and check the run of every combination of ``swept``; the last key varies fastest.
-
-    With ``planned``, check like the planner, so that checkpoints, data and GPUs may be missing.
-    """
+    """Compose and check the run of every combination of ``swept``, the last key fastest; with ``planned``, like the
+    planner."""
     combinations = itertools.product(*swept.values())
     return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]
 
@@ -136,11 +132,8 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
 
 
 def role_turns(config: Config) -> tuple[int, int]:
-    """Return the step from which the order of the trained roles is periodic, and the period in steps.
-
-    Return (0, 1) if the order has no period within 1000 steps, for example for a method that starts with 1000 steps of
-    the student. The sweep then measures that part.
-    """
+    """Return the step from which the order of the trained roles is periodic, and the period in steps; (0, 1) without
+    one within 1000 steps, as with a method that starts with 1000 steps of the student."""
     method = METHODS[config.method.name][0](config.method, {})
     turns = [method.trained_role(step) for step in range(_PERIODS)]
     tail = turns[_PERIODS // 2 :]
@@ -152,10 +145,8 @@ def role_turns(config: Config) -> tuple[int, int]:
 
 
 def point_name(overrides: Mapping[str, str]) -> str:
-    """Return a directory name such as ``num_frames=21,cp=2``, independent of the sweep's other points.
-
-    A name that cannot show the values in full ends with digits of their hash.
-    """
+    """Return a directory name such as ``num_frames=21,cp=2``; what it cannot show in full ends with digits of a
+    hash."""
     short = short_keys(overrides)
     text = ",".join(f"{short[key]}={value}" for key, value in overrides.items())
     name = re.sub(r"[^\w.+=,-]+", "_", text, flags=re.ASCII)

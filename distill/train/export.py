@@ -27,10 +27,8 @@ ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPE
 
 
 def export_student(config: Config, method: Method, trained: Sequence[Trained], step: int) -> None:
-    """Export the student for diffusers after ``step``: weights, adapters and scheduler, in ``export/``. A collective.
-
-    ``trained`` are the student's trained networks.
-    """
+    """Export the student, its ``trained`` networks, after ``step`` to ``export/``: weights, adapters and scheduler. A
+    collective."""
     run_dir, role = Path(config.run_dir), method.roles["student"]
     has_average = trained[0].average is not None
     weights = exported_weights(config.export.weights, has_average)

@@ -18,15 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def check_meshes(run: Run, data: ClipDataset) -> dict[str, Any]:
-    """Compute the first step of each trained role on the run's mesh and on a second mesh. A collective.
-
-    The second mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's mesh has that shape. Each mesh
-    gets its own networks, with the run's initial weights; they are freed afterwards.
-
-    Returns:
-        A fact for the report: loss and gradient norm by step, role and mesh, in words. Empty for a run of one rank,
-        and for settings that do not fit the second mesh.
-    """
+    """Compute the first step of each trained role on the run's mesh and on a second one, with all ranks on ``cp``, or
+    on ``dp_shard`` if the run's has that shape. Each gets its own networks with the run's initial weights, freed
+    afterwards. Return a fact for the report, loss and gradient norm by step, role and mesh; empty for one rank or
+    settings that do not fit the second mesh. A collective."""
     world = run.plan.mesh.world
     if world == 1:
         return {}

@@ -25,10 +25,7 @@ MEASURES = "samples/measures.jsonl"
 
 
 class MetricsLog:
-    """Log with one JSON object per logged step, with its 1-based ``step``. Non-finite numbers become null.
-
-    Services show the whole ``config``. The run resumes from ``step``. A file that cannot be written is a ``UserError``.
-    """
+    """Log, resumed from ``step``, with one JSON object per logged 1-based step. Non-finite numbers become null."""
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):
         self._run_dir = run_dir
@@ -42,10 +39,8 @@ class MetricsLog:
             service.write(step, metrics)
 
     def write_norms(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
-        """Log ``norms`` (weight and gradient by name) of ``role`` at the 1-based ``step``, before its update.
-
-        A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
-        """
+        """Log ``norms`` (weight and gradient, null if missing, by name) of ``role`` at the 1-based ``step``, before its
+        update. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``."""
         shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
         with _append_to(self._run_dir / "norms.jsonl") as file:
             _write(file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
@@ -95,14 +90,9 @@ def speed(
     flops: float,
     peak: float | None,
 ) -> dict[str, float | None]:
-    """Return the ``perf/*`` metrics of one step: time by phase, throughput and model FLOP utilization.
-
-    A line of metrics holds the latest step of every role, so the keys of phase times contain the role's name. In one
-    line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
-
-    ``samples``, ``tokens``, ``flops`` and ``peak``, the operations per second of the devices (``None`` if unknown),
-    are those of all ranks together.
-    """
+    """Return the ``perf/*`` metrics of one step, of all ranks together: time by phase, throughput and model FLOP
+    utilization of ``peak`` operations per second (``None`` if unknown). A line of metrics holds the latest step of
+    every role, so keys of phases have its name; those under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``."""
     times = {phase.removeprefix(f"{name}/") or "other": taken for phase, taken in phases.items()}
     return {
         "perf/seconds_per_step": seconds,
@@ -116,10 +106,8 @@ def speed(
 
 
 class StepLine:
-    """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
-
-    ``rates`` are, for each trained role, the names under which its learning rates are logged (two for two experts).
-    """
+    """Formatter of logged metrics as aligned log lines with an estimate of the remaining time. ``rates`` are the names
+    of each trained role's learning rates (two for two experts)."""
 
     def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int):
         self._rates, self._steps = rates, steps

@@ -65,11 +65,8 @@ class RoleOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Make one update with the gradients times ``scale``, then clear the gradients.
-
-        The rate is ``lr`` times each group's ``lr_scale``. A parameter without a gradient keeps its value and its step
-        count.
-        """
+        """Make one update with the gradients times ``scale``, at ``lr`` times each group's ``lr_scale``, then clear the
+        gradients. A parameter without a gradient keeps its value and its step count."""
         named = self.role.named_parameters()
         for group, names in self.groups.items():
             trained = {name: named[name] for name in names if named[name].grad is not None}
@@ -185,10 +182,8 @@ def build_training(config: Config, role: Role, index: int, *, name: str, updates
 
 
 def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
-    """Return the number of updates that each network gets in this run, by role and position.
-
-    For experts, count the steps whose random draw selects the expert.
-    """
+    """Return the number of updates that each network gets in this run, by role and position; of experts by the
+    draws."""
     counts: Counter[tuple[str, int]] = Counter()
     for step in range(config.steps):
         role = method.roles[method.trained_role(step)]

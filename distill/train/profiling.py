@@ -29,10 +29,8 @@ _ENTRIES = 1_000_000
 
 
 class StepProfiler:
-    """Context around the training, on all ranks, that profiles the steps ``profile.steps``.
-
-    A profiled step computes the same numbers. The profiler never overwrites a file. ``step`` steps are done already.
-    """
+    """Context around the training, on all ranks, that profiles ``profile.steps`` and changes no number and no earlier
+    file. ``step`` steps are done already."""
 
     def __init__(self, settings: ProfileSettings, *, device: torch.device, run_dir: Path, step: int):
         self._steps = range(settings.steps[0], settings.steps[1] + 1) if settings.steps else range(0)

@@ -117,9 +117,7 @@ class Trainer:
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
-
-        A received signal, which ``stop`` holds, ends the run between two steps.
-        """
+        A signal, which ``stop`` holds, ends the run between two steps."""
         assert run.start is not None, "the run was opened"
         self.sources, self.facts = run.start.sources, run.facts
         if run.start.resume_from is not None:
@@ -138,11 +136,8 @@ class Trainer:
 
     @long_timeout()
     def finish(self) -> None:
-        """Write export, samples and report.
-
-        Raises:
-            UserError: the last loss of a role is not finite, so its student must not appear as a result.
-        """
+        """Write export, samples and report; refuse if a role's last loss is not finite: its student must not look like
+        a result."""
         for name, loss in self.last_loss.items():
             if not math.isfinite(loss):
                 raise UserError(
@@ -159,11 +154,7 @@ class Trainer:
         barrier()
 
     def resume(self, folder: Path) -> None:
-        """Continue from the checkpoint in ``folder``; a collective.
-
-        Raises:
-            UserError: it was made with other data or networks, or cannot be read.
-        """
+        """Continue from the checkpoint in ``folder``; a collective."""
         state = read_state(folder)
         accepted = any(name.startswith("data.") for name in self.config.checkpoint.accept)
         if state["data"] != self.training_data.fingerprint and not accepted:
@@ -217,10 +208,8 @@ class Trainer:
         }
 
     def first_steps(self) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step, at most 10 steps.
-
-        Return loss and gradient norm by name, e.g. ``step 1 (student)``.
-        """
+        """Train until each role has had a step, at most 10 steps; return loss and gradient norm by ``step 1
+        (student)``."""
         numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
         while waiting and self.step < min(10, self.config.steps):
@@ -364,10 +353,8 @@ class Trainer:
         }
 
     def _write_norms(self, role: str, trained: Sequence[Trained]) -> None:
-        """Write the norms of parameters and gradients at each role's first update in every ``log.norms_every`` steps.
-
-        A fixed step of the interval could miss a role that trains every fifth step.
-        """
+        """Write norms at each role's first update in every ``log.norms_every`` steps: a fixed step could miss a
+        role."""
         every, step = self.config.log.norms_every, self.step + 1
         if not every or step < every:
             return
@@ -400,10 +387,8 @@ class Trainer:
         return loss, flops, means
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
-        """Clip the gradients and update, or skip the update if the norm is not finite.
-
-        ``norm`` is that of all networks that train at this step, the same on all ranks.
-        """
+        """Clip by ``norm``, that of all networks of this step on all ranks, and update; skip the update if it is not
+        finite."""
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
@@ -413,12 +398,8 @@ class Trainer:
             network.update(clip / norm if clip is not None and norm > clip else 1.0)
 
     def _skip(self, name: str, norm: float) -> None:
-        """Skip the update of role ``name``, and log which gradient is not finite.
-
-        Raises:
-            UserError: ``optim.max_skipped`` skipped updates in a row. Raised on all ranks, after saving the last good
-                state.
-        """
+        """Skip the update of role ``name``, and log which gradient is not finite. Raise ``UserError`` on all ranks,
+        after saving the last good state, for ``optim.max_skipped`` updates in a row."""
         self.skipped_in_a_row[name] += 1
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
@@ -453,11 +434,7 @@ class Trainer:
 
     @long_timeout()
     def _save(self) -> None:
-        """Save the state after this step, if it is not saved already.
-
-        Raises:
-            UserError: weights that are not finite, from which the run would resume. Raised on all ranks.
-        """
+        """Save the state after this step, if it is not saved; refuse weights that are not finite, on all ranks."""
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
@@ -475,12 +452,8 @@ class Trainer:
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end if any rank received a signal, or end if the latest checkpoint could not be written.
-
-        Raises:
-            Stopped: a signal. Raised on all ranks.
-            UserError: a checkpoint that could not be written. Raised on all ranks.
-        """
+        """Save and end (``Stopped``, on all ranks) if any rank received a signal; end if the latest checkpoint was not
+        written."""
         flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
         number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
         if failed:

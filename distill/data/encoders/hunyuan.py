@@ -16,14 +16,7 @@ from typing import Any
 
 import torch
 
-from distill.data.encoders.folder import (
-    load_part,
-    part_settings,
-    readable,
-    require_class,
-    shown,
-    whole_number,
-)
+from distill.data.encoders.folder import load_part, part_settings, readable, require_class, shown, whole_number
 from distill.data.encoders.image import SIGLIP, ImageInput, inspect_image_encoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text
 from distill.data.videos.decode import ClipFormat
@@ -72,10 +65,8 @@ class HunyuanTextEncoder(TextEncoder):
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """Encode a caption within the pipelines' chat template, without the tokens of the system's part.
-
-        Returns: fp32 (tokens, D) on the CPU, of the last layer but two.
-        """
+        """Return fp32 (tokens, D) on the CPU, of the last layer but two, without the tokens of the chat template's
+        system part."""
         whole = self._within_template(caption)
         self._check_words(whole, self.model, "tokenizer", "text_encoder")
         embeddings, mask = _diffusers().HunyuanVideo15Pipeline._get_mllm_prompt_embeds(

@@ -111,10 +111,7 @@ def encode_zeros(model: Any) -> None:
 
 
 def _processor_class(encoder: str) -> Any:
-    """Return the processor on PIL that belongs to a class of encoders.
-
-    transformers 5 has another name for it; 4 has only one processor.
-    """
+    """Return the processor on PIL of a class of encoders. transformers 5 has another name for it than 4."""
     import transformers
 
     name = f"{encoder.partition('Vision')[0]}ImageProcessor"

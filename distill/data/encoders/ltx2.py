@@ -86,17 +86,9 @@ class Ltx2Codec(LtxVideoCodec):
 
 
 def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
-    """Return the log-mel spectrogram of a waveform: magnitudes in Slaney's bands up to half the rate, then a logarithm.
-
-    Frames are centered on every ``hop``-th sample; the sound is mirrored at its ends.
-
-    Args:
-        sound: fp32 ``(channels, samples)``.
-        rate: samples per second.
-
-    Returns:
-        ``(channels, samples // hop + 1, bins)``.
-    """
+    """Return the log-mel spectrogram ``(channels, samples // hop + 1, bins)`` of ``sound``, fp32 ``(channels,
+    samples)``: magnitudes in Slaney's bands up to half the rate. Frames are centered on every ``hop``-th sample; ends
+    are mirrored."""
     from transformers.audio_utils import mel_filter_bank
 
     window = torch.hann_window(WINDOW, device=sound.device)

@@ -18,13 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from distill.data.base import to_bytes
-from distill.data.encoders.folder import (
-    load_part,
-    part_settings,
-    readable,
-    shown,
-    whole_number,
-)
+from distill.data.encoders.folder import load_part, part_settings, readable, shown, whole_number
 from distill.data.encoders.image import ImageInput, inspect_image_encoder
 from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
@@ -82,20 +76,14 @@ class VideoCodec:
         return (z - self.mean) / self.std
 
     def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None = None) -> Sample:
-        """Encode a clip to a sample of it alone, on the CPU, fp32.
-
-        Args:
-            video: (3, T, H, W) in [-1, 1].
-            sound: (channels, samples) in [-1, 1] as :meth:`EncoderFolder.sound_format` has it, if it has one.
-        """
+        """Encode a clip, (3, T, H, W) in [-1, 1], with its sound (:meth:`EncoderFolder.sound_format`), to fp32 on the
+        CPU."""
         assert sound is None
         return Sample({VIDEO: self.encode(video)[None]})
 
     def decode_sound(self, latents: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU; return samples per second too.
-
-        Only families with sound have it.
-        """
+        """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU; return samples per second
+        too."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -182,10 +170,8 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """Encode one caption as the pipeline does: fp32 (tokens, D) on the CPU, without what fills it up.
-
-        Captions go through the encoder one at a time: in a batch, the last bits would depend on the other captions.
-        """
+        """Encode one caption as the pipeline does: fp32 (tokens, D) on the CPU, without padding. One at a time: in a
+        batch, the last bits would depend on the other captions."""
         count = self._check_caption(caption)
         embeddings = self._pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
@@ -232,10 +218,7 @@ class EncoderFolder:
 
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> Self:
-        """Return the settings of a folder from the checked arguments of its VAE and its text encoder's ``config.json``.
-
-        ``where`` is setting and folder, for messages.
-        """
+        """Return the settings of a folder from the checked arguments of its VAE and its text encoder's settings."""
         channels = vae["z_dim"]
         check_statistics(vae, channels, f"{where}: vae/config.json")
         return cls(
@@ -326,10 +309,7 @@ class EncoderFolder:
         return {}
 
     def latent_frames(self, clip: ClipFormat) -> int:
-        """Return t of one encoded clip. Raises ``UserError`` unless VAE and patches divide its frames evenly.
-
-        The VAE would not complain: it drops the last frames of a clip that is not ``temporal * k + 1`` long.
-        """
+        """Return t of one encoded clip; refuse frames that do not fit, the last of which the VAE would drop."""
         frames_per_token = self.temporal * self.patch[0]
         # t = (T - 1) / temporal + 1 must be a multiple of patch[0], so T = frames_per_token * n - temporal + 1.
         first = frames_per_token - self.temporal + 1

@@ -37,14 +37,8 @@ STATES = "states"
 
 
 class EncodedDataset:
-    """Items of an encoded set. Making one is collective: every rank makes it with the same arguments.
-
-    ``further`` is a set of further captions for :meth:`condition`, with images where images condition. ``damaged`` is
-    ``refuse``, or ``skip`` to leave out the items whose shards are damaged.
-
-    Raises:
-        UserError: on every rank, a set that is damaged.
-    """
+    """Items of an encoded set, made by all ranks together, which refuse a damaged one unless ``damaged`` is ``skip``.
+    ``further`` is a set of further captions for :meth:`condition`, with images where images condition."""
 
     def __init__(
         self,
@@ -124,11 +118,8 @@ class EncodedDataset:
         return self.set.captions
 
     def condition(self, captions: Sequence[str], clips: Sequence[int] | None = None) -> Condition:
-        """Return the condition of n samples: ``text`` fp32 (n, L, D), and whatever else the encoders give.
-
-        Images are those of the items ``clips``. Without these, an image is the one given with its caption, or that of
-        the first item with the caption.
-        """
+        """Return the condition of n samples: ``text`` fp32 (n, L, D), and whatever else the encoders give. Images are
+        those of the items ``clips``, or given with the caption, or of the first item with the caption."""
         rows = []
         for i, caption in enumerate(captions):
             where, text = self._find(caption)
@@ -199,10 +190,7 @@ def encode_source(
     device: torch.device,
 ) -> EncodedDataset:
     """Encode the source of ``data`` into a set of the folder ``cache``, unless it is there, and open it. A collective.
-
-    ``captions`` are further ones for :meth:`EncodedDataset.condition`, and ``images`` the files of their images, in
-    their order, or empty. ``fingerprint`` does not depend on them.
-    """
+    ``captions`` and their ``images``, if any, are further ones, on which ``fingerprint`` does not depend."""
     settings = data.encoding()
 
     def check() -> Source:
@@ -232,10 +220,8 @@ def open_set(
     device: torch.device,
     damaged: Literal["refuse", "skip"] = "refuse",
 ) -> EncodedDataset:
-    """Open the set that ``read`` returns with its settings. A collective.
-
-    The folder ``cache`` is for the embeddings of ``captions``; see :func:`encode_source` and :class:`EncodedDataset`.
-    """
+    """Open the set that ``read`` returns with its settings; ``cache`` is for embeddings of ``captions``. A
+    collective."""
 
     def check() -> tuple[EncodedSet, Encoding]:
         encoded, settings = read()
@@ -258,10 +244,8 @@ def open_set(
 
 
 def encoding_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> Encoding:
-    """Return the settings that a set was made with, except ``changes`` of the VAE that are not ``None``.
-
-    ``encoders`` is another place of the pipeline folder, or ``None`` for the one that the set names.
-    """
+    """Return the settings that a set was made with, except for another place of the encoders, and ``changes`` of the
+    VAE that are not ``None``."""
     made_with = encoded.about["settings"]
     names = Encoding.__dataclass_fields__.keys() & made_with.keys()
     values = {name: made_with[name] for name in names} | {"encoders": encoders or encoded.about["encoders"]}

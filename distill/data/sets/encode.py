@@ -171,14 +171,9 @@ def encode(
     out: Path | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Encode ``source`` into a set, or the part of it that is missing, free the encoders, and return the set's folder.
-
-    The folder is ``out``, or a folder in ``cache`` whose name is a hash of all that a set depends on.
-
-    Raises:
-        UserError: on every rank, for settings or files that do not fit or that differ between ranks, a folder that
-            cannot be used, a full disk, numbers that are not finite, or a source without a usable row.
-    """
+    """Encode what is missing of ``source`` into the folder ``out``, or one in ``cache`` whose name is a hash of all
+    that a set depends on; return that folder, with the encoders freed. A collective: errors are raised on every
+    rank."""
     described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")

@@ -40,11 +40,7 @@ class Place(NamedTuple):
 
 
 def publish(file: Path, content: bytes) -> None:
-    """Write a file so that it appears complete or not at all, also after a power failure.
-
-    Raises:
-        OSError: a full disk, or a folder that cannot be written.
-    """
+    """Write a file so that it appears complete or not at all, also after a power failure."""
     with atomic_path(file, locked=True) as part:  # the set's lock lets one process write it
         part.write_bytes(content)
 
@@ -55,12 +51,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file.
-
-    Raises:
-        Damaged: not a JSON object.
-        OSError: a file that is missing or cannot be read.
-    """
+    """Return the JSON object of a file, which raises :class:`Damaged` or ``OSError``."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -80,23 +71,13 @@ def packed(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> byt
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the notes of a file.
-
-    Raises:
-        Damaged: a file that is cut, changed, or not of a set.
-        OSError: a file that is missing or cannot be read.
-    """
+    """Return the tensors and the notes of a file, which raises :class:`Damaged` or ``OSError``."""
     places, notes = read_header(file)
     return {name: read_at(file, place, notes["crc32"][name]) for name, place in places.items()}, notes
 
 
 def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
-    """Return the place of each tensor of a file, and its notes, without reading the tensors.
-
-    Raises:
-        Damaged: a file that is not of a set, or is shorter or longer than its header says.
-        OSError: a file that is missing or cannot be read.
-    """
+    """Return the place of each tensor of a file and its notes, or raise :class:`Damaged` or ``OSError``."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         length = os.fstat(stream.fileno()).st_size
@@ -119,11 +100,7 @@ def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
 
 
 def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
-    """Return one tensor with one read.
-
-    Raises:
-        Damaged: a file that is missing or shorter, or other bytes than were written.
-    """
+    """Return one tensor with one read, or raise :class:`Damaged` for missing or other bytes."""
     try:
         with file.open("rb", buffering=0) as stream:
             data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
@@ -140,13 +117,7 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
 
 class Columns:
     """Columns of integers in a safetensors file, read on demand: opening costs one small read, whatever the length.
-
-    All ranks of a node share the operating system's cache of the file.
-
-    Raises:
-        Damaged: a file that is cut or not a set's index.
-        OSError: a file that is missing or cannot be read.
-    """
+    Raises :class:`Damaged` or ``OSError``."""
 
     def __init__(self, file: Path) -> None:
         self._places, _ = read_header(file)

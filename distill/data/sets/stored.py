@@ -38,10 +38,8 @@ def read_stored(read: Callable[[str], torch.Tensor], name: str, where: str) -> t
 
 
 def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collection[str]) -> S:
-    """Return the settings with the sizes and the rate of the stored latents. Sizes that the user gave must agree.
-
-    The sizes are those of most of some clips; others are left out when they are read.
-    """
+    """Return the settings with the sizes of most of some stored latents, and their rate. Sizes that the user gave must
+    agree."""
     if outside.latents is None and outside.text is None:
         return settings
     folder = choose_encoders(settings.encoders)

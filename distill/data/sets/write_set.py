@@ -61,24 +61,17 @@ Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
 
 
 class SetWriter:
-    """A set that is being written. All methods are collective.
-
-    ``settings`` are everything that the content depends on, JSON-serializable; a later start must have the same.
-    """
+    """A set that is being written by all ranks together. Its content depends on ``settings``, JSON-serializable,
+    alone."""
 
     def __init__(self, path: Path, where: str, settings: Mapping[str, Any]) -> None:
         self.path, self.where, self.settings = path, where, dict(settings)
 
     @contextmanager
     def begun(self) -> Iterator[bool]:
-        """Lock the folder and note what it will hold; yield whether the set is complete and whole already.
-
-        Damaged shards of a complete set are removed, to be written again.
-
-        Raises:
-            UserError: a folder that holds something else or a set of other settings, that another process writes, or
-                that the ranks do not share.
-        """
+        """Lock the folder and note what it will hold; yield whether the set is complete and whole already. Damaged
+        shards are removed, to be written again. A folder of another set or process, or not shared by the ranks, is
+        refused."""
         on_first_rank(lambda: refuse_other_set(self.path, self.where, self.settings))
         if on_first_rank(self._damaged) == []:
             yield True
@@ -107,10 +100,8 @@ class SetWriter:
                 (self.path / name).unlink(missing_ok=True)
 
     def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
-        """Write all shards of ``count`` clips or texts of about ``size`` bytes that are not there yet.
-
-        ``unit`` is a singular noun for the progress bar.
-        """
+        """Write all missing shards of ``count`` clips or texts of about ``size`` bytes; ``unit`` is their noun for the
+        bar."""
         per_shard = max(1, SHARD_BYTES // max(1, size))
         shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
         names = self._names(self.path)
@@ -176,11 +167,8 @@ class SetWriter:
         encoders: str | Path,
         left_out: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs.
-
-        ``rows`` are clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`. ``left_out`` has
-        name and reason of each clip or caption.
-        """
+        """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs. ``rows``
+        are clip (-1: none) and caption; ``left_out`` has names and reasons."""
         texts = texts_of(rows, negative)
         known = {text: number for number, text in enumerate(texts)}
 

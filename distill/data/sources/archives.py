@@ -18,10 +18,8 @@ def archives(path: Path) -> list[Path]:
 
 
 def samples(path: Path) -> Iterator[tuple[str, dict[str, FilePart]]]:
-    """Yield name (``shard.tar:folder/0001``) and members of each sample, by ending (``mp4``, ``latent.pt``).
-
-    The members of a sample share a name up to the first dot, and stand next to each other in the archive.
-    """
+    """Yield name (``shard.tar:folder/0001``) and members, by ending (``mp4``, ``latent.pt``), of each sample. They
+    share a name up to the first dot, and stand next to each other."""
     for file in archives(path):
         name, sample = "", {}
         for member, part in _members(file):

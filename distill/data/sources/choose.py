@@ -14,10 +14,8 @@ READERS = (lists.read_array, lists.read_lines, fastvideo.read, rcm.read, webdata
 
 
 def read_outside(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read the rows of a folder, or of one parquet file or archive; ``None`` if it is not in another project's format.
-
-    A table of our own, or captions next to videos, come first, except that LightX2V's table has the name of ours.
-    """
+    """Read the rows of a folder, or of one parquet file or archive; ``None`` for our own formats, which come first,
+    except that LightX2V's table has the name of ours."""
     made = lightx2v.read(path) if path.is_dir() else None
     if made is None and path.is_dir() and (has_text_files(path) or any((path / name).is_file() for name in TABLES)):
         return None

@@ -17,10 +17,8 @@ FIELDS = {"file_name": "path", "caption": "cap"}
 
 
 def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``; a list of captions gives a row for each.
-
-    Paths are relative to the folder or to its ``videos/``.
-    """
+    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or lists of captions; paths may be relative to
+    ``videos/``."""
     file = next((path / name for name in ARRAYS if (path / name).is_file()), None)
     if file is None:
         return None
@@ -46,10 +44,8 @@ def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
 
 
 def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``videos.txt`` with a path per line, and ``prompts.txt`` or ``prompt.txt`` with the captions in its order.
-
-    diffusers' and FastVideo's trainers take these files.
-    """
+    """Read ``videos.txt`` with a path per line, and ``prompts.txt`` or ``prompt.txt``, as diffusers' trainers take
+    them."""
     videos = path / "videos.txt"
     prompts = next((path / name for name in ("prompts.txt", "prompt.txt") if (path / name).is_file()), None)
     if not videos.is_file() or prompts is None:

@@ -25,11 +25,8 @@ class ClipError(Exception):
 
 
 def upright(rgb_HWC: torch.Tensor, frame: av.VideoFrame) -> torch.Tensor:
-    """Return the picture turned and mirrored by the frame's display matrix (phones, front cameras, EXIF orientation).
-
-    Raises:
-        ClipError: a matrix that turns by other angles than multiples of 90 degrees.
-    """
+    """Return the picture turned and mirrored by the frame's display matrix (phones, front cameras, EXIF
+    orientation)."""
     a, b, c, d = _directions(frame)
     if b or c:  # columns become rows
         rgb_HWC = rgb_HWC.transpose(0, 1)
@@ -81,11 +78,7 @@ def _through(frame: av.VideoFrame, filters: list[tuple[str, str]]) -> Any:
 
 
 def other_colors(frame: av.VideoFrame) -> str:
-    """Name the frame's colors if they are not the standard range that encoders expect; ``""`` if they are.
-
-    Raises:
-        ClipError: colors that cannot be converted.
-    """
+    """Name the frame's colors if they are not the standard range; :class:`ClipError` if they cannot be converted."""
     if frame.color_trc in _OTHER_CURVES:
         raise ClipError(f"has colors in {_OTHER_CURVES[frame.color_trc]}; convert it to BT.709")
     if frame.colorspace == 8 or frame.colorspace > 10:  # swscale would take BT.601's instead
@@ -101,8 +94,5 @@ def other_colors(frame: av.VideoFrame) -> str:
 
 def to_bt709(frame: av.VideoFrame) -> Any:
     """Return a function that converts HDR and wide-gamut frames of this one's size and format to 8-bit RGB in BT.709.
-
-    FFmpeg's ``scale`` filter compresses HDR highlights. It builds a table, which takes 4 s of a core, on its first
-    frame.
-    """
+    FFmpeg's ``scale`` compresses highlights; its table takes 4 s of a core on the first frame."""
     return _through(frame, [("scale", _TO_BT709), ("format", "rgb24")])

@@ -229,10 +229,8 @@ def _pick(
 def _timed(
     container: av.container.InputContainer, stream: av.VideoStream, *, rate: Fraction | None
 ) -> Iterator[tuple[av.VideoFrame, Fraction]]:
-    """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps.
-
-    Raises: ``_TimesError`` for time stamps that are missing or do not grow strictly.
-    """
+    """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps, which
+    raise ``_TimesError`` if they are missing or do not grow."""
     start = last = None
     for index, frame in enumerate(container.decode(stream)):
         if rate is not None:

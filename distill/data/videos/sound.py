@@ -24,18 +24,10 @@ _NOTABLE = 0.1
 
 
 def read_sound(file: str | Path | FilePart, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
-    """Return the first sound track of ``file``, resampled, cut or filled up with silence to the ``wanted`` samples.
-
-    The sound begins at the time stamp of the first video frame, which is not always 0: an mp4 whose picture starts
-    half a second late would otherwise sound half a second late. Where the track has no sound, before its beginning, in
-    gaps and after its end, samples are 0. Mono and surround sound become the wanted channels, as FFmpeg mixes them.
-
-    Args:
-        silence: whether a file without a track is silent, not refused.
-
-    Returns: float32 (channels, samples), about [-1, 1].
-    Raises: ``ClipError`` with the reason if the file has no sound track, or one that cannot be decoded.
-    """
+    """Return the first sound track of ``file``, resampled to the ``wanted`` samples: float32 (channels, samples), about
+    [-1, 1]. It begins at the time stamp of the first video frame, which is not always 0. Samples before the track, in
+    gaps and after its end are 0; FFmpeg mixes channels. A file without a track is a ``ClipError``, or with ``silence``
+    silent."""
     import av  # here alone: a run without video files needs no FFmpeg
 
     with opened(file) as (container, video):

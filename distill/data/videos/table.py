@@ -57,14 +57,9 @@ def column_names(columns: Sequence[str], renamed: Mapping[str, str] | None) -> t
 
 
 def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
-    """Return the rows of a table in its order; empty lines are not rows.
-
-    Args:
-        file: UTF-8. ``.jsonl``: a JSON object per line; else comma-separated with a header, byte order mark and line
-            ends as spreadsheets write them. A first column of row numbers without a name, as pandas writes, is skipped.
-        columns: names of the wanted columns, the captions' last.
-        where: the setting and the file, for messages.
-    """
+    """Return the rows of a UTF-8 table in its order, without empty lines: ``.jsonl``, a JSON object per line, or
+    comma-separated with a header, as spreadsheets and pandas (with a nameless first column) write it. Of the wanted
+    ``columns``, the captions' comes last; ``where`` is setting and file."""
     text = read_text(file, where)
     lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
     if file.suffix.lower() == ".jsonl":
@@ -94,11 +89,8 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
 
 
 def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[str]:
-    """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file, the lines of others.
-
-    White space around a caption is dropped; empty ones are left out, and that is logged. ``columns`` has the table's
-    name of ``caption`` (``data.columns``).
-    """
+    """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file (or as ``data.columns``
+    names it), the lines of others. White space around them is dropped; empty ones are left out, and that is logged."""
     names = column_names(("caption",), columns)
     kinds = "a text file with a caption per line, or a .csv or .jsonl file"
     if not path.is_file():

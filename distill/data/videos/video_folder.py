@@ -63,10 +63,8 @@ def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
 
 
 def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[ListedClip]:
-    """Return every row of the folder's table, or every video and the text next to it.
-
-    ``columns`` has the table's names of ``COLUMNS`` (``data.columns``).
-    """
+    """Return every row of the folder's table, whose columns ``data.columns`` may rename, or every video and its
+    text."""
     names = column_names(COLUMNS, columns)
     file = table_of(path)
     if file is None:
@@ -77,14 +75,8 @@ def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[
 def listed(
     path: Path, file: Path, column: str, table: Iterable[tuple[int, Sequence[str | None]]], *, also_in: str = ""
 ) -> list[ListedClip]:
-    """Return the clips that ``file`` lists.
-
-    Args:
-        path: folder of the videos.
-        column: name of the column with the videos' names, for messages.
-        table: line of each row, and its file name and caption.
-        also_in: folder in ``path`` to which file names may be relative too, as ``videos/``.
-    """
+    """Return the clips of ``table``: line of each row in ``file``, and its file name (of the ``column``) and caption.
+    Names are relative to ``path``, perhaps to its folder ``also_in``, as ``videos/``."""
     find, rows = _finder(path), []
     for line, (name, caption) in table:
         if not name or not name.strip():
@@ -119,11 +111,8 @@ def _beside(video: Path) -> ListedClip:
 
 
 def _finder(folder: Path) -> Callable[[str], ListedClip]:
-    """Return a search for the files of a folder by the names that a table has for them.
-
-    A name that a file has is taken as it is. Else names are compared without regard to what changes when tables and
-    files move between systems: composed or decomposed accents, blanks at the ends, backslashes between folders.
-    """
+    """Return a search for the files of a folder by the names that a table has for them: as it is, or without regard to
+    accents (composed or not), blanks at the ends and backslashes, which change between systems."""
 
     @functools.cache  # one listing of each folder, not a call for each clip
     def names_in(inside: str) -> dict[str, list[str]]:

@@ -29,10 +29,8 @@ def draw_noise(
     shifts: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Sample:
-    """Draw the noise of samples with parts of these ``shapes``, whose times have these ``shifts``.
-
-    The draw of the video is named ``PURPOSE``, that of another part ``PURPOSE/PART``.
-    """
+    """Draw the noise of samples with parts of these ``shapes`` and ``shifts`` of times, named ``PURPOSE`` or
+    ``PURPOSE/PART``."""
     parts = {name: random.normal(part_name(purpose, name), shape, dtype) for name, shape in shapes.items()}
     return Sample(parts, shifts or {})
 
@@ -45,11 +43,8 @@ def noise_like(x: Sample, random: StepRandom, purpose: str) -> Sample:
 def chunk_noise(
     role: Role, random: StepRandom, purpose: str, shapes: PartShapes, *clock_and_dtype: Any
 ) -> Iterator[Sample]:
-    """Yield the noise of each chunk of ``role``, drawn when it is asked for.
-
-    The other arguments are those of :func:`draw_noise`. The draw of chunk i of a causal role is named ``PURPOSE/i``; a
-    bidirectional role gets the noise of the whole clip.
-    """
+    """Yield the noise of each chunk of ``role``, when asked for, like :func:`draw_noise`; chunk i of a causal role is
+    named ``PURPOSE/i``. A bidirectional role gets the noise of the whole clip."""
     if role.causal is None:
         yield draw_noise(random, purpose, shapes, *clock_and_dtype)
         return
@@ -59,12 +54,8 @@ def chunk_noise(
 
 
 def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose: str) -> Tensor:
-    """Draw one number, such as a time, per chunk and sample.
-
-    ``draw`` draws the numbers ``(B,)`` of one chunk by name; chunk i of a causal role has the name ``PURPOSE/i``.
-    Return the number of each of the T = ``frames`` latent frames, ``(B, T)``; of each sample, ``(B,)``, for a
-    bidirectional role.
-    """
+    """Draw one number per chunk and sample by ``draw``, which gets a name, ``PURPOSE/i`` for chunk i, and returns
+    ``(B,)``. Return it for each of T = ``frames`` latent frames, ``(B, T)``; for a bidirectional role ``(B,)``."""
     if role.causal is None:
         return draw(purpose)
     chunks = role.causal.chunks(frames)
@@ -86,11 +77,8 @@ def context_chunk(causal: CausalSettings, x0: Sample, random: StepRandom, purpos
 
 
 def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> Sample | None:
-    """Return the clip ``x0`` as the clean half of teacher forcing sees it: chunk by chunk at ``context_time``.
-
-    Chunk i has the noise ``PURPOSE/i``. The role replaces a first frame that the condition gives. A bidirectional role
-    has no history, ``None``.
-    """
+    """Return the clip ``x0`` as the clean half of teacher forcing sees it, chunk i at ``context_time`` with the noise
+    ``PURPOSE/i``; ``None`` for a bidirectional role. The role replaces a given first frame."""
     if role.causal is None:
         return None
     parts = [context_chunk(role.causal, x, random, f"{purpose}/{i}") for i, x in enumerate(split_chunks(role, x0))]
@@ -98,10 +86,8 @@ def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> S
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
-    """Check that teacher and student see one history: both or neither are causal, with the same chunks at one time.
-
-    Without a teacher, any student fits.
-    """
+    """Check that teacher (if any) and student see one history: both or neither are causal, with the same chunks and
+    time."""
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()
     for name, theirs, ours in (

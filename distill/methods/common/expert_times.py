@@ -85,10 +85,8 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
-    """Return the range of each of ``t`` ``(B,)``, on the CPU, between all boundaries of ``roles``.
-
-    Rounding is that of :meth:`Role.expert_at`.
-    """
+    """Return the range of each of ``t`` ``(B,)`` between all boundaries of ``roles``, on the CPU, rounded as by
+    :meth:`Role.expert_at`."""
     from models.roles.role import ROUNDING
 
     t = t.double() + ROUNDING

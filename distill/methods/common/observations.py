@@ -15,11 +15,8 @@ class Observations:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor | Sample, where: Tensor | None = None) -> None:
-        """Add the ``values`` ``(B, ...)`` of a metric (``name``, without the role) that ``where`` selects, or all.
-
-        Of a sample, add each part (:func:`models.sample.part_name`). The names in a step must not depend on the values:
-        ranks sum them by position.
-        """
+        """Add the ``values`` ``(B, ...)`` of a metric that ``where`` selects, or all; of a sample, those of each part.
+        The names in a step must not depend on the values: ranks sum them by position."""
         if isinstance(values, Sample):
             for part, of_part in values.parts.items():
                 self.add(part_name(name, part), of_part, where)
@@ -58,11 +55,8 @@ def per_sample_norm(x: Tensor) -> Tensor:
 
 
 def observe_latents(observations: Observations, prefix: str, sample: Sample) -> None:
-    """Add each sample's mean and standard deviation per channel, and its mean absolute change between frames.
-
-    Names are ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and ``PREFIX_motion``; parts other than the video have the
-    prefix ``PREFIX_PART``.
-    """
+    """Add each sample's ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL``, and ``PREFIX_motion``, its mean absolute
+    change between frames; other parts than the video have ``PREFIX_PART``."""
     for name, part in sample.parts.items():
         of_part, x = prefix if name == VIDEO else f"{prefix}_{name}", part.detach()
         flat, moved = x.flatten(2), x.diff(dim=2).abs()
@@ -74,12 +68,8 @@ def observe_latents(observations: Observations, prefix: str, sample: Sample) -> 
 
 
 def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor) -> None:
-    """Add the means of ``values`` over four equal intervals of the time ``t`` in [0, 1].
-
-    Both are ``(B,)``, or ``(B, T)`` if each latent frame has its own time.
-
-    The lower end of the interval is in the name: ``NAME/t0.00``. An interval without samples is null in the metrics.
-    """
+    """Add the means of ``values`` over four equal intervals of the time ``t`` in [0, 1], both ``(B,)`` or ``(B, T)``,
+    as ``NAME/t0.00`` by the lower end. An interval without samples is null in the metrics."""
     index = (t.detach() * 4).long().clamp(0, 3)
     for bucket in range(4):
         observations.add(f"{name}/t{bucket / 4:.2f}", values, index == bucket)

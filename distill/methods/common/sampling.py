@@ -112,11 +112,9 @@ def by_chunks(
 def integrate(
     velocity: Velocity, noise: Sample, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
 ) -> list[Sample]:
-    """Follow ``velocity`` from time 1 to time 0; return the states at some times, and last the clean latents.
-
-    ``shift`` is that of the video's times. ``states`` are times in (0, 1], descending, which are added to those of the
-    ``steps``; only ``euler`` takes them.
-    """
+    """Follow ``velocity`` from time 1 to 0; return the states at ``states``, descending in (0, 1], and last the clean
+    latents. ``shift`` is that of the video's times. Only ``euler`` takes states, whose times it adds to the
+    ``steps``."""
     if sampler == "unipc":
         assert not states, "UniPC's steps depend on each other"
         return [unipc_sample(velocity, noise, steps=steps, shift=shift)]
@@ -164,13 +162,9 @@ def rollout(
     *,
     sampler: StudentSampler,
 ) -> Sample:
-    """Sample the few-step student: denoise, move to the next time, and repeat.
-
-    Only the last step has a gradient, if gradients are enabled (backward simulation, Yin et al. 2024b, section 4.5).
-
-    The ``times`` descend and are above 0. Each is a number for all samples, or one per sample in the dtype of
-    ``noise``. For the other arguments see :func:`last_input`.
-    """
+    """Sample the few-step student: denoise, move to the next time, and repeat. Only the last step has a gradient, if
+    enabled (backward simulation, Yin et al. 2024b, section 4.5). The ``times`` descend and are above 0, each for all
+    samples or one per sample in the dtype of ``noise``; the rest is as in :func:`last_input`."""
     steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
     def velocity(x: Sample, step: Times) -> Sample:
