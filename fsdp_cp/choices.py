@@ -6,8 +6,8 @@ import dataclasses
 import operator
 import os
 import types
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -98,6 +98,19 @@ def user_path(text: str, setting: str) -> Path:
 def installed_names(group: str) -> list[str]:
     """Return the names in an entry-point group, sorted, without importing the packages."""
     return sorted({point.name for point in entry_points(group=group)})
+
+
+def add_installed(
+    group: str, kind: str, known: Mapping[str, Any], add: Callable[[str, Any], object]
+) -> dict[str, UserError]:
+    """Call ``add(name, object)`` for parts of other packages that ``known`` lacks; return the errors of broken ones."""
+    broken = {}
+    for name in set(installed_names(group)) - known.keys():
+        try:
+            load_installed(group, name, f"{kind}={name}", partial(add, name))
+        except UserError as error:
+            broken[name] = error
+    return broken
 
 
 def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:

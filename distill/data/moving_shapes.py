@@ -65,6 +65,7 @@ class MovingShapes:
         self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
         self._table = WordTable(encoders)
         self._size = {"num_frames": num_frames, "height": height, "width": width}
+        self._frame = {"height": height, "width": width}
         self._seed, self._split, self._num_clips = seed, "train", num_clips
         self.fps = float(fps)
         self._has_sound = sound
@@ -78,7 +79,6 @@ class MovingShapes:
         self.condition_shapes = {name: tuple(value.shape) for name, value in self.null.items()}
 
     def heldout(self) -> MovingShapes:
-        """Return the same data set from the held-out stream, which training never sees."""
         data = copy.copy(self)
         data._split = "heldout"
         return data
@@ -91,14 +91,12 @@ class MovingShapes:
     def measure(
         self, clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray | None = None
     ) -> dict[str, Measure]:
-        """Measure clips by their pixels and sounds; see :func:`distill.data.shape_measures.measure`."""
         from distill.data.shape_measures import measure  # lazily: SciPy
 
         return measure(clips, captions, self._reference, sounds)
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of everything that item ``i`` depends on."""
         decides = (self.latent_shapes[VIDEO], self._seed, self._split, self._num_clips, self._table.words)
         identity = repr(("moving_shapes", 1, *decides)).encode()
         identity += self._table.vectors.numpy().tobytes() + self.null["text"].numpy().tobytes()
@@ -133,7 +131,6 @@ class MovingShapes:
         return {"text": text, "audio_text": text, "fps": torch.full((*text.shape[:-2], 1), self.fps)}
 
     def caption(self, index: int) -> str:
-        """Return the caption of an item."""
         return self._captions[index % len(self._captions)]
 
     def captions(self) -> list[str]:
@@ -141,19 +138,15 @@ class MovingShapes:
         return list(self._captions)
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
-        """Return the condition of captions made of the table's words, or empty ones. UserError for others."""
         return Condition(self._tensors(self._table.embed(captions, CAPTION_WORDS)), self.null, self.empty)
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
-        """Return ``text`` fp32 (L, D) of a caption made of the table's words, as encoded sets store it."""
         return {"text": self._table.embed([caption], CAPTION_WORDS)[0]}
 
     def decode(self, latents: Sample) -> Tensor:
-        """Video (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
         return PixelCodec().decode(latents.video)
 
     def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
-        """Return the sound of n samples, float32 (n, 1, samples) in [-1, 1], and its samples per second."""
         levels = latents.parts[AUDIO].float().cpu().numpy()
         return torch.from_numpy(waveform(levels, fps=self.fps)), SOUND_RATE
 
@@ -164,10 +157,6 @@ class MovingShapes:
         """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
         items = [self[i % self._num_clips]["latents"] for i in range(first, first + count)]
         return PixelCodec().decode(torch.stack(items))
-
-    @property
-    def _frame(self) -> dict[str, int]:
-        return {"height": self._size["height"], "width": self._size["width"]}
 
     def _scene(self, index: int) -> Scene:
         stream = (self._seed, SPLITS.index(self._split), index)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from distill.data.base import ClipDataset, ClipSettings
-from fsdp_cp.choices import check_choices, check_range, installed_names, load_installed
+from fsdp_cp.choices import add_installed, check_choices, check_range
 from fsdp_cp.errors import UserError, counted
 from models.sample import PartShapes
 
@@ -272,24 +272,18 @@ DATA: dict[str, type[DataSettings]] = {
     "captions": CaptionsSettings,
     "encoded": EncodedSettings,
 }
-ENTRY_POINTS = "fsdp_cp.data_sets"
 BROKEN: dict[str, UserError] = {}
 """Error of each data set of another package that could not be loaded, by name."""
 
 
+def _add(name: str, settings: Any) -> None:
+    if not issubclass(settings, DataSettings) or settings().name != name:
+        raise TypeError(f"{settings!r} is not a subclass of DataSettings with name={name}")
+    DATA[name] = settings
+
+
 def _add_installed() -> None:
-    """Add the settings that other packages register in :data:`ENTRY_POINTS` to :data:`DATA`."""
-    for name in set(installed_names(ENTRY_POINTS)) - DATA.keys():
-
-        def add(settings: Any, name: str = name) -> None:
-            if not issubclass(settings, DataSettings) or settings().name != name:
-                raise TypeError(f"{settings!r} is not a subclass of DataSettings with name={name}")
-            DATA[name] = settings
-
-        try:
-            load_installed(ENTRY_POINTS, name, f"data={name}", add)
-        except UserError as error:
-            BROKEN[name] = error
+    BROKEN.update(add_installed("fsdp_cp.data_sets", "data", DATA, _add))
 
 
 _add_installed()

@@ -39,16 +39,10 @@ def alone(method: type[Method], name: str) -> type[Method]:
             return (name,)
 
         @classmethod
-        def check_files(cls, *_: Any) -> None:
-            """Read no files: only training does."""
+        def accept(cls, *_: Any) -> None:
+            """Check nothing: only training reads files, and samplers know sound and two experts."""
 
-        @classmethod
-        def check_parts(cls, *_: Any) -> None:
-            """Accept sound: samplers know all parts."""
-
-        @classmethod
-        def check_experts(cls, *_: Any) -> None:
-            """Accept two experts: guidance has one scale for each."""
+        check_files = check_parts = check_experts = accept
 
         @classmethod
         def check_causal(cls, settings: Any, causal: Mapping[str, Any]) -> None:

@@ -24,15 +24,13 @@ from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
 from distill.methods.self_forcing import SelfForcing, SelfForcingSettings
-from fsdp_cp.choices import installed_names, load_installed
+from fsdp_cp.choices import add_installed
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
     from models.roles.role import Role
 
 __all__ = ["METHODS", "Batch", "Loss", "Method", "add_installed_methods", "build_method"]
-
-ENTRY_POINTS = "fsdp_cp.methods"
 
 METHODS: dict[str, tuple[type[Method], type]] = {
     "flow_matching": (FlowMatching, FlowMatchingSettings),
@@ -53,21 +51,17 @@ BROKEN: dict[str, UserError] = {}
 
 def add_installed_methods() -> None:
     """Add the methods of other packages to :data:`METHODS`. Methods that cannot be loaded go to :data:`BROKEN`."""
-    for name in set(installed_names(ENTRY_POINTS)) - METHODS.keys():
 
-        def add(registered: Any, name: str = name) -> None:
-            method, settings = registered
-            if not issubclass(method, Method) or settings().name != name:
-                raise TypeError(f"{registered!r} is not (a subclass of Method, its settings with name={name})")
-            folder = Path(inspect.getfile(method)).parent / "configs"
-            if not folder.is_dir():
-                raise FileNotFoundError(folder)
-            METHODS[name], INSTALLED[name] = (method, settings), folder
+    def add(name: str, registered: Any) -> None:
+        method, settings = registered
+        if not issubclass(method, Method) or settings().name != name:
+            raise TypeError(f"{registered!r} is not (a subclass of Method, its settings with name={name})")
+        folder = Path(inspect.getfile(method)).parent / "configs"
+        if not folder.is_dir():
+            raise FileNotFoundError(folder)
+        METHODS[name], INSTALLED[name] = (method, settings), folder
 
-        try:
-            load_installed(ENTRY_POINTS, name, f"method={name}", add)
-        except UserError as error:
-            BROKEN[name] = error
+    BROKEN.update(add_installed("fsdp_cp.methods", "method", METHODS, add))
 
 
 def build_method(settings: Any, roles: Mapping[str, Role]) -> Method:

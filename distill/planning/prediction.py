@@ -70,7 +70,6 @@ class Prediction:
 
     mesh: MeshShape
     tokens: int
-    """Tokens of a sample."""
     simulation: Simulation
     peaks: dict[str, Peak]
     """Peak of each phase: the simulated peaks with the workspace of attention kernels, and the encoders' peaks."""

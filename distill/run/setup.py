@@ -53,7 +53,6 @@ class RunPlan:
     mesh: MeshShape
     shapes: Shapes
     tokens: int
-    """Number of tokens of a sample."""
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 

@@ -54,7 +54,6 @@ class Point:
     words: tuple[str, ...] = ()
     """Command line of the run, without ``run_dir``."""
     tokens: int | None = None
-    """Number of tokens of a sample."""
     batch_size: int | None = None
     warm_up: int = 0
     """Number of steps before the measured ones."""

@@ -114,7 +114,6 @@ class Trained:
     name: str
     """Name in logs and checkpoints: the role's, or ``ROLE.EXPERT``."""
     role: Role
-    """Role that the network serves."""
     index: int
     """Position among the role's networks."""
     single: Role
@@ -123,9 +122,8 @@ class Trained:
     average: Ema | None
     """Exponential moving average of the weights, if the role keeps one."""
     all_updates: int
-    """Number of updates of this network in the whole run."""
+    """Number of updates of this network in the whole run; ``updates`` are those so far."""
     updates: int = 0
-    """Number of updates so far."""
 
     def weights(self, *, averaged: bool = False) -> Mapping[str, Tensor]:
         """Return the sharded masters, or their average, by public name."""

@@ -150,7 +150,6 @@ class HunyuanEncoderFolder(EncoderFolder):
         return ImageInput(latents=FIRST_FRAME, encoder=inspect_image_encoder(self.path, where, SIGLIP))
 
     def text_key(self) -> dict[str, Any]:
-        """Return system message, cut-off and layer of the embedding: defaults of diffusers."""
         return _template()
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int]]:

@@ -37,15 +37,13 @@ class ImageEncoderFolder:
     """Settings of the image encoder in a pipeline folder, without weights."""
 
     path: Path
-    """The pipeline folder."""
     class_name: str
     """Class of the encoder in transformers."""
     processor: str
     """Sub-folder of the processor."""
     tokens: int
-    """N: one feature for each patch, and the class token if there is one."""
+    """N: one feature for each patch, and the class token if there is one; each has D, its ``width``."""
     width: int
-    """D."""
 
 
 def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLIP) -> ImageEncoderFolder:

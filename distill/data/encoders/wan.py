@@ -204,7 +204,6 @@ class EncoderFolder:
     """Values of ``data.vae_precision`` that the VAE takes."""
 
     path: Path
-    """The pipeline folder."""
     channels: int
     """C, latent channels."""
     temporal: int
@@ -285,11 +284,9 @@ class EncoderFolder:
         return []
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
-        """Load the VAE."""
         return self.codec_class(self, device=device, dtype=dtype, tiling=tiling)
 
     def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        """Load the text encoder."""
         return self.text_class(self, max_tokens=max_tokens, device=device, dtype=dtype)
 
     def text_key(self) -> dict[str, Any]:

@@ -95,11 +95,9 @@ class PixelCodec(VideoCodec):
         """Load nothing."""
 
     def encode(self, video: Tensor) -> Tensor:
-        """Return ``video`` (3, T, H, W) in [-1, 1] as it is."""
         return video
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode (n, 3, T, H, W) to uint8 (n, T, H, W, 3) on the CPU; values outside [-1, 1] are clipped."""
         return to_bytes(latents.float().cpu()).permute(0, 2, 3, 4, 1).contiguous()
 
 

@@ -105,16 +105,13 @@ class EncodedDataset:
         return data
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """Return the embeddings of a caption as the set stores them: (tokens, D), not filled up."""
         where, text = self._find(caption)
         return where.text(text)
 
     def caption(self, index: int) -> str:
-        """Return the caption of an item, without its tensors."""
         return self.set.caption(self.set.text_of(self._rows[index]))
 
     def captions(self) -> Sequence[str]:
-        """Return the distinct captions, in the order of their first items."""
         return self.set.captions
 
     def condition(self, captions: Sequence[str], clips: Sequence[int] | None = None) -> Condition:
@@ -163,11 +160,9 @@ class EncodedDataset:
         return tensors
 
     def decode(self, latents: Sample) -> torch.Tensor:
-        """Decode the video of n samples on any device to uint8 (n, T, H, W, 3) on the CPU."""
         return self._loaded().decode(latents.video)
 
     def decode_sound(self, latents: Sample) -> tuple[torch.Tensor, int]:
-        """Decode the audio of n samples to float32 (n, channels, samples) on the CPU; return samples per second too."""
         return self._loaded().decode_sound(latents.parts[AUDIO])
 
     def _loaded(self) -> VideoCodec:
@@ -176,7 +171,6 @@ class EncodedDataset:
         return self._codec
 
     def release(self) -> None:
-        """Free the VAE that decoding loaded; decoding loads it again."""
         self._codec = None
         release_memory(self.device)
 

@@ -36,7 +36,6 @@ class Place(NamedTuple):
     offset: int
     """First byte, counted from the start of the file."""
     size: int
-    """Bytes."""
 
 
 def publish(file: Path, content: bytes) -> None:

@@ -45,11 +45,8 @@ class ClipFormat:
     """Length, size and rate of clips."""
 
     num_frames: int
-    """Frames per clip."""
     height: int
-    """Height in pixels."""
     width: int
-    """Width in pixels."""
     fps: float
     """Frames per second at which the source is sampled."""
 
@@ -70,19 +67,16 @@ class SoundFormat(NamedTuple):
 
 
 class FilePart(NamedTuple):
-    """Bytes of a file, such as a member of an archive."""
+    """``size`` bytes of a file from ``offset`` on, such as a member of an archive."""
 
     file: Path
     offset: int
-    """First byte."""
     size: int
-    """Bytes."""
 
     def __str__(self) -> str:
         return f"{self.file} (byte {self.offset})"
 
     def read(self) -> bytes:
-        """Return the bytes. Raises ``OSError`` for a file that cannot be read."""
         with self.file.open("rb") as stream:
             stream.seek(self.offset)
             return stream.read(self.size)

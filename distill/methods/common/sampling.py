@@ -202,14 +202,11 @@ def last_input(
 
 
 class LastStep(NamedTuple):
-    """Last step of a chunk in a rollout. It can be computed again with a gradient: nothing that it holds changes."""
+    """Last step of a chunk, with input ``x_t``, times ``(B,)`` and earlier chunks, to compute again with a gradient."""
 
     x: Sample
-    """Input ``x_t``."""
     t: Tensor
-    """Times ``(B,)``."""
     cache: Cache
-    """Earlier chunks."""
 
     def x0(self) -> Sample:
         """Return the student's prediction, which is the chunk. Its graph reaches the network, not the cache."""
