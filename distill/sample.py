@@ -66,8 +66,7 @@ def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartSha
 
 @paths_of_the_user()
 def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Path, int]:
-    """Return configuration (with the method that samples the network), role, folder and number of steps of the command
-    line."""
+    """Return configuration (with the method that samples the network), role, folder and steps that are chosen."""
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
     config = settings_of_run(run_dir, arguments.device)
     role: RoleName = "teacher" if arguments.teacher else "student"

@@ -114,7 +114,6 @@ class _Sampling:
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
-        """Sample clips; return the tensors of each by its number."""
         method, states = self.config.method, self.arguments.states
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)

@@ -77,6 +77,5 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
 
 
 def _divisors(number: int, near: int) -> str:
-    """Return the eight divisors of ``number`` nearest to ``near``, as text."""
     fitting = sorted((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))[:8]
     return ", ".join(map(str, sorted(fitting)))

@@ -81,8 +81,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def parsed_value(key: str, value: str, setting: Setting) -> Any:
-    """Return a typed value, which is in Hydra's grammar. Text, such as a path, needs no quotes, and may begin with
-    ``~``."""
+    """Return a typed value, which is in Hydra's grammar. Text needs no quotes, and a path may begin with ``~``."""
     is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value)
     if setting.is_text and value != "null" and not is_quoted:
         if key.rpartition(".")[2] not in PATHS:
@@ -110,8 +109,7 @@ def _register() -> None:
 
 
 def compose_config(words: list[str]) -> Config:
-    """Compose the YAML groups by Hydra, then set single settings one by one, so that each error names the wrong
-    word."""
+    """Compose the YAML groups by Hydra, then set single settings one by one, so that errors name the wrong word."""
     _register()
     groups, settings = {}, []
     for word in words:
@@ -178,7 +176,6 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 
 def _typed(values: dict[str, Any]) -> Config:
-    """Build the configuration from resolved values; see :func:`distill.config.kinds.make`."""
     values["method"] = make(METHODS[values["method"]["name"]][1], values["method"], "method.")
     values["data"] = make(DATA[values["data"]["name"]], values["data"], "data.")
     return make(Config, values)

@@ -61,8 +61,7 @@ def information(arguments: list[str]) -> str | None:
 
 
 def usage(config: Config) -> list[str]:
-    """Return the lines of the short text: the most used settings with their meaning, the others, once, with their
-    value."""
+    """Return the lines of the short text: the most used settings with their meaning, the others with their value."""
     lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row.key))
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)
@@ -83,7 +82,6 @@ def usage(config: Config) -> list[str]:
 
 
 def _every_setting(config: Config) -> list[str]:
-    """Return the lines of ``--help all``: every key with its value and its whole meaning."""
     values = {type(chosen): chosen for chosen in (config, config.method, config.data)}
     lines = []
     for prefix, settings in OWNERS:
@@ -95,7 +93,6 @@ def _every_setting(config: Config) -> list[str]:
 
 
 def _groups() -> Iterator[str]:
-    """Yield the choices of each group."""
     for group in GROUPS:
         text = f"{group + '=':<12} {' | '.join(choices(group))}"
         yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 15, break_on_hyphens=False)

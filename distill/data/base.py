@@ -147,8 +147,7 @@ class MeasuredDataset(Protocol):
 
 
 def sample_of(items: Mapping[str, Any], clock: Mapping[str, float], name: str = "latents") -> Sample | None:
-    """Return the latents (or ``states``), if any, of B collated items; ``clock`` has the parts with their times'
-    shifts."""
+    """Return the latents (or ``states``), if any, of B collated items; ``clock`` has the parts and their shifts."""
     if name not in items:
         return None
     return Sample({part: items[part_name(name, part)] for part in clock}, clock)

@@ -44,8 +44,7 @@ REFERENCE_CLIPS = 512
 
 
 class MovingShapes:
-    """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes
-    alone."""
+    """Data set of the rendered clips. Item i has caption i modulo 64, and depends on seed, split, i and sizes."""
 
     def __init__(
         self,

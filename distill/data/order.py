@@ -53,8 +53,7 @@ def clip_at(seed: int, clips: int, position: int) -> int:
 def clips_of_micro_batches(
     *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int
 ) -> Iterator[list[int]]:
-    """Yield the clips of this rank's micro-batches in ``steps`` steps, after ``first_sample`` samples of earlier
-    steps."""
+    """Yield the clips of this rank's micro-batches in ``steps`` steps, after ``first_sample`` earlier samples."""
     for step in range(steps):
         start = first_sample + step * batching.global_size
         for micro_batch in range(batching.accumulation):

@@ -287,8 +287,7 @@ def late_by_pitch(shown: np.ndarray, told: np.ndarray) -> float:
 
 def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray) -> dict[str, Measure]:
     """Measure whether sounds, as ``decode_sound`` returns them, follow the pictures of n clips: the correlation of
-    pitch and height where the shape is visible, and the mean distance in frames where it blinks (loudness) or falls
-    (pitch)."""
+    pitch and height where the shape is visible, and how late it blinks (loudness) or falls (pitch)."""
     shown = geometry_of(clips).centre[..., 1] / clips.shape[2]
     told = heard(sounds, clips.shape[1])
     moments = told.reshape(*shown.shape, ROWS)

@@ -134,8 +134,7 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
 
 
 def raised(scene: Scene, share: float, *, height: int) -> Scene:
-    """Return ``scene`` moved up or down: ``share`` in [0, 1] covers all heights, but 3/16 of the frame at its
-    borders."""
+    """Return ``scene`` moved up or down: ``share`` in [0, 1] covers all heights but 3/16 at each border."""
     border, path = height * _MAX_OFFSET / _REFERENCE_SIDE, scene.centres[:, 1]
     low, high = border - path.min(), height - border - path.max()
     moved = scene.centres + np.array([0.0, min(low, high) + share * abs(high - low)])

@@ -39,8 +39,7 @@ class Shares:
 
     def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
         """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank. The
-        ranks meet after every few items, so that failures are heard soon, and none waits longer than the group's
-        timeout."""
+        ranks meet after every few items, so that failures are heard soon and no wait exceeds the group's timeout."""
         results: list[T] = []
         assigned, size = self.assigned(count), len(self.ranks) * _ROUND
         for first in range(0, count, size):

@@ -151,7 +151,6 @@ def _facts(network: SampledNetwork) -> dict[str, Any]:
 
 
 def _path_and_steps(word: str) -> tuple[str, int | None]:
-    """Split ``PATH@STEPS``."""
     path, _, count = word.rpartition("@")
     return (path, int(count)) if count.isdecimal() and path else (word, None)
 
@@ -163,7 +162,6 @@ def _resolved(config: Config) -> Config:
 
 
 def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespace) -> dict[str, SampledNetwork]:
-    """Plan the networks that the words name, by their names in tables."""
     shapes, networks = config.data.sample_shapes()[0], {}
     if isinstance(config.method, FewStepSettings) and "teacher" not in {_path_and_steps(word)[0] for word in words}:
         words = [*words, *["teacher"] * (config.teacher.checkpoint is not None)]
@@ -356,7 +354,6 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
 
 
 def _latents(plan: Plan, name: str, prompt: int, seeds: Sequence[int]) -> tuple[Sample, list[dict[str, str]]]:
-    """Read the latents of a prompt's clips, and the times that they took."""
     made, times = [], []
     for seed in seeds:
         path = _latents_file(plan, name, prompt, seed)
@@ -432,7 +429,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], begun: Mapping[str, Any]) -> None:
-    """Write ``evaluation.json``, ``evaluation.md`` and ``evaluation.html``, and print the table."""
     values = {
         name: {key: [prompt["values"][name][key] for prompt in found] for key in found[0]["values"][name]}
         for name in plan.networks

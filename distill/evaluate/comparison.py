@@ -46,7 +46,6 @@ def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Resu
 
 
 def _means(numbers: Sequence[Sequence[float | None]]) -> np.ndarray:
-    """Return the mean of each prompt; NaN where a number is missing."""
     return np.array([np.array(of_prompt, dtype=float).mean() for of_prompt in numbers])
 
 

@@ -83,7 +83,6 @@ def prompt_measures(
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the root mean square distance of two clips."""
     pairs = zip(torch.from_numpy(a), torch.from_numpy(b), strict=True)
     return float(np.mean([float((x.float() - y.float()).square().mean()) for x, y in pairs]) ** 0.5 / 255)
 

@@ -111,8 +111,7 @@ def check_package(python: Path, dimensions: Sequence[str]) -> list[str]:
 
 
 def link_clips(clips: Mapping[tuple[str, int], Path], folder: Path, *, flickering: bool) -> Path:
-    """Make a folder with links ``PROMPT-SEED.mp4`` to a participant's clips, those of flickering or the others; return
-    it."""
+    """Make a folder with links ``PROMPT-SEED.mp4`` to the clips of flickering, or to the others; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = {prompt for prompt, seed in clips if seed >= SEEDS}
     for (prompt, seed), clip in clips.items():
@@ -189,7 +188,7 @@ def run_suite(
     dimensions: Sequence[str],
     device: str,
 ) -> None:
-    """Score the clips of the participants, each with its folder's name, and write ``OUT/vbench.json`` and
+    """Score the clips of the participants, with their folders' names, and write ``OUT/vbench.json`` and
     ``OUT/vbench.md``."""
     info = out / "vbench" / "VBench_full_info.json"
     write_text(info, json.dumps(list(entries)))

@@ -156,7 +156,7 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Refuse files that only this method reads and cannot use, before anything is built; ``causal`` as in
+        """Refuse files that only this method reads and cannot use, before anything is built; for ``causal`` see
         :meth:`check_causal`."""
         return
 
@@ -176,7 +176,7 @@ class Method(ABC):
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Refuse causal roles, by default all. ``causal`` has the causal settings of each role; ``None`` if
+        """Refuse causal roles, by default all. ``causal`` has each role's causal settings; ``None`` if
         bidirectional."""
         for name, role in causal.items():
             if role is not None:
@@ -184,8 +184,7 @@ class Method(ABC):
                 raise UserError(f"{name}.causal.chunk={role.chunk} is not for method={settings.name}; {hint}")
 
     def clock(self, role: str) -> Mapping[str, float]:
-        """Return the parts of samples of ``role``, with the shifts of their times. The teacher's sampling keeps its
-        model's."""
+        """Return the parts of samples of ``role``, with the shifts of their times. The teacher keeps its model's."""
         released, ratio = self.roles[role].family.parts, self.settings.audio_shift_ratio
         return released if ratio is None or role == "teacher" else {**released, AUDIO: ratio}
 

@@ -176,8 +176,7 @@ class Dmd2(FewStepMethod):
                 raise UserError(f"method.step_list={list(settings.step_list)} has {unseen}; add one")
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
-        """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch
-        (``expert_draws``)."""
+        """Return the rollout's times, the same on every rank and in all micro-batches of a part of the batch."""
         times = self.settings.student_times()
         if self.settings.rollout == "full":
             return times
@@ -205,7 +204,6 @@ class Dmd2(FewStepMethod):
     def _student_losses(
         self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
     ) -> Iterator[Loss]:
-        """Yield the losses of a student step."""
 
         def loss() -> Tensor:
             return self._sample_loss(self._rollout(batch, times, random), batch, last, random)

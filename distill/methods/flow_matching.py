@@ -104,7 +104,6 @@ class FlowMatching(Method):
         return errors.mean() if self.settings.weight == "none" else (gaussian(t, self.settings.shift) * errors).mean()
 
     def _times(self, batch: Batch, random: StepRandom) -> Times:
-        """Draw the times of the clips: ``(B,)``, or ``(B, T)`` by chunks."""
         student, purpose = self.roles["student"], "flow_matching/time"
         if student.causal is None:
             return draw_times(self._draw, random, purpose, batch.dtype, [(student,)], student)[0]
@@ -137,7 +136,7 @@ def gaussian(t: Tensor, shift: float) -> Tensor:
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
     """Draw times ``(B,)``, fp32 or better, by ``settings.time``, ``logit_mean`` and ``logit_std`` (Esser et al. 2024),
-    and shift them."""
+    then shifted."""
     if settings.time == "uniform":
         t = random.uniform(purpose, dtype)
     else:

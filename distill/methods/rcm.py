@@ -143,7 +143,6 @@ class Rcm(Scm):
         return draw_times(draw, random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
 
     def _draw_rollout(self, steps: int, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Draw the times of a rollout of ``steps``: first 1, then by ``method.rollout``."""
         times = [torch.ones(len(random.positions), dtype=dtype, device=random.device)]
         if self.settings.rollout == "fixed":
             return [*times, *(time * times[0] for time in self.settings.student_times()[1:steps])]
@@ -156,7 +155,6 @@ class Rcm(Scm):
         return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]
 
     def _last_step(self, times: list[Times]) -> Tensor | None:
-        """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         return times[-1].t if self.settings.fake_knows_last_step else None
 
     def _dmd_loss(self, batch: Batch, times: list[Times], random: StepRandom) -> Tensor:

@@ -68,7 +68,6 @@ class ScmSettings(FewStepSettings):
             raise UserError(f"method.mid_times={list(self.mid_times)} must descend from {below}, and stay above 0")
 
     def _trig_times(self) -> list[float]:
-        """Return the TrigFlow times of the student's sampler."""
         return [math.pi / 2 if self.sigma_max is None else math.atan(self.sigma_max), *self.mid_times]
 
     def student_times(self) -> list[float]:
@@ -117,8 +116,7 @@ class Scm(FewStepMethod):
         return [t, flow_time(t)]
 
     def _consistency_loss(self, step: int, batch: Batch, times: Times, random: StepRandom, weight: float) -> Tensor:
-        """Return ``mean (F - sg(F) - g)^2`` at TrigFlow times; only the logged gradient norm uses ``weight``, that of
-        this loss."""
+        """Return ``mean (F - sg(F) - g)^2`` at TrigFlow times; only the logged norm uses ``weight``, this loss's."""
         settings, student, (t, at) = self.settings, self.roles["student"], times
         noise = batch.noise(random, "scm/noise", student)
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")

@@ -144,8 +144,7 @@ def planned_shapes(config: Config) -> Shapes:
 
 
 def refuse_other_files(folder: Path, file: str, *others: str) -> None:
-    """Refuse a directory that cannot be written, or with a ``file`` or ``others`` that no plan wrote, before minutes
-    are spent."""
+    """Refuse a directory that cannot be written, or with a ``file`` or ``others`` that no plan wrote."""
     refuse_foreign(
         folder, "run_dir", others, record=file, is_ours=lambda plan: plan["made_by"] == MADE_BY, maker="the planner"
     )

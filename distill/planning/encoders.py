@@ -142,7 +142,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
-    """Measure the peak memory of one encoder call."""
     storages = LiveStorages(fakes=True)
     with fake_tensors(), storages, torch.no_grad():
         with storages.labelled(("encoders", "parameters")):

@@ -72,7 +72,6 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
 
 
 def _adapted_alike(role: RolePlan) -> bool:
-    """Return whether every block has the same adapters."""
     if role.lora is None:
         return True
     names = {module: name for name, module in role.network.named_modules()}

@@ -70,7 +70,7 @@ class Outcome:
 
 
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
-    """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit; write both as
+    """Print the candidates that fit, fastest first, as words to paste, and why others do not fit; write both as
     JSON."""
     command.require_plannable(config)
     if config.planning.hardware is None:

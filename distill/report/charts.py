@@ -75,8 +75,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
-    """Draw one curve as SVG, logarithmic if it spans more than a factor of 30; values that are not finite are
-    crosses."""
+    """Draw one curve as SVG, logarithmic if it spans more than a factor of 30; non-finite values are crosses."""
     role, quantity = key.split("/", 1)
     color = ROLE_COLORS.get(role, _MUTED)
     finite = values[np.isfinite(values)]

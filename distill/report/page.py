@@ -54,8 +54,7 @@ def page(
 
 
 def evaluation_page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], fps: float, **context: Any) -> str:
-    """Return the page of ``evaluation.json``; `rows` have the clips of the first prompts, `context` what else is
-    shown."""
+    """Return the page of ``evaluation.json``; `rows` have the clips of the first prompts, `context` all else."""
     count = len(rows[0].clips)
     shown = {"captions": data["prompts"][:count], "films": [_films(row, fps, count, target=104) for row in rows]}
     has_sound = any(row.sounds for row in rows)
@@ -123,7 +122,6 @@ def number(measure: Mapping[str, float | None], name: str) -> tuple[str, str]:
 
 
 def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
-    """Return a measure's name in words, its unit and direction, and its chart."""
     title = label(name).capitalize()
     units = {"distance": "SD, ", "lateness": "frames, "}
     unit = "%, " if name.endswith("accuracy") else units.get(name.partition("/")[0], "")
@@ -133,7 +131,6 @@ def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
 
 
 def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table cell of a row's measure: the measure, its CSS classes and its mark."""
     networks = [other["measures"] for other in data["rows"] if other["measures"] and other["role"] != "heldout"]
     values = [measures[name]["value"] for measures in networks if measures[name]["value"] is not None]
     measure = (row["measures"] or {}).get(name)
@@ -147,7 +144,6 @@ def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[st
 
 
 def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, str]:
-    """Return facts of the newest start and of the run, as text."""
     shown = start_facts(data["starts"])
     if "started" in shown:
         shown["started"] = _date(shown["started"])
@@ -165,7 +161,6 @@ def _text(value: Any) -> str:
 
 
 def _date(time: Any) -> str:
-    """Return an ISO time with a space instead of the T."""
     return str(time).replace("T", " ", 1)
 
 

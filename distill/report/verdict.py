@@ -208,7 +208,6 @@ def _clips(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _flat_clips(row: ReportRow) -> int:
-    """Return the number of clips with a single color, up to rounding, in all frames."""
     return sum(int((np.ptp(clip, axis=(0, 1, 2)) <= 1).all()) for clip in row.clips)
 
 

@@ -52,8 +52,7 @@ class Start:
 
 
 def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
-    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Rank 0 alone calls it, and it
-    changes nothing."""
+    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Rank 0 alone calls it."""
     # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
     data = config.data.table_in_words()
     resume_from, step = find_resume(resume, plan.run_dir / "checkpoints"), 0

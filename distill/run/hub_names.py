@@ -17,8 +17,7 @@ ROLES = ("teacher", "student", "fake")
 @paths_of_the_user()
 def resolve_hub_names(config: Config, roles: Collection[str] = ROLES) -> None:
     """Replace hub names of ``roles`` and encoders in ``config`` by ``owner/name@COMMIT``, and download what they need
-    (``dry_run`` and ``plan`` do not). A run that resumes takes the commits of its ``config.yaml``. All ranks must call
-    it."""
+    (``dry_run`` and ``plan`` do not). A run that resumes takes the commits of its ``config.yaml``. A collective."""
     settings = {f"{role}.checkpoint": (getattr(config, role), "checkpoint", network_files) for role in roles}
     if hasattr(config.data, "encoders"):
         settings["data.encoders"] = (config.data, "encoders", encoder_files)

@@ -57,8 +57,8 @@ class RunPlan:
     """Samples per data-parallel rank and forward."""
 
     def build_roles(self, *, data: ClipDataset | None = None, **options: Any) -> dict[str, Role]:
-        """Build the roles for the shapes of ``data``, by default the plan's, as :func:`models.roles.load.build_roles`.
-        A collective."""
+        """Build the roles for the shapes of ``data``, by default the plan's; see
+        :func:`models.roles.load.build_roles`."""
         shapes, of_condition = self.shapes if data is None else (data.latent_shapes, data.condition_shapes)
         options |= {"shapes": shapes, "condition_shapes": of_condition, "trained": self.method.trained_roles}
         return build_roles(self.roles, **options)
@@ -66,8 +66,8 @@ class RunPlan:
 
 @paths_of_the_user()
 def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shapes | None = None) -> RunPlan:
-    """Check ``config``, perhaps for another ``method``, against the world and its files; with ``shapes``, data's are
-    not read."""
+    """Check ``config``, perhaps for another ``method``, against the world and its files; ``shapes`` replace the
+    data's."""
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
     runs_here = shapes is None
@@ -208,7 +208,6 @@ def world_of(config: Config) -> int:
 
 
 def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
-    """Return the sharding of role ``name``, checked before its files are read."""
     role = getattr(config, name)
     settings = role if name in method.trained_roles else role.frozen()  # drop training settings without effect
     settings.check(device.type, f"{name}.")
@@ -255,8 +254,7 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
-    """Check ``attention.*`` against the ``heads`` of a rank, and kernels, if the run's ``device`` is here, against head
-    sizes."""
+    """Check ``attention.*`` against the ``heads`` of a rank, and kernels against head sizes if ``device`` is here."""
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         asked = config.attention.head_groups

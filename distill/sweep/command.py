@@ -54,8 +54,7 @@ _MADE_BY = "fsdp_cp sweep"
 
 
 def main(arguments: list[str]) -> int:
-    """Run a sweep; return 0, 2 for a mistake of the user, or 75 if a signal stopped it; the same command then
-    resumes."""
+    """Run a sweep; return 0, 2 for a mistake of the user, or 75 if a signal stopped it, to be resumed."""
 
     def work() -> None:
         if {"-h", "--help"} & set(arguments):
@@ -69,8 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> None:
-    """Check all points, run the unfinished ones, and write the table and the picture, which a signal (``Stopped``)
-    writes too."""
+    """Check all points, run the unfinished ones, and write table and picture, also after a signal (``Stopped``)."""
     options = parse_arguments(arguments)
     fixed, swept = parse_words(options.settings)
     folder = options.folder

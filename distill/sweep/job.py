@@ -157,7 +157,6 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of process ``pid`` (Linux only)."""
     children: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended

@@ -95,7 +95,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
-    """Compose and check the run of every combination of ``swept``, the last key fastest; with ``planned``, like the
+    """Compose and check the run of every combination of ``swept``, the last key fastest; ``planned``: like the
     planner."""
     combinations = itertools.product(*swept.values())
     return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]
@@ -144,8 +144,7 @@ def role_turns(config: Config) -> tuple[int, int]:
 
 
 def point_name(overrides: Mapping[str, str]) -> str:
-    """Return a directory name such as ``num_frames=21,cp=2``; what it cannot show in full ends with digits of a
-    hash."""
+    """Return a directory name such as ``num_frames=21,cp=2``; a name that is cut ends with a hash."""
     short = short_keys(overrides)
     text = ",".join(f"{short[key]}={value}" for key, value in overrides.items())
     name = re.sub(r"[^\w.+=,-]+", "_", text, flags=re.ASCII)

@@ -180,8 +180,7 @@ def build_training(config: Config, role: Role, index: int, *, name: str, updates
 
 
 def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
-    """Return the number of updates that each network gets in this run, by role and position; of experts by the
-    draws."""
+    """Return the number of updates that each network gets in this run, by role and position; experts by their draws."""
     counts: Counter[tuple[str, int]] = Counter()
     for step in range(config.steps):
         role = method.roles[method.trained_role(step)]

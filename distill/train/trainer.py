@@ -136,8 +136,7 @@ class Trainer:
 
     @long_timeout()
     def finish(self) -> None:
-        """Write export, samples and report; refuse if a role's last loss is not finite: its student must not look like
-        a result."""
+        """Write export, samples and report; refuse a last loss that is not finite: no such student is a result."""
         for name, loss in self.last_loss.items():
             if not math.isfinite(loss):
                 raise UserError(
@@ -208,8 +207,7 @@ class Trainer:
         }
 
     def first_steps(self) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step, at most 10 steps; return loss and gradient norm by ``step 1
-        (student)``."""
+        """Train until each role has had a step, at most 10 steps; return loss and norm by ``step 1 (student)``."""
         numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
         while waiting and self.step < min(10, self.config.steps):
@@ -249,7 +247,6 @@ class Trainer:
 
     @long_timeout()
     def _write_samples(self) -> None:
-        """Write sample clips of this step, of the student's average if it has one."""
         with self.method.student_average():
             shown = self.evaluator.write_samples(self.step)
         if self.log is not None and shown is not None:
@@ -267,7 +264,6 @@ class Trainer:
             self.evaluator.write_report(facts)
 
     def _open_log(self) -> None:
-        """Cut the logs back to this step and open them, on rank 0."""
         for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
             cut_back(self.run_dir / name, self.step)
         self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
@@ -353,8 +349,7 @@ class Trainer:
         }
 
     def _write_norms(self, role: str, trained: Sequence[Trained]) -> None:
-        """Write norms at each role's first update in every ``log.norms_every`` steps: a fixed step could miss a
-        role."""
+        """Write norms at each role's first update in every ``log.norms_every`` steps: fixed steps could miss a role."""
         every, step = self.config.log.norms_every, self.step + 1
         if not every or step < every:
             return
@@ -387,8 +382,7 @@ class Trainer:
         return loss, flops, means
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
-        """Clip by ``norm``, that of all networks of this step on all ranks, and update; skip the update if it is not
-        finite."""
+        """Clip by ``norm``, that of all networks of this step on all ranks, and update; skip one that is not finite."""
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
@@ -452,8 +446,8 @@ class Trainer:
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end (``Stopped``, on all ranks) if any rank received a signal; end if the latest checkpoint was not
-        written."""
+        """Save and end (``Stopped``, on all ranks) if any rank received a signal; end if the latest checkpoint
+        failed."""
         flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
         number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
         if failed:

@@ -65,8 +65,7 @@ class HunyuanTextEncoder(TextEncoder):
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """Return fp32 (tokens, D) on the CPU, of the last layer but two, without the tokens of the chat template's
-        system part."""
+        """Return fp32 (tokens, D) on the CPU, of the last layer but two, without the template's system part."""
         whole = self._within_template(caption)
         self._check_words(whole, self.model, "tokenizer", "text_encoder")
         embeddings, mask = _diffusers().HunyuanVideo15Pipeline._get_mllm_prompt_embeds(

@@ -82,8 +82,7 @@ class VideoCodec:
         return Sample({VIDEO: self.encode(video)[None]})
 
     def decode_sound(self, latents: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU; return samples per second
-        too."""
+        """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU, and samples per second."""
         raise NotImplementedError
 
     @torch.no_grad()

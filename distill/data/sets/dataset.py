@@ -214,8 +214,7 @@ def open_set(
     device: torch.device,
     damaged: Literal["refuse", "skip"] = "refuse",
 ) -> EncodedDataset:
-    """Open the set that ``read`` returns with its settings; ``cache`` is for embeddings of ``captions``. A
-    collective."""
+    """Open the set that ``read`` returns with its settings; ``cache`` gets those of ``captions``. A collective."""
 
     def check() -> tuple[EncodedSet, Encoding]:
         encoded, settings = read()

@@ -172,8 +172,7 @@ def encode(
     cache: Path | None = None,
 ) -> Path:
     """Encode what is missing of ``source`` into the folder ``out``, or one in ``cache`` whose name is a hash of all
-    that a set depends on; return that folder, with the encoders freed. A collective: errors are raised on every
-    rank."""
+    that a set depends on; return that folder, with the encoders freed. A collective, whose errors all ranks raise."""
     described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
@@ -235,7 +234,6 @@ class _Job:
 
     @cached_property
     def _stored_texts(self) -> dict[str, str]:
-        """The row of the stored embedding of a caption."""
         rows = self.source.rows if self._outside.text is not None else ()
         return {row.caption: row.file for row in reversed(rows) if not row.problem}
 
@@ -362,11 +360,9 @@ class _Job:
         return latents
 
     def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
-        """Encode captions, on one rank of each node."""
         Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
 
     def _encode_text(self, number: int) -> Made:
-        """Return embeddings and notes of a caption."""
         caption = self._texts[number]
         if caption in self._stored_texts:
             return {"text": self._stored_text(caption)}, {}

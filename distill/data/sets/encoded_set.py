@@ -157,7 +157,6 @@ class EncodedSet:
         return damaged
 
     def _members(self, kind: str, shards: Sequence[int]) -> list[int]:
-        """Return the numbers of the clips or texts in these shards."""
         return np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), shards)).tolist()
 
     def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:

@@ -61,8 +61,7 @@ Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
 
 
 class SetWriter:
-    """A set that is being written by all ranks together. Its content depends on ``settings``, JSON-serializable,
-    alone."""
+    """A set that is being written by all ranks together. All that decides its content is in ``settings``."""
 
     def __init__(self, path: Path, where: str, settings: Mapping[str, Any]) -> None:
         self.path, self.where, self.settings = path, where, dict(settings)
@@ -70,8 +69,7 @@ class SetWriter:
     @contextmanager
     def begun(self) -> Iterator[bool]:
         """Lock the folder and note what it will hold; yield whether the set is complete and whole already. Damaged
-        shards are removed, to be written again. A folder of another set or process, or not shared by the ranks, is
-        refused."""
+        shards are removed, to be written again. A folder of another set or process is refused."""
         on_first_rank(lambda: refuse_other_set(self.path, self.where, self.settings))
         if on_first_rank(self._damaged) == []:
             yield True
@@ -100,7 +98,7 @@ class SetWriter:
                 (self.path / name).unlink(missing_ok=True)
 
     def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
-        """Write all missing shards of ``count`` clips or texts of about ``size`` bytes; ``unit`` is their noun for the
+        """Write all missing shards of ``count`` clips or texts of about ``size`` bytes; ``unit`` names them in the
         bar."""
         per_shard = max(1, SHARD_BYTES // max(1, size))
         shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
@@ -149,7 +147,6 @@ class SetWriter:
         return self.path / _UNFINISHED / f"{kind}-{number:08d}.safetensors"
 
     def _shards(self, kind: str) -> list[tuple[Path, dict[str, Place], dict[str, Any]]]:
-        """Return file, places and notes of all finished shards of a kind."""
         files = sorted(self.path.glob(f"{kind}-*.safetensors"))
         return [(file, *self._whole(read_header, file)) for file in files]
 

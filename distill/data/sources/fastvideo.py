@@ -85,7 +85,6 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
 
 
 def _has_latents(file: Path, names: list[str]) -> bool:
-    """Return whether a file has latents; refuse other schemas."""
     for column, schema in OTHER_SCHEMAS.items():
         if column in names:
             raise UserError(f"data.path: {file} has FastVideo's schema {schema}; give its schemas t2v or text_only")

@@ -17,7 +17,7 @@ FIELDS = {"file_name": "path", "caption": "cap"}
 
 
 def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or lists of captions; paths may be relative to
+    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or with lists of captions; paths may begin in
     ``videos/``."""
     file = next((path / name for name in ARRAYS if (path / name).is_file()), None)
     if file is None:
@@ -44,8 +44,7 @@ def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
 
 
 def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``videos.txt`` with a path per line, and ``prompts.txt`` or ``prompt.txt``, as diffusers' trainers take
-    them."""
+    """Read ``videos.txt`` with a path per line, and ``prompts.txt`` or ``prompt.txt``, as for diffusers' trainers."""
     videos = path / "videos.txt"
     prompts = next((path / name for name in ("prompts.txt", "prompt.txt") if (path / name).is_file()), None)
     if not videos.is_file() or prompts is None:

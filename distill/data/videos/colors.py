@@ -25,8 +25,7 @@ class ClipError(Exception):
 
 
 def upright(rgb_HWC: torch.Tensor, frame: av.VideoFrame) -> torch.Tensor:
-    """Return the picture turned and mirrored by the frame's display matrix (phones, front cameras, EXIF
-    orientation)."""
+    """Return the picture turned and mirrored by the frame's display matrix (phones, front cameras, EXIF)."""
     a, b, c, d = _directions(frame)
     if b or c:  # columns become rows
         rgb_HWC = rgb_HWC.transpose(0, 1)

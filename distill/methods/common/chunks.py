@@ -29,7 +29,7 @@ def draw_noise(
     shifts: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Sample:
-    """Draw the noise of samples with parts of these ``shapes`` and ``shifts`` of times, named ``PURPOSE`` or
+    """Draw the noise of samples with parts of these ``shapes`` and ``shifts``, named ``PURPOSE`` or
     ``PURPOSE/PART``."""
     parts = {name: random.normal(part_name(purpose, name), shape, dtype) for name, shape in shapes.items()}
     return Sample(parts, shifts or {})
@@ -86,8 +86,7 @@ def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> S
 
 
 def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
-    """Check that teacher (if any) and student see one history: both or neither are causal, with the same chunks and
-    time."""
+    """Check that teacher (if any) and student see one history: both or neither causal, with equal chunks and time."""
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()
     for name, theirs, ours in (

@@ -81,8 +81,7 @@ def fake_score_error(
 
 
 class Shared:
-    """Samples of several losses: the first of ``uses`` calls of :meth:`take` makes them, without gradient; the last
-    frees them."""
+    """Samples of several losses: the first of ``uses`` calls of :meth:`take` makes them, the last frees them."""
 
     def __init__(self, make: Callable[[], Sample], uses: int):
         self._make, self._left = make, uses

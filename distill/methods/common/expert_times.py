@@ -85,8 +85,7 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
-    """Return the range of each of ``t`` ``(B,)`` between all boundaries of ``roles``, on the CPU, rounded as by
-    :meth:`Role.expert_at`."""
+    """Return the range of each of ``t`` ``(B,)`` between all boundaries of ``roles``, on the CPU."""
     from models.roles.role import ROUNDING
 
     t = t.double() + ROUNDING

@@ -113,8 +113,7 @@ def integrate(
     velocity: Velocity, noise: Sample, *, sampler: Sampler, steps: int, shift: float, states: Sequence[float] = ()
 ) -> list[Sample]:
     """Follow ``velocity`` from time 1 to 0; return the states at ``states``, descending in (0, 1], and last the clean
-    latents. ``shift`` is that of the video's times. Only ``euler`` takes states, whose times it adds to the
-    ``steps``."""
+    latents. ``shift`` is that of the video's times. Only ``euler`` takes states, and adds their times."""
     if sampler == "unipc":
         assert not states, "UniPC's steps depend on each other"
         return [unipc_sample(velocity, noise, steps=steps, shift=shift)]
@@ -247,5 +246,4 @@ def rollout_chunks(
 
 
 def _for_all(time: float, noise: Sample) -> Times:
-    """Return ``time`` for each of the samples of ``noise``."""
     return Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)
