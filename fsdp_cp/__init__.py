@@ -11,34 +11,14 @@ if TYPE_CHECKING:
     from fsdp_cp.sharding.shard import discard_step, gather_first_block_early, materialise, microbatch, shard_module
     from fsdp_cp.sharding.state import frozen, resharded
 
-__all__ = [
-    "Mesh",
-    "ShardSettings",
-    "discard_step",
-    "frozen",
-    "build_mesh",
-    "gather_first_block_early",
-    "initialise",
-    "materialise",
-    "microbatch",
-    "phase",
-    "resharded",
-    "shard_module",
-]
-
-_MODULES = {
-    "measure.phases": ("phase",),
-    "mesh": ("Mesh", "build_mesh"),
-    "sharding.initialise": ("initialise",),
-    "sharding.settings": ("ShardSettings",),
-    "sharding.shard": ("discard_step", "gather_first_block_early", "materialise", "microbatch", "shard_module"),
-    "sharding.state": ("frozen", "resharded"),
-}
+__all__ = ["Mesh", "ShardSettings", "build_mesh", "discard_step", "frozen", "gather_first_block_early", "initialise",
+           "materialise", "microbatch", "phase", "resharded", "shard_module"]  # fmt: skip
+_MODULES = ("measure.phases", "mesh", "sharding.initialise", "sharding.settings", "sharding.shard", "sharding.state")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use: importing FSDP and DTensor takes half as long as importing torch."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"fsdp_cp.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(imported := import_module(f"fsdp_cp.{module}"), name):
+            return getattr(imported, name)
     raise AttributeError(f"module 'fsdp_cp' has no attribute {name!r}")

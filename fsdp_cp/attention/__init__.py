@@ -29,8 +29,6 @@ from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
-__all__ = ["context_parallel_attention", "cross_attention", "cross_way"]
-
 _ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -83,12 +81,10 @@ def context_parallel_attention(
 
     Returns:
         ``(B, S_local, H, D)``, pads 0; with ``joint`` also the text's output ``(B, L, H, D)``, the same on all ranks.
-        The gradient of the text's output is a partial sum on each rank (docs/gradients.md); backward sums it over
-        ranks.
+        Backward sums the gradient of the text's output over ranks (docs/gradients.md).
 
     Raises:
-        ValueError: invalid shapes, dtypes, devices, degrees or backend, or missing ``total_tokens``. Raised before
-            anything is sent.
+        ValueError: invalid shapes, dtypes, devices, degrees or backend, or missing ``total_tokens``, before any send.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
         Exception: a kernel fails. It is raised once this rank's messages in flight have arrived; the other ranks wait
             for this rank until it exits (docs/library.md, "Attention").
@@ -150,14 +146,10 @@ def cross_attention(
         total_tokens: number of queries on all ranks, or a name from the plan; only with ``mesh``.
 
     Returns:
-        ``(B, S_local, H, D)``.
-
-    Raises:
-        ValueError, RuntimeError: as in :func:`context_parallel_attention`.
+        ``(B, S_local, H, D)``. Raises as :func:`context_parallel_attention` does.
     """
     q, k, v = check_tensors(q, k, v)
-    keys, way, groups = k.shape[1], "keys", _ONE_RANK
-    queries = q.shape[1]
+    queries, keys, way, groups = q.shape[1], k.shape[1], "keys", _ONE_RANK
     if mesh is not None:
         check_mesh(mesh)
         (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
@@ -216,9 +208,7 @@ def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, 
     return min(costs, key=lambda way: costs[way])
 
 
-def _attend(
-    q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int, pass_q: bool = False
-) -> Tensor:
+def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups, pass_q=False):
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if may_be_dual(q):
         primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
@@ -236,16 +226,18 @@ def _attend(
 
             # Tangents may be None only on one rank, where nothing packs them.
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
-            out, t_out = with_all_tokens(inputs, attend_dual, 2, groups, head_groups)
-            return forward_ad.make_dual(out, t_out)
-    # Kernels assume that a head's row is contiguous, and would read the wrong memory otherwise.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-
+            return forward_ad.make_dual(*with_all_tokens(inputs, attend_dual, 2, groups, head_groups))
+    q, k, v = contiguous_rows(q, k, v)
     runs = [] if layout.mask is None else layout.mask.as_numbers()
     sizes = ([*layout.segments], [*layout.keys], runs, layout.ulysses, layout.ring)
     settings = (scale, *sizes, groups.ring_rank, groups.ring_group, backend)
     attend = partial(attend_by_passing_queries, []) if pass_q else partial(attend_in_ring, key_mask)
     return with_all_tokens((q, k, v), partial(attend, settings), 1, groups, head_groups)[0]
+
+
+def contiguous_rows(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors with contiguous rows of a head: kernels assume them, and would read the wrong memory otherwise."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
@@ -255,32 +247,28 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     """
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
-            raise UserError(f"{where}{name} must be (batch, tokens, heads, head_dim) with no size 0, got {_shown(x)}")
+            raise UserError(f"{where}{name} must be (batch, tokens, heads, head_dim) with no size 0, got {summary(x)}")
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype or x.device != q.device:
-            raise UserError(f"{where}{name} must be {q.dtype} on {q.device}, as {where}q is, got {_shown(x)}")
+            raise UserError(f"{where}{name} must be {q.dtype} on {q.device}, as {where}q is, got {summary(x)}")
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
-        raise UserError(
-            f"{where}q {tuple(q.shape)}, {where}k {tuple(k.shape)} and {where}v {tuple(v.shape)} must agree in batch"
-            " and head_dim, k and v in all sizes, and the heads of k and v must divide those of q"
-        )
+        shapes = f"{where}q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise UserError(f"{shapes} must agree in batch and head_dim, k and v in all, and k's heads must divide q's")
     return q, k, v
 
 
 def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any = None, mask: Any = None) -> None:
     """Check options of attention to ``keys`` keys. A compiled graph checks ``backend`` when it runs."""
-    wanted = (q.shape[0], keys)
-    if key_mask is not None and (
-        not isinstance(key_mask, Tensor)
-        or (key_mask.dtype, key_mask.device, key_mask.shape) != (torch.bool, q.device, wanted)
-    ):
-        raise UserError(f"key_mask must be bool, (batch, keys) = {wanted} on {q.device}, got {_shown(key_mask)}")
+    wanted = (torch.bool, q.device, (q.shape[0], keys))
+    is_tensor = isinstance(key_mask, Tensor)
+    if key_mask is not None and not (is_tensor and (key_mask.dtype, key_mask.device, key_mask.shape) == wanted):
+        raise UserError(f"key_mask must be bool, (batch, keys) = {wanted[2]} on {q.device}, got {summary(key_mask)}")
     if mask is not None and (not isinstance(mask, BlockMask) or mask.tokens != keys):
-        described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else _shown(mask)
+        described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else summary(mask)
         raise UserError(f"mask must be a BlockMask of all {keys} tokens, got {described}")
     if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
         raise UserError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
@@ -294,17 +282,12 @@ def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: An
     ranks, cp = groups.ulysses_size, groups.cp_size
     local = sum(local_token_count(total, cp) for total in segments)
     for name, x in (("q", q), ("k", k)):
-        if x.shape[1] != local:
-            raise UserError(
-                f"{name} has {x.shape[1]} local tokens, but total_tokens={segments} over cp={cp} makes {local}; use"
-                " split_tokens"
-            )
-        heads = x.shape[2]
+        tokens, heads = x.shape[1:3]
+        if tokens != local:
+            raise UserError(f"total_tokens={segments} over cp={cp} makes {local} tokens of {name}, got {tokens}")
         if heads % ranks:
             largest = math.gcd(q.shape[2], k.shape[2], cp)
-            raise UserError(
-                f"mesh.ulysses={ranks} does not divide the {heads} heads of {name}; use a divisor of {largest}"
-            )
+            raise UserError(f"mesh.ulysses={ranks} must divide the {heads} heads of {name}; use a divisor of {largest}")
         if not is_count(head_groups) or heads // ranks % head_groups:
             raise UserError(f"head_groups={head_groups!r} must divide the {heads // ranks} heads of {name} on a rank")
 
@@ -319,9 +302,10 @@ def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh 
     for name, x, video in zip("qkv", text, tensors, strict=True):
         wanted = (video.shape[0], text[0].shape[1], *video.shape[2:])
         if (x.shape, x.dtype, x.device) != (wanted, video.dtype, video.device):
-            raise UserError(f"joint {name} must be {video.dtype} {wanted} on {video.device}, got {_shown(x)}")
+            raise UserError(f"joint {name} must be {video.dtype} {wanted} on {video.device}, got {summary(x)}")
     return text
 
 
-def _shown(x: Any) -> str:
+def summary(x: Any) -> str:
+    """Describe an argument that must be a tensor: its dtype, shape and device, or its type."""
     return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

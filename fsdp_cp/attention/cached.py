@@ -2,10 +2,8 @@
 
 With gradients a cache is a list of immutable :class:`KeyValues`, one per chunk of tokens (:func:`cached_attention`).
 Without, it can be a buffer that new tokens enter in place, so that a kernel sees all keys in one call
-(:func:`buffered_attention`). Each rank holds ``1 / cp`` of a cache and never sends it: queries and results travel. See
-docs/library.md, "Masks and cached attention".
-
-Each rank holds some tokens of every cached chunk and of the new chunk (:mod:`fsdp_cp.attention.pass_q`).
+(:func:`buffered_attention`). Each rank holds ``1 / cp`` of every chunk and never sends it: queries and results travel
+(:mod:`fsdp_cp.attention.pass_q`). See docs/library.md, "Masks and cached attention".
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention import QKV, check_options, check_split, check_tensors
+from fsdp_cp.attention import QKV, check_options, check_split, check_tensors, contiguous_rows, summary
 from fsdp_cp.attention.operators import is_observed
 from fsdp_cp.attention.pass_q import attend_by_passing_queries, attend_in_buffer, attend_in_buffer_operator
 from fsdp_cp.attention.ulysses import with_all_tokens
@@ -86,8 +84,7 @@ def cached_attention(
         ``(B, S_local, H, D)``, pads 0; and the chunk's keys and values, detached copies to append to ``past``.
 
     Raises:
-        ValueError: invalid arguments, raised before anything is sent; entries of ``past`` that do not fit ``k`` and the
-            mesh, or whose tensors were changed in place.
+        ValueError: invalid arguments, before anything is sent; ``past`` does not fit or was changed in place.
         RuntimeError: an argument has a forward-mode tangent.
     """
     groups = context_groups(mesh)
@@ -138,12 +135,8 @@ def buffered_attention(
         raise RuntimeError("buffered_attention has no backward; call it under torch.no_grad(), or use cached_attention")
     groups = context_groups(mesh)
     qkv, _, settings = _checked(q, k, v, groups, total_tokens, scale, backend, head_groups)
-    wanted = (k.shape[0], keys.shape[1], k.shape[2] // groups.ulysses_size, k.shape[3])
     for name, x in (("keys", keys), ("values", values)):
-        if (x.shape, x.dtype, x.device) != (wanted, qkv[1].dtype, k.device):
-            raise UserError(
-                f"{name} must be {qkv[1].dtype} {wanted} on {k.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
+        _check_held(name, x, keys.shape[1], qkv[1], groups)
 
     def attend(x: Sequence[Tensor], group: int) -> list[Tensor]:
         heads = _heads(x[1], group)
@@ -184,7 +177,7 @@ def _checked(
         raise UserError(f"total_tokens must be one number in attention to a cache, got {segments}")
     if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = contiguous_rows(q, k, v)
     layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return (q, k, v), segments[0], (scale, *layout, groups.ring_rank, groups.ring_group, backend)
@@ -194,12 +187,14 @@ def _check_past(past: Any, k: Tensor, groups: ContextGroups) -> None:
     if not isinstance(past, (list, tuple)) or not all(isinstance(x, KeyValues) for x in past):
         raise UserError(f"past must be a list of KeyValues, got a {type(past).__name__}")
     for i, entry in enumerate(past):
-        wanted = (k.shape[0], held_tokens(entry.tokens, groups), k.shape[2] // groups.ulysses_size, k.shape[3])
         for name, x in (("k", entry.k), ("v", entry.v)):
-            if (x.shape, x.dtype, x.device) != (wanted, k.dtype, k.device):
-                raise UserError(
-                    f"past[{i}].{name} must be {k.dtype} {wanted} on {k.device} for {entry.tokens} tokens on this rank,"
-                    f" got {x.dtype} {tuple(x.shape)} on {x.device}"
-                )
+            _check_held(f"past[{i}].{name}", x, held_tokens(entry.tokens, groups), k, groups)
         if not torch.compiler.is_compiling() and entry._versions != entry._read_versions():
             raise UserError(f"past[{i}] was changed in place after it was made; backward would read other numbers")
+
+
+def _check_held(name: str, x: Tensor, tokens: int, k: Tensor, groups: ContextGroups) -> None:
+    """Check that ``x`` holds ``tokens`` of this rank, with its share of the heads of ``k``."""
+    wanted = (k.shape[0], tokens, k.shape[2] // groups.ulysses_size, k.shape[3])
+    if (x.shape, x.dtype, x.device) != (wanted, k.dtype, k.device):
+        raise UserError(f"{name} must be {k.dtype} {wanted} on {k.device} on this rank, got {summary(x)}")

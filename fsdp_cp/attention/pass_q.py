@@ -5,8 +5,7 @@ the results, which merge by their log-sum-exps. In backward the queries are gath
 need, and dQ returns; dK and dV end where they belong. Only the number of queries determines the traffic. Keys may
 belong to the sequence of the queries or to another one, and each rank may hold further, constant keys (a cache).
 
-Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.01783. Shapes of the ring's functions as in
-:mod:`fsdp_cp.attention.ring`.
+Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.01783. Shapes as in the module ``ring``.
 """
 
 from __future__ import annotations
@@ -77,16 +76,7 @@ def _attend(
 
 
 def pass_q_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    past: Sequence[Tensor],
-    scale: float,
-    ring: Ring,
-    kernel: Kernel,
+    grad_out, q, k, v, out, lse, past: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, keys and values. ``past`` is constant.
 
@@ -151,12 +141,9 @@ def _from_all(ring: Ring, *tensors: Tensor) -> list[Tensor]:
         return [chunks[0].take(x) for x in tensors]
     packed = torch.cat(tensors, dim=-1).contiguous()
     received = packed.new_empty((ring.size, *packed.shape))
-    all_gather_single(received.view(-1), packed.view(-1), _group(ring))
-    widths = [x.shape[-1] for x in tensors]
-    return [
-        torch.cat([chunk.take(x) for chunk, x in zip(chunks, piece, strict=True)], dim=1)
-        for piece in received.split(widths, dim=-1)
-    ]
+    all_gather_single(received.view(-1), packed.view(-1), ring.processes)
+    pieces = received.split([x.shape[-1] for x in tensors], dim=-1)
+    return [torch.cat([chunk.take(x) for chunk, x in zip(chunks, piece, strict=True)], dim=1) for piece in pieces]
 
 
 def _for_all(ring: Ring, x: Tensor) -> Tensor:
@@ -177,7 +164,7 @@ def _merge_returned(ring: Ring, queries: Tensor, partial: Dual) -> Dual:
     widths = [x.shape[-1] for x in features]
     sent = _for_all(ring, torch.cat(features, dim=-1))
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=_group(ring))
+    dist.all_to_all_single(received, sent, group=ring.processes)
     chunk, merged = ring.layout.chunk(ring.rank), Merged(queries, moves=t_out is not None)
     for x in received:
         pieces = list(chunk.take(x).split(widths, dim=-1))
@@ -190,13 +177,8 @@ def _sum_returned(ring: Ring, x: Tensor) -> Tensor:
     """Return the sum over ring ranks of the gradients of this rank's queries, ``(B, S, H, D)``."""
     sent = _for_all(ring, x)
     received = torch.empty_like(sent[0])
-    reduce_scatter_single(received.view(-1), sent.view(-1), _group(ring))
+    reduce_scatter_single(received.view(-1), sent.view(-1), ring.processes)
     return received
-
-
-def _group(ring: Ring) -> dist.ProcessGroup:
-    assert ring.group is not None, "a ring of one has no group"
-    return ring.group
 
 
 attend_by_passing_queries = AttentionOperator("cached_attention", "Tensor[] past", pass_q_forward, pass_q_backward)

@@ -10,7 +10,7 @@ heads, Hk key/value heads, D head size. All tensors of ring rank r belong to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -43,15 +43,17 @@ class Ring:
     def size(self) -> int:
         return self.layout.ring
 
+    @property
+    def processes(self) -> dist.ProcessGroup:
+        """Process group of a ring of several."""
+        assert self.group is not None, "a ring of one has no group"
+        return self.group
+
     def start_hop(self, send: Tensor | None, receive: Tensor | None, tag: int) -> list[dist.Work]:
         """Start to send to the next rank and to receive from the previous one. ``None`` skips that side."""
-        assert self.group is not None, "a ring of one has no neighbors"
-        following, previous = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
-        ops = []
-        if send is not None:
-            ops.append(dist.P2POp(dist.isend, send, following, self.group, tag))
-        if receive is not None:
-            ops.append(dist.P2POp(dist.irecv, receive, previous, self.group, tag))
+        sides = ((dist.isend, send, 1), (dist.irecv, receive, -1))
+        peers = {step: dist.get_global_rank(self.processes, (self.rank + step) % self.size) for step in (1, -1)}
+        ops = [dist.P2POp(op, x, peers[step], self.processes, tag) for op, x, step in sides if x is not None]
         return dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -67,17 +69,8 @@ class _Travelling:
     again, and no message writes into freed memory.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        tag: int,
-        travels: Callable[[int, int], bool],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.ring, self.tag, self.travels = ring, tag, travels
-        self.empty = partial(torch.empty, shape, dtype=dtype, device=device)
+    def __init__(self, ring: Ring, tag: int, travels: Callable[[int, int], bool], empty: Callable[[], Tensor]):
+        self.ring, self.tag, self.travels, self.empty = ring, tag, travels, empty
         self.works: list[dist.Work] = []
         self.sent: Tensor | None = None
         self.received: Tensor | None = None
@@ -159,8 +152,16 @@ def _weight(lse: Tensor, other: Tensor) -> Tensor:
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
 
-def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> Tensor | None:
-    return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
+def _tiles(
+    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Tensor | None
+) -> Iterator[tuple[Tile, list[Any], Tensor | None]]:
+    """Yield each tile of the rank's queries and ``chunk``, its part of the padded ``tensors``, and that of the mask."""
+    keys = ring.layout.key_chunk(chunk)
+    taken = [None if x is None else keys.take(x) for x in tensors]
+    for tile in ring.layout.tiles(ring.rank, chunk):
+        columns = slice(*tile.keys)
+        seen = None if mask is None else keys.select(mask)[:, columns]
+        yield tile, [None if x is None else x[:, columns] for x in taken], seen
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
@@ -192,7 +193,8 @@ def _visited(tensors: tuple[T, ...], ring: Ring) -> Generator[tuple[int, Sequenc
     heads_first = _prefers_heads_first(whole[0], backward=False)
     held: Tensor | None
     held = _packed(whole, heads_first)
-    with _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device) as travelling:
+    empty = partial(torch.empty, held.shape, dtype=held.dtype, device=held.device)
+    with _Travelling(ring, _KEYS_TAG, layout.keys_travel, empty) as travelling:
         for step in range(ring.size):
             chunk = (me - step) % ring.size
             if step < ring.size - 1:
@@ -214,44 +216,28 @@ def ring_forward(
         mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks.
 
     Returns:
-        ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), -inf for
-        rows without a key.
+        ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 or fp64, -inf without a key.
     """
-    layout, me = ring.layout, ring.rank
-    local = layout.chunk(me)
+    local = ring.layout.chunk(ring.rank)
     merged = Merged(local.take(q))
     with closing(_visited((k, v), ring)) as visited:
         for chunk, tensors in visited:
-            keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
-            for tile in layout.tiles(me, chunk):
-                rows, columns = slice(*tile.queries), slice(*tile.keys)
-                seen = _tile_mask(mask, layout, chunk, tile)
-                merged.add(
-                    rows,
-                    Dual(*kernel.forward(merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale)),
-                    seen,
-                )
-            del tensors, keys, values  # otherwise three chunks are in memory while the next one arrives
+            for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
+                rows = slice(*tile.queries)
+                merged.add(rows, Dual(*kernel.forward(merged.q[:, rows], keys, values, seen, scale)), seen)
+                del keys, values
+            del tensors  # otherwise three chunks are in memory while the next one arrives
     out, lse, *_ = merged.result()
     return local.put(out).contiguous(), local.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def ring_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    ring: Ring,
-    kernel: Kernel,
+    grad_out, q, k, v, out, lse, mask: Tensor | None, scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, and of its keys and values summed over the queries of all ranks.
 
-    ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Sums over chunks
-    are in fp32 (fp64 for fp64).
+    ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Chunks are summed
+    in fp32 (fp64 for fp64).
     """
     layout, me = ring.layout, ring.rank
     local = layout.chunk(me)
@@ -268,39 +254,21 @@ def ring_backward(
         )
         return local.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
     dq = torch.zeros_like(q_own, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
-    tile_grads = partial(_tile_grads, ring, kernel, dq, (g_own, q_own, out_own, lse_own), mask, scale)
+
+    def tile_grads(chunk: int, tensors: Sequence[Tensor]) -> TileGrads:
+        """Add the gradients of the rank's queries to ``dq``; return those of a chunk's padded keys and values."""
+        grads = []
+        for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
+            rows = slice(*tile.queries)
+            g, queries, o = (x[:, rows] for x in (g_own, q_own, out_own))
+            dq_tile, dk, dv = kernel.backward(g, queries, keys, values, o, lse_own[:, :, rows], seen, scale)
+            dq[:, rows] += dq_tile
+            grads.append((tile.keys[0], dk, dv))
+            del dq_tile, dk, dv
+        return grads
+
     dk, dv = _key_grads(ring, k, v, tile_grads)
     return local.put(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _tile_grads(
-    ring: Ring,
-    kernel: Kernel,
-    dq: Tensor,
-    own: tuple[Tensor, Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    scale: float,
-    chunk: int,
-    tensors: Sequence[Tensor],
-) -> TileGrads:
-    """Add the gradients of the rank's queries to ``dq``; return those of the keys and values of ``chunk``.
-
-    ``own`` has the queries' ``grad_out``, ``q``, ``out`` and log-sum-exp; ``tensors`` are the padded keys and values.
-    """
-    layout, (grad_out, q, out, lse) = ring.layout, own
-    keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
-    tile_grads = []
-    for tile in layout.tiles(ring.rank, chunk):
-        rows, columns = slice(*tile.queries), slice(*tile.keys)
-        g, queries, o = (x[:, rows] for x in (grad_out, q, out))
-        seen = _tile_mask(mask, layout, chunk, tile)
-        dq_tile, dk, dv = kernel.backward(
-            g, queries, keys[:, columns], values[:, columns], o, lse[:, :, rows], seen, scale
-        )
-        dq[:, rows] += dq_tile
-        tile_grads.append((tile.keys[0], dk, dv))
-        del dq_tile, dk, dv
-    return tile_grads
 
 
 def _add_tile_grads(total: Tensor, chunk: Chunk, tile_grads: TileGrads) -> None:
@@ -318,10 +286,11 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, S
     layout, me, size = ring.layout, ring.rank, ring.size
     sums, heads_first = accumulation_dtype(k.dtype), _prefers_heads_first(k, backward=True)
     kv = _packed((k, v), heads_first) if size > 1 else None
-    kv_shape = k.shape if kv is None else kv.shape
+    empty_keys = partial(torch.empty, k.shape if kv is None else kv.shape, dtype=k.dtype, device=k.device)
+    empty_grads = partial(torch.empty, (2, *k.shape), dtype=sums, device=k.device)
     with (
-        _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv_shape, k.dtype, k.device) as keys,
-        _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device) as grads,
+        _Travelling(ring, _KEYS_TAG, layout.keys_travel, empty_keys) as keys,
+        _Travelling(ring, _GRADS_TAG, layout.grads_travel, empty_grads) as grads,
     ):
         if size > 1:
             keys.start(kv, me, 0)
@@ -355,23 +324,16 @@ def ring_dual(
     :func:`fsdp_cp.attention.kernels.kernel.attention_dual`. Return ``out`` and ``t_out`` in the dtype of ``q``.
     """
     q, k, v, t_q, t_k, t_v = duals
-    layout, me = ring.layout, ring.rank
-    local = layout.chunk(me)
-
+    local = ring.layout.chunk(ring.rank)
     merged, t_q_own = Merged(local.take(q), moves=True), None if t_q is None else local.take(t_q)
-
-    def attend(chunk: int, tensors: Sequence[Tensor | None]) -> None:
-        taken = [None if x is None else layout.key_chunk(chunk).take(x) for x in tensors]
-        for tile in layout.tiles(me, chunk):
-            rows, columns = slice(*tile.queries), slice(*tile.keys)
-            queries = (merged.q[:, rows], None if t_q_own is None else t_q_own[:, rows])
-            keys, values, t_keys, t_values = (None if x is None else x[:, columns] for x in taken)
-            seen = _tile_mask(mask, layout, chunk, tile)
-            merged.add(rows, attention_dual(queries[0], keys, values, queries[1], t_keys, t_values, seen, scale))
-
     with closing(_visited((k, v, t_k, t_v), ring)) as visited:
         for chunk, tensors in visited:
-            attend(chunk, tensors)
+            for tile, (keys, values, t_keys, t_values), seen in _tiles(ring, chunk, tensors, mask):
+                rows = slice(*tile.queries)
+                t_queries = None if t_q_own is None else t_q_own[:, rows]
+                dual = attention_dual(merged.q[:, rows], keys, values, t_queries, t_keys, t_values, seen, scale)
+                merged.add(rows, dual)
+                del keys, values, t_keys, t_values, dual
             del tensors  # otherwise three chunks are in memory while the next one arrives
     out, _, t_out, _ = merged.result()
     assert t_out is not None
