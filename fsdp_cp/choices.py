@@ -37,20 +37,15 @@ def _choices(settings: type) -> dict[str, Any]:
 
 
 def check_choices(settings: Any, where: str = "") -> None:
-    """Refuse values of a dataclass that the field's ``Literal`` does not list; ``where`` is the prefix of names in
-    messages.
+    """Refuse values of a dataclass that the field's ``Literal`` does not list; messages prefix names with ``where``.
 
     Fields that also take numbers or lists (``auto`` or a number) are not checked here.
     """
-    owner: type = type(settings)
-    for name, hint in _choices(owner).items():
-        value, allowed = getattr(settings, name), words(hint)
-        switch, nothing = bool in members(hint), types.NoneType in members(hint)
-        if (isinstance(value, str) and value in allowed) or (switch and isinstance(value, bool)):
-            continue
-        if not (nothing and value is None):
-            texts = [*allowed, *(("true", "false") if switch else ())]
-            none = ", or null for none" if nothing else ""
+    for name, hint in _choices(type(settings)).items():
+        value, allowed, kinds = getattr(settings, name), words(hint), members(hint)
+        if not (isinstance(value, str) and value in allowed) and type(value) not in kinds:
+            texts = [*allowed, *(("true", "false") if bool in kinds else ())]
+            none = ", or null for none" if types.NoneType in kinds else ""
             raise UserError(f"{where}{name} must be {' or '.join(texts)}{none}, got {shown(value)}")
 
 
@@ -65,27 +60,24 @@ def check_range(
 ) -> None:
     """Refuse numbers, or lists of numbers, outside of a range. ``None`` and a missing value (``"???"``) pass.
 
-    ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones. ``where`` is the prefix of
-    names.
+    ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones. ``where`` prefixes names.
     """
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    inside = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
-    words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    all_bounds = (
+        ("at least", operator.ge, least), ("above", operator.gt, above),
+        ("at most", operator.le, most), ("below", operator.lt, below),
+    )  # fmt: skip
+    bounds = [(word, inside, bound) for word, inside, bound in all_bounds if bound is not None]
     for name in names:
         value = getattr(settings, name)
         for number in value if isinstance(value, list) else [value]:
             # Negate the test for being inside: NaN compares as False and must be refused.
-            if number not in (None, "???") and not all(
-                inside[word](number, bound) for word, bound in bounds.items() if bound is not None
-            ):
-                raise UserError(f"{where}{name} must be {words}, got {shown(value)}")
+            if number not in (None, "???") and not all(inside(number, bound) for _, inside, bound in bounds):
+                wanted = " and ".join(f"{word} {bound}" for word, _, bound in bounds)
+                raise UserError(f"{where}{name} must be {wanted}, got {shown(value)}")
 
 
 def user_path(text: str, setting: str) -> Path:
-    """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
-
-    ``setting`` is its name in messages.
-    """
+    """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``."""
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:

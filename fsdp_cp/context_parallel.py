@@ -15,9 +15,9 @@ Token counts that ``cp`` does not divide are padded at the tail. A gather drops 
 from the split, in the same forward, of the argument that its ``source`` names. So does attention
 (:mod:`fsdp_cp.sequence_lengths`).
 
-Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
-between, and their gradients would mix complete and partial sums (docs/gradients.md). Such a split raises an error. So
-does dropout with ``p > 0`` in training: each rank would draw separate masks, which would depend on the mesh.
+Splitting again after a gather in the same forward raises an error: every rank computes the modules between, and their
+gradients would mix complete and partial sums (docs/gradients.md). So does dropout in training: each rank would draw
+separate masks, which would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp_cp.runtime.torch_versions import in_backward
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import Lengths, enter, entered, leave, records_of
 
-__all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
+_ONCE = "split once, before the first block, and gather once, after the last"
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,12 @@ class _Forwards:
         if running.gathered is not None and not in_backward():
             raise ValueError(
                 f"the context-parallel plan splits {name!r} at {where!r} after its gather at {running.gathered!r}:"
-                " gradients of what lies between would be wrong; split once, before the first block, and gather"
-                " once, after the last"
+                f" gradients of what lies between would be wrong; {_ONCE}"
             )
-        if running.totals.get(name, total) != total:
+        if (earlier := running.totals.get(name, total)) != total:
             raise ValueError(
-                f"the context-parallel plan splits {name!r} of {total} tokens at {where!r}, after {name!r} of"
-                f" {running.totals[name]} tokens; split a sequence once, and give two sequences two names"
+                f"the context-parallel plan splits {name!r} of {total} tokens at {where!r}, after {name!r} of {earlier}"
+                " tokens; split a sequence once, and give two sequences two names"
             )
         running.note(name, total)
 
@@ -196,10 +195,7 @@ def _refuse_dropout(model: nn.Module) -> None:
         p = module.p if isinstance(module, _DropoutNd) else 0
         p = module.dropout if isinstance(module, nn.MultiheadAttention) else p
         if p > 0 and module.training:
-            raise UserError(
-                f"{name!r} has dropout p={p} in training: on split tokens its masks would depend on the mesh; set p=0"
-                " (or cp=1)"
-            )
+            raise UserError(f"{name!r} has dropout p={p} in training, whose masks would depend on the mesh; set p=0")
 
 
 def _register_splits(planned: Planned, forwards: _Forwards) -> None:
@@ -216,20 +212,13 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
             return None
         if isinstance(value, Tensor) and not isinstance(splits, tuple):
             return apply_split(value, splits, key)
-        is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
-        if not is_tuple or (isinstance(splits, tuple) and len(splits) != len(value)):
-            wanted = (
-                f"{len(splits)} tensors in a tuple" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
-            )
-            raise ValueError(
-                f"the context-parallel plan splits {key!r} of {name!r}: give {wanted} or None, not a"
-                f" {type(value).__name__}"
-            )
-        splits = splits if isinstance(splits, tuple) else (splits,) * len(value)
-        shares = [
-            None if x is None else apply_split(x, split, f"{key}[{i}]")
-            for i, (x, split) in enumerate(zip(value, splits, strict=True))
-        ]
+        is_tuple, several = isinstance(value, (list, tuple)), isinstance(splits, tuple)
+        if not is_tuple or (several and len(splits) != len(value)):
+            wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
+            raise _mistake(planned, f"splits {key!r}: give {wanted} or None, not a {type(value).__name__}")
+        splits = splits if several else (splits,) * len(value)
+        parts = enumerate(zip(value, splits, strict=True))
+        shares = [None if x is None else apply_split(_tensor(x, name, key), s, f"{key}[{i}]") for i, (x, s) in parts]
         return output_values(value)[1](shares)
 
     def split_inputs(_module, args, kwargs):
@@ -247,12 +236,9 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
         missing = [i for i in outputs if i >= len(values)]
         if missing:
             raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
-        return rebuilt(
-            [
-                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]") if i in outputs else x
-                for i, x in enumerate(values)
-            ]
-        )
+        for i, split in outputs.items():
+            values[i] = apply_split(_tensor(values[i], name, i), split, f"{name}[{i}]")
+        return rebuilt(values)
 
     if inputs:
         planned.module.register_forward_pre_hook(split_inputs, with_kwargs=True)
@@ -293,26 +279,21 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
     def gather_outputs(_module, _args, output):
         values, rebuilt = output_values(output)
         if len(values) != len(gathers):
-            raise ValueError(
-                f"{name!r} returns {len(values)} values ({type(output).__name__}), but its context-parallel plan has"
-                f" {len(gathers)} gathers; give a list with a gather or None for each"
-            )
-        return rebuilt(
-            [
-                x if gather is None or (x is None and len(values) > 1)
-                else forwards.gather(_tensor(x, name, i), gather, name)
-                for i, (x, gather) in enumerate(zip(values, gathers, strict=True))
-            ]
-        )  # fmt: skip
+            raise _mistake(planned, f"has {len(gathers)} gathers, but it returns {len(values)} values; give one or None"
+                           " for each")  # fmt: skip
+        for i, (x, gather) in enumerate(zip(values, gathers, strict=True)):
+            if gather is not None and (x is not None or len(values) == 1):
+                values[i] = forwards.gather(_tensor(x, name, i), gather, name)
+        return rebuilt(values)
 
     planned.module.register_forward_hook(gather_outputs)
 
 
-def _tensor(x: Any, name: str, index: int) -> Tensor:
+def _tensor(x: Any, name: str, place: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(
-            f"output {index} of {name!r} must be a tensor, got a {type(x).__name__}; name the sub-module whose"
-            " output is the tensor, or call the model with return_dict=False"
+            f"{place} of {name!r} must be a tensor, got a {type(x).__name__}; name the sub-module whose output is the"
+            " tensor, or call the model with return_dict=False"
         )
     return x
 
@@ -369,14 +350,12 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
                 planned.embedding = entry
             else:
                 _add_gathers(planned, entry)
-    # One module may both split and gather. Between the gather of one and the split of a second, every rank computes
-    # everything.
+    # One module may both split and gather. Between the gather of one and the split of a second ranks repeat each other.
     pairs = [planned.name for planned in modules.values() if planned.inputs and planned.gathers]
     if len(pairs) > 1:
         raise ValueError(
             f"the context-parallel plan splits the input of {pairs[0]!r} and gathers its output, then {pairs[1]!r}'s:"
-            " gradients of what lies between would count cp times; split once, before the first block, and gather"
-            " once, after the last"
+            f" gradients of what lies between would count cp times; {_ONCE}"
         )
     return list(modules.values())
 
@@ -393,9 +372,7 @@ def _named_by(model: nn.Module, pattern: Any) -> list[tuple[str, nn.Module]]:
             for child in children if atom == "*" else [atom]:
                 path = f"{name}.{child}".lstrip(".")
                 if child not in children:
-                    raise ValueError(
-                        f"the context-parallel plan names {pattern!r}, but {type(model).__name__} has no {path!r}"
-                    )
+                    raise ValueError(f"the plan names {pattern!r}, but {type(model).__name__} has no {path!r}")
                 below.append((path, children[child]))
         named = below
     if not named:
@@ -439,7 +416,7 @@ def _check_embedding(planned: Planned) -> None:
     kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
     if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
         raise _mistake(
-            planned, f"has EmbedOwnTokens, which needs stride {kernel} without padding or dilation; split its output"
+            planned, f"has EmbedOwnTokens, but not stride {kernel} without padding, dilation; split its output"
         )
 
 

@@ -14,8 +14,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 class UserError(ValueError):
     """Mistake of a user. The message is one line that names the setting and a value that works.
 
-    ``train.py`` and the other commands print it without a traceback and exit with code 2. Every function that reads or
-    checks what a user gave may raise it; docstrings repeat this only for the library and for collectives.
+    Commands print it without a traceback and exit with code 2. Every function that reads or checks what a user gave may
+    raise it; docstrings repeat this only for the library and for collectives.
     """
 
 

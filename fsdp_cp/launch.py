@@ -1,7 +1,6 @@
 """Start and end of a process: rank, device and process group, under torchrun or as a world of one; exit codes.
 
-It also holds the files and stores that torchrun shares with its workers: the error file, and the store through which
-ranks meet.
+It also holds what torchrun shares with its workers: the error file, and the store through which ranks meet.
 """
 
 from __future__ import annotations
@@ -79,11 +78,8 @@ def refuse_separate_worlds() -> None:
 
 def outside_of_torchrun() -> dict[str, str]:
     """Return the environment without torchrun's variables, for a process that is not a worker of torchrun."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_WORKERS and not name.startswith("TORCHELASTIC_")
-    }
+    ours = {name for name in os.environ if name not in _OF_WORKERS and not name.startswith("TORCHELASTIC_")}
+    return {name: os.environ[name] for name in ours}
 
 
 def report_error(error: UserError) -> int:
@@ -170,16 +166,13 @@ def choose_device(device: str) -> torch.device:
         raise UserError(f"device={device}, but torch sees no GPU{hint or ''}; or use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if processes > gpus:  # both numbers are equal on all ranks of the node, so all of them refuse
-        raise UserError(
-            f"{processes} processes on this node, but torch sees {gpus} GPUs;"
-            f" use torchrun --nproc-per-node {gpus}, or device=cpu"
-        )
+        advice = f"use torchrun --nproc-per-node {gpus}, or device=cpu"
+        raise UserError(f"{processes} processes on this node, but torch sees {gpus} GPUs; {advice}")
     return torch.device("cuda", local_rank())
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Set ``PYTORCH_CUDA_ALLOC_CONF`` to ``settings`` unless the environment does. Call it before CUDA starts, which
-    reads it once."""
+    """Set ``PYTORCH_CUDA_ALLOC_CONF`` unless the environment does. Call it before CUDA starts, which reads it once."""
     if device.type != "cuda" or settings is None:
         return
     assert not torch.cuda.is_initialized(), "too late: CUDA's allocator has read its settings"
@@ -191,12 +184,11 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 
 
 def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
-    """Give a GPU rank its share of the host's cores if its optimizer steps on the host (``offload=cpu`` of a trained
-    role).
+    """Give a GPU rank its share of the host's cores if its optimizer steps on the host (``offload=cpu``).
 
-    torchrun and the Dockerfile default to ``OMP_NUM_THREADS=1``: AdamW over a network's shards then runs for seconds on
-    one core while the others idle. A value of 1 that the user set looks the same and is replaced; any other value
-    stays. On the CPU nothing changes, since there the number of threads changes the last digits of results.
+    torchrun and the Dockerfile default to ``OMP_NUM_THREADS=1``: AdamW then runs for seconds on one core while the
+    others idle. A value of 1 that the user set looks the same and is replaced; any other value stays. On the CPU
+    nothing changes, since there the number of threads changes the last digits of results.
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
@@ -219,11 +211,10 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
     After an exception, a process of several must exit without waiting for its collectives. The ``timeout`` of
     collectives is long, since rank 0 writes samples and the report while the others wait.
     """
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    else:
-        backend = "gloo"
     if "RANK" in os.environ:
         store = own_part(timeout)
         place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank(), "world_size": world_size()}
@@ -250,10 +241,8 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
 def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
     """Wrap ``main`` in torch's ``record``, so that torchrun's summary ends with the exception that ``main`` raises.
 
-    The wrapper returns ``None`` after ``sys.exit(0)``.
-
-    torch's handler writes the file piece by piece. If another worker has died, torchrun may send this one SIGTERM in
-    between. It then reads an incomplete file and fails with JSONDecodeError instead of restarting (``--max-restarts``).
+    The wrapper returns ``None`` after ``sys.exit(0)``. torch's own handler writes the file piece by piece. If torchrun
+    sends SIGTERM in between, it reads an incomplete file and fails with JSONDecodeError instead of restarting.
     """
     return record(main, _AtomicHandler())
 
@@ -266,8 +255,8 @@ def write_error(message: str, callstack: str | None = None) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    more = {} if callstack is None else {"py_callstack": callstack}
-    about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
+    extra = {"timestamp": str(int(time.time()))} | ({} if callstack is None else {"py_callstack": callstack})
+    about = {"message": {"message": message, "extraInfo": extra}}
     try:
         write_text(Path(file), json.dumps(about))
     except OSError as failure:

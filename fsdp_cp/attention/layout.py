@@ -71,17 +71,15 @@ class Chunk:
 
 
 def _cut(x: Tensor, ranges: Sequence[Range]) -> Tensor:
-    pieces = [x[:, start:stop] for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else x[:, :0]
+    pieces = [x[:, start:stop] for start, stop in ranges] or [x[:, :0]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
 class Tile(NamedTuple):
-    """Rectangle of the attention matrix of (query chunk, key chunk) in which every query sees every key."""
+    """Rectangle in which every query sees every key: ranges of the true tokens of a query chunk and a key chunk."""
 
     queries: Range
-    """Range of the query chunk's true tokens."""
     keys: Range
-    """Range of the key chunk's true tokens."""
 
 
 @dataclass(frozen=True)

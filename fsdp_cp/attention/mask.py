@@ -37,19 +37,13 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         if not self.queries or len(self.queries) != len(self.keys) or not all(is_count(n) for n in self.queries):
-            raise UserError(
-                "mask needs runs of at least 1 query and key ranges for each, got queries="
-                f"{self.queries} and {len(self.keys)} entries of keys"
-            )
-        tokens = self.tokens
+            given = f"queries={self.queries} and {len(self.keys)} entries of keys"
+            raise UserError(f"mask needs runs of at least 1 query and key ranges for each, got {given}")
         for ranges in self.keys:
-            end = 0
-            for start, stop in ranges:
-                if not end <= start < stop <= tokens:
-                    raise UserError(
-                        f"mask needs sorted and disjoint key ranges within its {tokens} tokens, got keys={ranges}"
-                    )
-                end = stop
+            ends = (0, *(stop for _, stop in ranges))
+            inside = all(end <= start < stop for end, (start, stop) in zip(ends, ranges, strict=False))
+            if not inside or ends[-1] > self.tokens:
+                raise UserError(f"mask needs sorted, disjoint key ranges within {self.tokens} tokens, got {ranges}")
 
     @property
     def tokens(self) -> int:

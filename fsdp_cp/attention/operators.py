@@ -45,18 +45,17 @@ class AttentionOperator:
     def __init__(self, name: str, further: str, forward: Callable, backward: Callable):
         self.forward, self.backward = forward, backward
         tensors = "Tensor q, Tensor k, Tensor v"
-        self.operator = torch.library.custom_op(
-            f"fsdp_cp::{name}",
-            self.compute,
-            mutates_args=(),
-            schema=f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor)",
+        schema = f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor)"
+        self.operator = torch.library.custom_op(f"fsdp_cp::{name}", self.compute, mutates_args=(), schema=schema)
+        schema = (
+            f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS}) -> (Tensor, Tensor, Tensor)"
         )
+        schema = f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
         self._backward_operator = torch.library.custom_op(
             f"fsdp_cp::{name}_backward",
             self._separate_gradients,
             mutates_args=(),
-            schema=f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
-            " -> (Tensor, Tensor, Tensor)",
+            schema=f"{schema} -> (Tensor, Tensor, Tensor)",
         )
         self.operator.register_fake(_fake_forward)
         self._backward_operator.register_fake(_fake_backward)

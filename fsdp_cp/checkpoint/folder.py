@@ -16,6 +16,8 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def find_checkpoint(folder: str | Path, setting: str) -> Path:
-    """Return ``folder`` if it is a step folder, else the newest whole checkpoint of the run folder; ``setting`` is for
-    messages.
-    """
+    """Return ``folder`` if it is a step folder, else the run folder's newest whole checkpoint."""
     path = Path(folder).expanduser()
     if _STEP.fullmatch(path.name) and (path / STATE).is_file():
         if (wrong := damage(path)) is not None:
@@ -116,18 +116,16 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
     ``setting`` is ``auto`` (the newest whole checkpoint of the run), ``never``, a run folder or a step folder. One rank
     must decide for all: on a network file system ranks may see a rename at different times.
 
-    A folder name starts a run from that folder. When the same command is started again (for example by a scheduler),
-    it resumes from this run's newest whole checkpoint; ``branch_of`` in its state records where the run began.
+    A folder name starts a run from that folder. The same command started again resumes from this run's newest whole
+    checkpoint; ``branch_of`` in its state records where the run began.
     """
     if setting == "never":
         return None
     newest = _newest_whole(checkpoints)
     steps = saved_steps(checkpoints)
     if steps and newest is None:  # starting from scratch would discard weeks of work
-        raise UserError(
-            f"no checkpoint in {checkpoints} is whole (the newest: step {steps[-1]}); use checkpoint.resume=never to"
-            " start from scratch, or another run_dir"
-        )
+        from_scratch = "use checkpoint.resume=never to start from scratch, or another run_dir"
+        raise UserError(f"no checkpoint in {checkpoints} is whole (the newest: step {steps[-1]}); {from_scratch}")
     if setting == "auto":
         return newest
     # Check this before looking for `setting`: that checkpoint may have been removed since, for example by `keep`.
@@ -179,10 +177,8 @@ def leave_branch(checkpoint: Path) -> None:
 
 def leave(folder: Path) -> None:
     """Rename a checkpoint of an abandoned branch to an unused ``left_*`` name."""
-    left = folder.with_name(f"left_{folder.name}")
-    number = 2
-    while left.exists():
-        left, number = folder.with_name(f"left_{folder.name}_{number}"), number + 1
+    names = (f"left_{folder.name}" + f"_{number}" * (number > 1) for number in count(1))
+    left = next(path for path in map(folder.with_name, names) if not path.exists())
     folder.rename(left)
     log.warning("renamed %s to %s: the run resumes from an earlier step", folder.name, left)
 
@@ -212,16 +208,14 @@ class _Unpickler(pickle.Unpickler):
 class _Reader(FileSystemReader):
     """File reader whose ``.metadata`` cannot run code or name files outside of the checkpoint, and is read once."""
 
-    _metadata: Metadata | None = None
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = self._read_metadata()
-        assert self._metadata.storage_meta is not None
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
+        metadata = self._metadata
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
-    def _read_metadata(self) -> Metadata:
+    @cached_property
+    def _metadata(self) -> Metadata:
         folder = Path(self.path)
         try:
             with (folder / ".metadata").open("rb") as stream:
@@ -231,8 +225,6 @@ class _Reader(FileSystemReader):
         except Exception as error:
             reason = first_line(error)
             raise UserError(f"{folder}/.metadata is damaged or unsafe ({reason}); use another checkpoint") from error
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
         return metadata
 
 
@@ -257,8 +249,7 @@ def _check(metadata: Any, folder: Path) -> None:
 
 
 def reader(checkpoint: Path) -> FileSystemReader:
-    """Return a reader of ``checkpoint``. Its ``read_metadata`` raises ``UserError`` if the checkpoint is damaged or
-    holds values that are not tensors."""
+    """Return a reader of ``checkpoint``. Its ``read_metadata`` refuses damage and values that are not tensors."""
     return _Reader(str(checkpoint))
 
 

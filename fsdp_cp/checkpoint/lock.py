@@ -28,12 +28,8 @@ _HOLDER = re.compile(r"(process \d+ on .*\n)?")
 def held_directory(directory: Path, setting: str, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Make a directory, lock it for the duration of the context, and check that every rank sees it. A collective.
 
-    Rank 0 first calls ``check``, which raises a ``UserError`` if the directory must not be used. ``setting`` is for
-    messages.
-
-    Raises:
-        UserError: a directory that cannot be made or written, that another process holds, or that the nodes do not
-            share (shards of a checkpoint would be lost).
+    Rank 0 first calls ``check``, which raises a ``UserError`` if the directory must not be used. So do, on all ranks, a
+    directory that cannot be written, that another process holds, or that nodes do not share (shards would be lost).
     """
     with ExitStack() as stack:
 
@@ -79,18 +75,14 @@ def _lock(stream: IO[str], directory: Path, setting: str) -> str:
     stream.seek(0)
     holder = stream.read()
     if not _HOLDER.fullmatch(holder):
-        raise UserError(
-            f"{setting}={directory} contains a {LOCK} that this program did not write; use another directory"
-        )
+        raise UserError(f"{setting}={directory} contains a {LOCK} of another program; use another directory")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         who = holder.strip() or "another process"
         raise UserError(f"{setting}={directory} is in use by {who}; wait for it, or use another {setting}") from error
-    except OSError as failure:  # not every network file system has locks
-        log.warning(
-            "%s=%s cannot be locked (%s): do not start a second one in it", setting, directory, failure.strerror
-        )
+    except OSError as error:  # not every network file system has locks
+        log.warning("%s=%s cannot be locked (%s): do not start a second one in it", setting, directory, error.strerror)
     holder = f"process {os.getpid()} on {socket.gethostname()}\n"
     stream.truncate(0)
     stream.write(holder)

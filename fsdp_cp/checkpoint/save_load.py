@@ -53,8 +53,7 @@ _SPARE = 2**30
 
 
 class _Writer(FileSystemWriter):
-    """File writer that calls ``publish`` on rank 0 once all files are written; if it fails, the save raises on every
-    rank."""
+    """File writer that calls ``publish`` on rank 0 after all files; if it fails, the save raises on every rank."""
 
     def __init__(self, folder: Path, publish: Callable[[], None], *, staged: bool):
         # With copy-ahead, torch waits for a CUDA stream even for host tensors, in a thread whose device is 0.

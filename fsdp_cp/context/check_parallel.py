@@ -37,10 +37,9 @@ def check_parallel(
 ) -> dict[int, float]:
     """Compare one step of ``model``, parallelized by ``plan``, with the plain step: outputs and all gradients.
 
-    The step runs in float64 on the CPU, in new processes connected by gloo, with a ring of ``cp`` ranks (a ring works
-    with any number of heads). It needs neither a process group nor a GPU, and changes neither ``model`` nor the random
-    state. Use a network of two small layers, and token counts that ``cp`` does not divide. The loss is a fixed random
-    projection of all outputs.
+    The step runs in float64 on the CPU, in new gloo processes, with a ring of ``cp`` ranks (a ring works with any
+    number of heads). It needs neither a process group nor a GPU, and changes neither ``model`` nor the random state.
+    Use two small layers, and token counts that ``cp`` does not divide. The loss is a random projection of all outputs.
 
     In a script, call this function below ``if __name__ == "__main__"``.
 
@@ -123,10 +122,8 @@ def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str
     try:
         return pool.run(_step, model, plan, inputs, prepare, cp)
     except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of these
-        raise UserError(
-            f"model, plan, inputs and prepare must be picklable ({error}); use importable"
-            " functions, and a model without a mesh or a function that builds it"
-        ) from error
+        advice = "use importable functions, and a model without a mesh or a function that builds it"
+        raise UserError(f"model, plan, inputs and prepare must be picklable ({error}); {advice}") from error
 
 
 def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
@@ -202,9 +199,7 @@ def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolera
     # Compare intermediate outputs only if the step differs: they may differ in a correct step.
     differing = itertools.chain(_differing_modules(plain, ranks, cp), errors.items())
     name, error = next((name, error) for name, error in differing if not error <= tolerance)
-    raise ParallelMismatch(
-        f"cp={cp}: {name} differs from the plain step's by {error:.1e} (relative), more than tolerance={tolerance:g}"
-    )
+    raise ParallelMismatch(f"cp={cp}: {name} is off by {error:.1e} (relative), more than tolerance={tolerance:g}")
 
 
 def _differing_modules(plain, ranks, cp: int) -> Iterator[tuple[str, float]]:

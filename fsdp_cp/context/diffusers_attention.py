@@ -93,10 +93,7 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     namespace = sys.modules[type(module.processor).__module__]
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
-        raise ValueError(
-            f"the attention {name!r} ({type(module.processor).__name__}) does not use diffusers' dispatch_attention_fn;"
-            " give it a processor that calls context_parallel_attention, or name it in whole"
-        )
+        raise _other_attention(name, module, "or name it in whole")
     if getattr(original, "of_fsdp_cp", False):
         return
     names = tuple(inspect.signature(original).parameters)
@@ -131,25 +128,27 @@ def _end(module: nn.Module, _args: tuple, output: Any) -> None:
         call = _calls.pop()
         if call.module is module:
             if output is not None and not call.reached:  # output is None if the module raised
-                raise ValueError(
-                    f"the attention {call.name!r} ({type(module.processor).__name__}) did not use diffusers'"
-                    " dispatch_attention_fn: each rank would attend to its own tokens alone; give it a processor that"
-                    " calls context_parallel_attention"
-                )
+                raise _other_attention(call.name, module, "or each rank would attend to its own tokens alone")
             return
+
+
+def _other_attention(name: str, module: nn.Module, advice: str) -> ValueError:
+    kind = type(module.processor).__name__
+    return ValueError(
+        f"the attention {name!r} ({kind}) does not use diffusers' dispatch_attention_fn; give it a processor that calls"
+        f" context_parallel_attention, {advice}"
+    )
 
 
 def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     call.reached, mesh, groups = True, call.mesh, call.mesh.context
     records = records_of(groups)
     text_is_split = any(TEXT in record.totals for record in records)
+    where = f"the attention {call.name!r}"
     if groups.cp_size > 1 and not any(record.totals for record in records):
-        raise ValueError(
-            f"the attention {call.name!r} is called before the plan has split any tokens; name it in whole if all ranks"
-            " hold them, and call the network given to parallelize_context"
-        )
-    # Text with as many tokens as the video is cross-attention too. In joint attention the queries hold both, so they
-    # are longer than hidden_states.
+        advice = "name it in whole if all ranks hold them, and call the network given to parallelize_context"
+        raise ValueError(f"{where} is called before the plan has split any tokens; {advice}")
+    # Text with as many tokens as the video is cross-attention too. In joint attention the queries hold both.
     if q.shape[1] != k.shape[1] or (call.keys is not None and call.tokens == q.shape[1]):
         if not text_is_split:
             return cross_attention(q, k, v, key_mask=_key_mask(call, mask, q, k), scale=scale)
@@ -157,15 +156,11 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
         mask = _key_mask(call, mask, q, k, segments)
         return cross_attention(q, k, v, key_mask=mask, scale=scale, mesh=mesh, total_keys=segments[0])
     if call.keys is not None and not text_is_split and groups.cp_size > 1:
-        raise ValueError(
-            f"the attention {call.name!r} is joint with {TEXT}, which the plan does not split: each rank's copy would"
-            f" count; split {TEXT} too"
-        )
+        raise ValueError(f"{where} is joint with {TEXT}, of which each rank's copy would count; split {TEXT} too")
     names = call.sequences or ()
     shares = [[local_token_count(r.totals[n], groups.cp_size) for n in names if n in r.totals] for r in records]
     if not any(sum(counts) == q.shape[1] for counts in shares):
         names = ()  # a module may attend to only one of the joined sequences
-    where = f"the attention {call.name!r}"
     segments = segments_of(names or None, q.shape[1], groups, where, "sequences of parallelize_attention")
     mask = _key_mask(call, mask, q, k, segments)
     out = context_parallel_attention(q, k, v, mesh=mesh, total_tokens=segments, scale=scale, key_mask=mask)

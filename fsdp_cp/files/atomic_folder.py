@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,8 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursi
 def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
     """Refuse a folder that :func:`atomic_folder` could not write without losing other files. Changes nothing.
 
-    ``setting`` is the user's name for it, for messages. ``about`` describes the new export, as in the manifest; its
-    ``made by`` distinguishes clips from weights, the default.
-
-    Raises:
-        UserError: ``folder`` is a file or the working directory, or contains anything but an unchanged earlier export
-            of the same kind (clips do not replace weights).
+    That is a file, the working directory, or a folder with anything but an unchanged earlier export of the same kind:
+    ``about`` describes the new export, as in the manifest; its ``made by`` tells clips from weights, the default.
     """
     try:
         for parent in (folder, *folder.parents):
@@ -42,9 +39,7 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
     except OSError as error:  # the name is too long, or the folder is unreadable
         raise UserError(f"{setting} {folder} cannot be used ({error.strerror}); give another folder") from error
     if foreign is not None:
-        raise UserError(
-            f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give an empty or a new folder"
-        )
+        raise UserError(f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give a new folder")
 
 
 def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
@@ -123,9 +118,7 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
             _sweep(folder)
         for state in ("unfinished", "removed"):
             for left in folder.parent.glob(f".{folder.name}.{state}_*"):
-                log.warning(
-                    "%s belongs to an export that was killed or is still running; remove it if none is running", left
-                )
+                log.warning("%s is of an export that was killed or still runs; remove it if none runs", left)
         unfinished = _hidden(folder, "unfinished")
         unfinished.mkdir()
     except OSError as error:
@@ -188,9 +181,8 @@ def _delete(removed: Path) -> None:
 
 def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move_aside: bool) -> None:
     if move_aside and (foreign := _foreign(folder, about)) is not None:
-        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}_kept_{n}").exists())
-        kept = folder.with_name(f"{folder.name}_kept_{number}")
-        folder.rename(kept)
+        names = (folder.with_name(f"{folder.name}_kept_{number}") for number in count(1))
+        folder.rename(kept := next(path for path in names if not path.exists()))
         log.warning("%s was not empty, and %s; moved it to %s", folder, foreign, kept)
     refuse_occupied(folder, "the folder", about)  # files may have been added since
     if not folder.exists() or not any(folder.iterdir()):

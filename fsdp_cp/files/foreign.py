@@ -27,10 +27,7 @@ def refuse_foreign(
 
     Changes nothing, and needs no process group. ``names`` are the files that the command replaces, and ``record`` is
     the one whose first JSON value ``is_ours`` knows. ``setting`` and ``maker`` name folder and command in messages.
-    With ``is_read`` the folder is complete and only read.
-
-    Returns:
-        The first JSON value of ``record``; ``None`` for a folder that the command has not written yet.
+    With ``is_read`` the folder is only read. Return that value; ``None`` if the command has not written here yet.
     """
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -43,8 +40,5 @@ def refuse_foreign(
             return value
     for name in (record, *names):
         if os.path.lexists(folder / name):
-            raise UserError(
-                f"{setting}={folder} contains {name}, which {maker} did not write, or which is damaged; choose an empty"
-                " or a new directory"
-            )
+            raise UserError(f"{setting}={folder} has a {name} that {maker} did not write, or damaged; choose a new one")
     return None

@@ -48,8 +48,7 @@ def finite_number(value: Any) -> float:
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again, and the lines that a kill tore.
 
-    All other lines stay byte for byte, in their order. The file may be absent. If the disk is full or the folder cannot
-    be written, it is unchanged.
+    All other lines stay byte for byte, in order. The file may be absent. If it cannot be written, it is unchanged.
     """
     if not path.is_file():
         return
@@ -63,8 +62,6 @@ def cut_back(path: Path, step: int) -> None:
                 later += at is not None and at > step
                 unreadable += at is None and bool(line.strip())
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be cut back to step {step} ({error.strerror}); make room and start the same command again"
-        ) from error
+        raise UserError(f"{path} cannot be cut back to step {step} ({error.strerror}); make room and repeat") from error
     if later or unreadable:
         log.info("%s: dropped %d line(s) after step %d and %d torn line(s)", path, later, step, unreadable)

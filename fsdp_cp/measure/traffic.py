@@ -13,41 +13,29 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_cp.measure.memory import call_in_sight
 
-
-def _once_around(size: int) -> float:
-    return (size - 1) / size
-
-
-def _nothing(_size: int) -> float:
-    return 0.0
-
-
-# Operators of torch.ops.c10d: the kind, the index of the counted argument, and how many times a rank sends that
-# argument's bytes in a group of a given size. Every collective ends in one of these operators, including functional
-# collectives and those of DTensors (torch 2.11 to 2.13: all_gather_single and all_gather_into_tensor call
-# _allgather_base_).
-_OPERATORS: dict[str, tuple[str, int, Callable[[int], float]]] = {
-    "_allgather_base_": ("all_gather", 1, lambda size: size - 1),
-    "allgather_": ("all_gather", 1, lambda size: size - 1),
-    "allgather_coalesced_": ("all_gather", 1, lambda size: size - 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1, lambda size: size - 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1, _once_around),
-    "reduce_scatter_": ("reduce_scatter", 1, _once_around),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, _once_around),
-    "allreduce_": ("all_reduce", 0, lambda size: 2 * _once_around(size)),
-    "allreduce_coalesced_": ("all_reduce", 0, lambda size: 2 * _once_around(size)),
-    "alltoall_base_": ("all_to_all", 1, _once_around),
-    "alltoall_": ("all_to_all", 1, _once_around),
-    "broadcast_": ("broadcast", 0, _once_around),
-    "reduce_": ("reduce", 0, _once_around),
-    "gather_": ("gather", 1, _once_around),
-    "scatter_": ("scatter", 0, _once_around),
-    "send": ("send", 0, lambda size: 1.0),
-    "recv_": ("recv", 0, _nothing),
-    "recv_any_source_": ("recv", 0, _nothing),
-    "barrier": ("barrier", 0, _nothing),
-    "monitored_barrier_": ("barrier", 0, _nothing),
-}
+# Kinds of collectives: their operators in torch.ops.c10d, the index of the counted argument, and how many times a rank
+# sends that argument's bytes in a group of a given size. Every collective ends in one of these operators, including
+# functional collectives and those of DTensors (torch 2.11 to 2.13).
+_KINDS: dict[str, tuple[tuple[str, ...], int, Callable[[int], float]]] = {
+    "all_gather": (
+        ("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+        1, lambda size: size - 1,
+    ),
+    "reduce_scatter": (
+        ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
+        1, lambda size: (size - 1) / size,
+    ),
+    "all_reduce": (("allreduce_", "allreduce_coalesced_"), 0, lambda size: 2 * (size - 1) / size),
+    "all_to_all": (("alltoall_base_", "alltoall_"), 1, lambda size: (size - 1) / size),
+    "broadcast": (("broadcast_",), 0, lambda size: (size - 1) / size),
+    "reduce": (("reduce_",), 0, lambda size: (size - 1) / size),
+    "gather": (("gather_",), 1, lambda size: (size - 1) / size),
+    "scatter": (("scatter_",), 0, lambda size: (size - 1) / size),
+    "send": (("send",), 0, lambda size: 1),
+    "recv": (("recv_", "recv_any_source_"), 0, lambda size: 0),
+    "barrier": (("barrier", "monitored_barrier_"), 0, lambda size: 0),
+}  # fmt: skip
+_OPERATORS = {name: (kind, at, share) for kind, (names, at, share) in _KINDS.items() for name in names}
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -59,8 +47,7 @@ class CollectiveCounter(TorchDispatchMode):
     may send more.
 
     Collectives inside custom operators and in backward count (on CUDA too: autograd's threads inherit the mode). Object
-    collectives count as the all-gathers and broadcasts of bytes that they call. Collectives in compiled code do not
-    count.
+    collectives count as the all-gathers and broadcasts of bytes that they call, compiled code does not.
 
     >>> with CollectiveCounter() as sent:
     ...     loss.backward()

@@ -87,10 +87,7 @@ def choose_kernel(
                 _explain(name, f"{dtype} on {device.type}{kind}", "; ".join(reasons) or "first choice")
             return kernel
         reasons.append(f"{name} {reason}")
-    masks = " with a mask" if masked else ""
-    raise UserError(
-        f"no attention kernel takes q of {dtype} on {device.type}{masks}: {'; '.join(reasons)}; cast q, k and v"
-    )
+    raise UserError(f"no attention kernel takes q of {dtype} on {device.type}: {'; '.join(reasons)}; cast q, k and v")
 
 
 def prepare_kernels(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -113,8 +110,7 @@ def _check_on_all_ranks(
     """Store the reason why ``kernel`` must not be used, the same on all ranks. A collective."""
     from fsdp_cp.reduce import on_all_ranks  # lazily: DTensor takes most of the time of --help
 
-    key = (kernel.name, dtype, head_dim)
-    if key in _checked_kernels:
+    if (key := (kernel.name, dtype, head_dim)) in _checked_kernels:
         return
     problem: str | None = None
     for turn in (True, False):
@@ -141,15 +137,13 @@ def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_di
     reference, scale, half = Reference(), head_dim**-0.5, slice(0, 400)
     out, lse = reference.forward(q, k, v, None, scale)
     names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
+
+    def results(kernel: Kernel) -> tuple[Tensor, ...]:
+        some = (q, k[:, half], v[:, half])
+        return *kernel.forward(*some, None, scale), *kernel.backward(grad, *some, out, lse, None, scale)
+
     try:
-        expected, computed = (
-            (
-                *x.forward(q, k[:, half], v[:, half], None, scale),
-                *x.backward(grad, q, k[:, half], v[:, half], out, lse, None, scale),
-            )
-            for x in (reference, kernel)
-        )
-        return _difference(names, computed, expected)
+        return _difference(names, results(kernel), results(reference))
     except Exception as error:  # the compiler, the driver or the package fails: use another kernel
         return f"fails in its self-check ({type(error).__name__}: {first_line(error)})"
 

@@ -148,8 +148,7 @@ class _CudnnKernel(_CudaKernel):
         version = torch.backends.cudnn.version()
         if version is None:
             return "needs a torch that is built with cuDNN"
-        # Earlier versions access memory out of bounds for token counts that are not multiples of 128 (pytorch issue
-        # 169849).
+        # Earlier versions read out of bounds for token counts that are not multiples of 128 (pytorch issue 169849).
         if version <= 91500:
             return f"needs cuDNN 9.15.1 or later, not {version}"
         if _deterministic():
@@ -212,7 +211,7 @@ class Cudnn(_CudnnKernel):
         if mask is None and k.shape[1] == 1:  # cuDNN has no kernel for a single key
             mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
         if mask is None:
-            return _packed(q), _packed(k), _packed(v), None
+            return *map(_packed, (q, k, v)), None
         # Pad to whole tiles of 128 keys, which the backward needs.
         return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
 
@@ -266,8 +265,8 @@ SM_MARGIN = 4
 """SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
 
 The persistent forward occupies every SM until it ends, and an NCCL kernel launched later would wait. MagiAttention, a
-similar kernel, reports full overlap with 4 to 8 free SMs; four cost 5 % of an H20's 78 SMs. The number must be even: at
-head size 128 blocks come in clusters of two.
+similar kernel, reports full overlap with 4 to 8 free SMs; four are 5 % of an H20's. The number must be even: at head
+size 128 blocks come in clusters of two.
 """
 
 
@@ -290,15 +289,11 @@ class FlashAttention3(_CudaKernel):
     @staticmethod
     def package() -> Any:
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        package = optional_package("flash_attn_interface", install)
-        if isinstance(package, str):  # other versions have the module here
-            package = optional_package("flash_attn_3.flash_attn_interface", install)
-        return package
+        packages = [optional_package(f"{place}flash_attn_interface", install) for place in ("", "flash_attn_3.")]
+        return next((package for package in packages if not isinstance(package, str)), packages[0])
 
     def unavailable(self, capability, head_dim):
-        if capability != (9, 0):
-            return f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
-        return None
+        return None if capability == (9, 0) else f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
 
     def forward(self, q, k, v, mask, scale):
         q, k, v = (_aligned(x) for x in (q, k, v))
@@ -372,11 +367,8 @@ class FlashAttention4(_CudaKernel):
         return optional_package("flash_attn.cute.interface", "pip install 'fsdp-cp[fa4]'", "flash-attn-4", "4.0.0b36")
 
     def slower_than_others(self, tokens, gradients):
-        if tokens >= FLASH_4_TOKENS[gradients]:
-            return None
-        return (
-            f"is for calls of {FLASH_4_TOKENS[gradients]} tokens or more {'with' if gradients else 'without'} gradients"
-        )
+        least = FLASH_4_TOKENS[gradients]
+        return None if tokens >= least else f"is for calls of {least} tokens or more{' with gradients' * gradients}"
 
     def unavailable(self, capability, head_dim):
         if capability[0] > 12:
@@ -456,9 +448,5 @@ CUDA_KERNELS = (FlashAttention3(), FlashAttention4(), Cudnn(), Flash(), Efficien
 
 def preferred(device: torch.device) -> tuple[str, ...]:
     """Return the names of kernels in the order in which ``auto`` tries them on ``device``."""
-    capability = _capability(device)
-    if capability is not None and capability[0] == 9:
-        return "flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"
-    if capability is not None and capability[0] == 10:
-        return "cudnn", "flash", "efficient"
-    return "flash", "cudnn", "efficient"
+    orders = {9: ("flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"), 10: ("cudnn", "flash", "efficient")}
+    return orders.get((_capability(device) or (0, 0))[0], ("flash", "cudnn", "efficient"))

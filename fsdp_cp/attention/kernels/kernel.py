@@ -46,29 +46,15 @@ class Kernel(ABC):
             scale: factor on the logits.
 
         Returns:
-            ``(B, Sq, H, D)`` in the dtype of ``q``, and ``(B, H, Sq)`` in fp32 (fp64 for fp64). Rows without any key
-            may hold any value.
+            ``(B, Sq, H, D)`` in the dtype of ``q``, and ``(B, H, Sq)`` in fp32 or fp64; any value without a key.
         """
 
     @abstractmethod
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out, q, k, v, out, lse, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the contribution of these keys to the gradients of ``q``, ``k`` and ``v``.
 
-        ``out`` and ``lse`` are those of the whole rows.
-
-        Args:
-            grad_out, out: ``(B, Sq, H, D)``.
-            lse: ``(B, H, Sq)`` over all keys of the row, on all ranks; +inf for a row without any key.
+        ``grad_out`` and ``out`` are ``(B, Sq, H, D)``. ``out`` and ``lse`` ``(B, H, Sq)`` are those of whole rows, over
+        the keys of all ranks; ``lse`` is +inf for a row without any key.
         """
 
     def slower_than_others(self, tokens: int, gradients: bool) -> str | None:
@@ -91,8 +77,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def fold_query_groups(q: Tensor, kv_heads: int) -> Tensor:
     """Reshape ``(B, S, H, D)`` to ``(B, G S, Hk, D)``, for kernels without grouped-query attention.
 
-    Rows of attention are independent, so the G = H / Hk query heads that share a K/V head can become G times as many
-    queries of one head.
+    The G = H / Hk query heads that share a K/V head become G times as many queries: rows of attention are independent.
     """
     return q if q.shape[2] == kv_heads else rearrange(q, "b s (k g) d -> b (g s) k d", k=kv_heads)
 
@@ -135,8 +120,7 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _starts(x: Tensor, step: int) -> range:
-    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of two tiles, which reach the peak memory
-    of all."""
+    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor of two, which reach the peak memory."""
     return range(0, min(x.shape[2], 2 * step) if isinstance(x, FakeTensor) else x.shape[2], step)
 
 
@@ -154,13 +138,17 @@ def _tangent_of_logits(q: Tensor, k: Tensor, t_q: Tensor | None, t_k: Tensor | N
     return from_k if from_q is None else from_k + from_q
 
 
+def _refused(dtype: torch.dtype) -> str | None:
+    return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
+
+
 class Reference(Kernel):
     """Attention kernel in plain torch, in fp32 (fp64 for fp64), tile by tile."""
 
     name = "reference"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
+        return _refused(dtype)
 
     def forward(self, q, k, v, mask, scale):
         dual = attention_dual(q, k, v, None, None, None, mask, scale)
@@ -207,8 +195,7 @@ def attention_dual(
         mask: ``(B, Sk)``, True where a key may be attended to.
 
     Returns:
-        All in fp32 (fp64 for fp64); tangents are ``None`` if all given ones are. A row without a key has ``out`` 0,
-        ``lse`` -inf and tangents 0.
+        All in fp32 (fp64 for fp64); no tangents if none is given. A row without a key has 0, and -inf as ``lse``.
     """
     heads = q.shape[2]
     q = _heads_first(fold_query_groups(q, k.shape[2]))
@@ -261,19 +248,14 @@ def attention_dual(
 
 
 class CpuFlash(Kernel):
-    """torch's flash attention for the CPU.
-
-    ``aten::_scaled_dot_product_flash_attention_for_cpu`` is private (torch 2.11 to 2.13).
-    """
+    """torch's flash attention for the CPU (``aten::_scaled_dot_product_flash_attention_for_cpu``, private)."""
 
     name = "cpu_flash"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
-        if dtype not in FLOATS:
-            return f"takes fp64, fp32, bf16 and fp16, not {dtype}"
-        return None
+        return _refused(dtype)
 
     def forward(self, q, k, v, mask, scale):
         heads = q.shape[2]
@@ -287,15 +269,10 @@ class CpuFlash(Kernel):
         heads, kv_heads = q.shape[2], k.shape[2]
         grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
         lse = lse.reshape(lse.shape[0], kv_heads, -1)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
-            lse,
-            0.0,
-            False,
-            attn_mask=_bias(mask, q.dtype),
-            scale=scale,
-        )
-        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+        tensors = [x.transpose(1, 2) for x in (grad_out, q, k, v, out)]
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = flash_backward(*tensors, lse, 0.0, False, attn_mask=_bias(mask, q.dtype), scale=scale)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return unfold_query_groups(dq, heads), dk, dv
 
 
