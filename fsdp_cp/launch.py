@@ -199,8 +199,7 @@ def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
 
 
 def share_of_cores() -> int:
-    """Return the number of cores for each rank of this node, at least 1."""
-    # Count only the cores that this process may use: a container or SLURM may grant fewer than the machine has.
+    """Return the number of cores for each rank of this node, at least 1, of those that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -2,8 +2,7 @@
 
 ``cp = ring x ulysses`` splits the tokens of one sample. FSDP shards parameters over the flattened ``dp_shard x cp``
 axis: given two axes, ``fully_shard`` would use hybrid sharding and replicate over ``dp_shard``. Ulysses is the
-innermost axis, so that its all-to-all stays inside a node. Ring and Ulysses have separate process groups, and small
-collectives connect NCCL.
+innermost axis, so that its all-to-all stays inside a node.
 """
 
 from __future__ import annotations
@@ -76,11 +75,7 @@ def resolve_mesh(
         ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. If both are set, their product must be ``cp``.
         heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` if no
             attention is split or any number of heads works (``"auto"`` then makes ``ulysses`` equal to ``cp``).
-        sharded: whether any network is sharded. ``False`` (all have ``strategy="no_shard"``) allows a mesh of replicas
-            only (``dp_shard x cp`` of 1).
-
-    Raises:
-        UserError: sizes that do not fit the world or the heads.
+        sharded: whether any network is sharded. ``False`` (all have ``no_shard``) allows a mesh of replicas only.
     """
     for name, size in (("dp_replicate", dp_replicate), ("dp_shard", dp_shard), ("cp", cp)):
         rest = name == "dp_shard" and size == -1
@@ -95,21 +90,14 @@ def resolve_mesh(
     if dp_shard == -1 and world_size % (dp_replicate * cp) == 0:
         dp_shard = world_size // (dp_replicate * cp)
     if dp_replicate * dp_shard * cp != world_size:
+        product, must = f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp}", "divide"
+        advice = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         if dp_shard != -1:
-            raise UserError(
-                f"mesh.dp_replicate={dp_replicate} x mesh.dp_shard={dp_shard} x mesh.cp={cp} must equal the world of"
-                f" {world_size} ranks; use mesh.dp_shard=-1 for what the other axes leave"
-            )
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise UserError(
-            f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp} must divide the world of {world_size} ranks; use sizes"
-            f" among {divisors}"
-        )
+            product, must, advice = f"{product} x mesh.dp_shard={dp_shard}", "equal", "mesh.dp_shard=-1 for the rest"
+        raise UserError(f"{product} must {must} the world of {world_size} ranks; use {advice}")
     if sharded and dp_replicate > 1 and dp_shard * cp == 1:
-        raise UserError(
-            f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard over; use a smaller one, or"
-            " strategy=no_shard on every role"
-        )
+        advice = "use a smaller one, or strategy=no_shard on every role"
+        raise UserError(f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard over; {advice}")
     automatic = "; use mesh.ulysses=auto mesh.ring=auto"
     if ulysses == "auto":
         ulysses = cp // ring if ring != "auto" else math.gcd(heads, cp) if heads else cp
@@ -217,9 +205,7 @@ def check_mesh(mesh: object) -> None:
 def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     """Return the ``(ring, ulysses)`` axes of a mesh as plain data.
 
-    Args:
-        mesh: a :class:`Mesh`, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``, in this order. A missing
-            axis has size 1.
+    ``mesh`` is a :class:`Mesh`, or a ``DeviceMesh`` with one or both of these axes; a missing axis has size 1.
     """
     if isinstance(mesh, Mesh):
         return mesh.context
@@ -245,9 +231,7 @@ def build_mesh(*, device_type: str = "cpu", **sizes: Any) -> Mesh:
         UserError: sizes that do not fit the world or the heads; no process group; no GPU for ``cuda``.
     """
     if not dist.is_initialized():
-        raise UserError(
-            "build_mesh needs a process group; use `with fsdp_cp.launch.process_group(device)` and torchrun"
-        )
+        raise UserError("build_mesh needs a process group; use `with fsdp_cp.launch.process_group(device)`, torchrun")
     shape = resolve_mesh(world_size=dist.get_world_size(), **sizes)
     return mesh_of_shape(shape, device_type=device_type)
 
@@ -290,11 +274,8 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
     """Return ``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens.
 
     An axis that spans the world would get the default group, which FSDP also uses: its collectives would queue after
-    FSDP's gathers. An override, even with the same backend, gives the axis a separate group. An axis of fewer ranks
-    gets a separate group anyway.
-
-    A ring's NCCL group sends on a high-priority stream: its hops must overlap with an attention kernel, whose blocks
-    are already queued for every SM.
+    FSDP's gathers. An override, even with the same backend, gives the axis a separate group. A ring's NCCL group sends
+    on a high-priority stream: its hops must overlap with an attention kernel, whose blocks are queued for every SM.
     """
     world, backend = dist.get_world_size(), str(dist.get_backend_config())  # backends of all devices
     overrides: dict[int | str, Any] = {

@@ -22,8 +22,7 @@ _LONG = 5.0
 
 
 def bar(total: int, what: str, unit: str, **settings: Any) -> tqdm:
-    """Return a progress bar of ``tqdm``. It is visible only on rank 0 and if stderr is a terminal. ``unit`` is a noun,
-    singular."""
+    """Return a progress bar of ``tqdm``, visible only on rank 0 and on a terminal; ``unit`` is a singular noun."""
     return tqdm(total=total, desc=what, unit=unit, leave=False, disable=True if rank() else None, **settings)
 
 

@@ -37,9 +37,8 @@ def all_gather_objects(obj: Any) -> list[Any]:
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank; return the results in rank order, on all ranks.
 
-    If ``work`` raises on one rank, all ranks raise: that rank its exception, the others a ``UserError`` of the same
-    type or, for any other exception, a ``RuntimeError``. Otherwise they would wait in the next collective until it
-    times out.
+    If ``work`` raises on one rank, all ranks raise, instead of waiting in the next collective: that rank its exception,
+    the others a ``UserError`` of the same type or, for any other exception, a ``RuntimeError``.
     """
     failure, note, result = None, None, None
     try:
@@ -115,23 +114,18 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
     counts as zero, so ranks may lack different gradients. Replicas (hybrid sharding) count once. The parameters are
     DTensors of one mesh, sharded over its last axis.
     """
-    device: torch.device | None = None
     mesh: DeviceMesh | None = None
     grads: list[Tensor] = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor), "shard_module has made them"
-        if mesh is None:
-            mesh, device = parameter.device_mesh, local_shard(parameter).device
+        mesh = parameter.device_mesh if mesh is None else mesh
         assert parameter.device_mesh is mesh or parameter.device_mesh == mesh, "one mesh per gradient norm"
         assert isinstance(parameter.placements[-1], Shard)
         if parameter.grad is not None:
             grads.append(parameter.grad)
     assert mesh is not None, "no parameters"
-    if grads:
-        # cumsum() adds in the order of a loop; sum() would change the last digits of norms.
-        square = squared_norms(local_shards(grads)).cumsum(0)[-1]
-    else:
-        square = torch.zeros((), dtype=torch.float64, device=device)
+    # cumsum() adds in the order of a loop; sum() would change the last digits of norms.
+    square = squared_norms(local_shards(grads)).cumsum(0)[-1] if grads else torch.zeros((), dtype=torch.float64)
     return _sum_over_shards(square, mesh)
 
 
@@ -200,10 +194,8 @@ def lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -
 def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, float | None]]:
     """Return the Euclidean norm of each parameter and of its gradient, by name; the same on every rank.
 
-    All ranks call it between backward and the optimizer's step. Each rank sums the squares of its shards in fp64, and
-    one all-reduce adds all of them (the norm of a DTensor would be one collective per tensor). Replicas count once.
-    A missing gradient has norm ``None``. Reshard a gathered network first: its ``named_parameters`` are full copies
-    without the reduced gradients.
+    All ranks call it between backward and the optimizer's step, on a resharded network. Each rank sums the squares of
+    its shards in fp64, and one all-reduce adds all of them. Replicas count once. A missing gradient has norm ``None``.
     """
     if not named:
         return {}
@@ -229,10 +221,7 @@ def first_non_finite(named: Mapping[str, nn.Parameter], world: DeviceMesh) -> st
 
     Return ``no parameter`` if all are finite. Each rank checks its shards; ``world`` is the mesh of all ranks.
     """
-    broken = (
-        index
-        for index, parameter in enumerate(named.values())
-        if parameter.grad is not None and not local_shard(parameter.grad).isfinite().all()
-    )
+    grads = ((index, parameter.grad) for index, parameter in enumerate(named.values()))
+    broken = (index for index, grad in grads if grad is not None and not local_shard(grad).isfinite().all())
     first = all_reduce_scalars([float(next(broken, math.inf))], world, dist.ReduceOp.MIN)[0]
     return "no parameter" if first == math.inf else list(named)[int(first)]

@@ -48,8 +48,7 @@ class StepRandom:
 
     @property
     def shared(self) -> StepRandom:
-        """Streams of one sample outside of the batch, on the CPU: the same on every rank, different in each part of the
-        batch."""
+        """Streams of one sample outside of the batch, on the CPU: the same on every rank, different in each part."""
         return replace(self, positions=(_NO_SAMPLE - self.part,), device="cpu")
 
     def normal(self, purpose: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

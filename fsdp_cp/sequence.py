@@ -46,9 +46,7 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     """Return the rank's own slice of a sequence that every rank of its ``cp`` group holds in full.
 
     Args:
-        x: ``(..., S, ...)`` with the ``S`` tokens along ``dim``, equal on all ranks of the ``cp`` group.
-        mesh: mesh over whose ``cp`` axis the tokens are split.
-        dim: the token dimension.
+        x: ``(..., S, ...)`` with the ``S`` tokens along ``dim``, equal on all ranks of the ``cp`` group of ``mesh``.
 
     Returns:
         ``(..., ceil(S / cp), ...)``, the sequence's tail padded with zeros; a copy (``x`` itself when ``cp`` is 1). The
@@ -77,10 +75,8 @@ def gather_tokens(
     """Gather the full sequence from every rank's slice, without pads.
 
     Args:
-        x: ``(..., ceil(S / cp), ...)``, the rank's own tokens.
-        mesh: mesh over whose ``cp`` axis the tokens are gathered.
+        x: ``(..., ceil(S / cp), ...)``, the rank's own tokens along ``dim``.
         total: ``S``; by default the sequence has no pads.
-        dim: the token dimension.
         partial_grad: whether the gradient of the result is a partial sum on each rank. ``False``: all ranks compute the
             same loss from it, the gradient is the same on all, and backward takes the rank's own slice. ``True``: split
             computation follows (keys and values, features), and backward sums and splits it (reduce-scatter).
@@ -97,11 +93,8 @@ def gather_tokens(
     dim = _checked_dim(x, mesh, dim)
     cp = mesh.context.cp_size
     total = x.shape[dim] * cp if total is None else total
-    if local_token_count(total, cp) != x.shape[dim]:
-        raise ValueError(
-            f"total={total} tokens on cp={cp} ranks need {local_token_count(total, cp)} tokens on each, got"
-            f" {x.shape[dim]}"
-        )
+    if (local := local_token_count(total, cp)) != x.shape[dim]:
+        raise ValueError(f"total={total} tokens on cp={cp} ranks need {local} tokens on each, got {x.shape[dim]}")
     if cp == 1:
         return x
     group = mesh.cp.get_group()
@@ -168,23 +161,20 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a backward with create_graph=True
             # Each rank would only have the derivative by its own tokens, and the reduce-scatter is not differentiable.
-            raise UserError(
-                "a backward with create_graph=True (a gradient penalty) through split tokens gives each rank a part of"
-                " the gradient; take a finite difference (docs/gradients.md, 'Gradient penalties')"
-            )
+            kind = "a backward with create_graph=True (a gradient penalty) through split tokens"
+            raise UserError(f"{kind} is partial; take a finite difference (docs/gradients.md, 'Gradient penalties')")
         size, dim, local = dist.get_world_size(ctx.group), ctx.dim, ctx.shape[ctx.dim]
         if ctx.partial_grad:
             chunks = grad.new_zeros((size, *ctx.shape))
             for rank in range(size):
                 start, stop = local_token_range(ctx.total, size, rank)
                 chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
-            share = grad.new_empty(ctx.shape)
-            reduce_scatter_single(share.view(-1), chunks.view(-1), ctx.group)
-            return share, None, None, None, None
-        start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
-        share = grad.narrow(dim, start, stop - start)
-        if stop - start == local:
-            return share.contiguous(), None, None, None, None
-        padded = grad.new_zeros(ctx.shape)
-        padded.narrow(dim, 0, stop - start).copy_(share)
-        return padded, None, None, None, None
+            result = grad.new_empty(ctx.shape)
+            reduce_scatter_single(result.view(-1), chunks.view(-1), ctx.group)
+        else:
+            start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
+            result = share = grad.narrow(dim, start, stop - start).contiguous()
+            if stop - start < local:
+                result = grad.new_zeros(ctx.shape)
+                result.narrow(dim, 0, stop - start).copy_(share)
+        return result, None, None, None, None

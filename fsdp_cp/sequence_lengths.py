@@ -2,12 +2,9 @@
 
 A rank's slice has ``ceil(S / cp)`` positions, which do not determine ``S``. The split knows it: each forward of a
 network of :func:`fsdp_cp.context_parallel.parallelize_context` has a :class:`Lengths` record, which its splits fill and
-its attention reads. A block that is recomputed in backward reads
-
-- the record of its forward, which :mod:`fsdp_cp.sharding.activations` enters again;
-- under any other activation checkpointing, the records of all forwards so far, if they give one answer.
-
-Attention does not guess: if no count or several counts fit, it asks for ``total_tokens``.
+its attention reads. A block recomputed in backward reads the record of its forward, which
+:mod:`fsdp_cp.sharding.activations` enters again; under any other activation checkpointing, the records of all forwards
+so far. If no count or several counts fit, attention asks for ``total_tokens``.
 """
 
 from __future__ import annotations
@@ -150,7 +147,5 @@ def refuse_split_keys(queries: int, keys: int) -> None:
         same = [total for total, share in shares.items() if share == queries]
         for name, total in record.totals.items():
             if shares[total] == keys and same != [total]:
-                raise UserError(
-                    f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which is split;"
-                    f" give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds all keys"
-                )
+                advice = f"give mesh=mesh to attend to all, or total_keys={keys} if every rank holds all keys"
+                raise UserError(f"k has {keys} tokens, as each rank has of the split {name!r} ({total}); {advice}")

@@ -64,9 +64,8 @@ def last_collective() -> str | None:
     """Return the oldest unfinished collective, else the newest, from torch's flight recorders; ``None`` without one.
 
     E.g. ``all_gather 57 of group mesh_fsdp``: the 57th of its group, counted alike on all its ranks. A collective that
-    has just failed counts as done. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's leaves out ``send``
-    and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` are private (torch 2.11
-    to 2.13).
+    has just failed counts as done. The recorders (private, torch 2.11 to 2.13) are on unless
+    ``TORCH_FR_BUFFER_SIZE=0``. gloo's leaves out ``send`` and ``recv`` (ring attention).
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):

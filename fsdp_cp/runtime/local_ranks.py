@@ -39,11 +39,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] | None = None):
-        """
-        Args:
-            timeout: seconds for one :meth:`run`; ranks that hang are killed.
-            preload: modules that the fork server imports once; ``PRELOAD`` by default.
-        """
+        """Set the seconds for one :meth:`run`, and the modules that the fork server imports (default ``PRELOAD``)."""
         self.world_size, self.timeout = world_size, timeout
         self.preload = tuple(PRELOAD if preload is None else preload)
         self._pipes: list[Any] = []
@@ -88,11 +84,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, self.world_size, f"{self._folder.name}/store", theirs, self.timeout),
-                daemon=True,
-            )
+            args = (rank, self.world_size, f"{self._folder.name}/store", theirs, self.timeout)
+            process = context.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -134,13 +127,8 @@ def _rank_main(rank: int, world_size: int, store: str, pipe: Any, timeout: float
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        place: dict[str, Any] = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **place)
         # Unpickling is safe: the bytes come from the process that started this one.
         while (work := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = work

@@ -1,7 +1,7 @@
 """Timeouts of collectives: one for all process groups of this process.
 
 torch sets the timeout of each group separately. Groups of a ``DeviceMesh`` get the backend's default (30 minutes for
-gloo, 10 for NCCL), whatever timeout the group of all ranks has.
+gloo, 10 for NCCL), whatever timeout the group of all ranks has. Private names of torch (2.11 to 2.13) are all here.
 """
 
 from __future__ import annotations
@@ -22,18 +22,13 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of ``group``; all names are private (torch 2.11 to 2.13). torch's own setter leaves out
-    wrapped ones."""
+    """Return the backends of ``group``, wrapped ones too, which torch's own setter leaves out."""
     backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
     return [getattr(backend, "wrapped_pg", backend) for backend in backends]
 
 
 def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of ``groups`` for collectives that begin later.
-
-    The default is all groups except those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch
-    2.11 to 2.13).
-    """
+    """Set the timeout of ``groups``, by default all but those of :func:`keep_timeout`, for later collectives."""
     for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
         for backend in _backends(group):
             with suppress(RuntimeError):  # a backend without timeouts, as tests use
@@ -41,7 +36,7 @@ def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = Non
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return a group's timeout; ``None`` for a backend without one. ``options._timeout`` is private."""
+    """Return a group's timeout; ``None`` for a backend without one."""
     timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
