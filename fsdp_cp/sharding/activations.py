@@ -1,7 +1,6 @@
 """Wrappers of a unit's ``forward``: activation checkpointing, compilation, activation offload.
 
-They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once, outside, and parameter names do not
-change.
+They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once, outside, and names do not change.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
     def recomputed(*args, **kwargs):
         if not torch.is_grad_enabled():  # torch 2.11's checkpoint loses forward-mode tangents here
             return inner(*args, **kwargs)
-        # Pass all arguments by position: checkpoint keeps plain references to keyword arguments, which offload cannot
-        # see.
+        # Pass all arguments by position: offload cannot see the references that checkpoint keeps to keyword arguments.
         names = tuple(kwargs)
         # Recomputation needs the token counts of its own forward. (A compiled graph contains them.)
         lengths = None if torch.compiler.is_compiling() else entered()
@@ -116,9 +114,8 @@ def offload_saved_tensors(module: nn.Module) -> None:
     """Keep the tensors that autograd saves during ``module.forward`` in CPU memory until backward, in place.
 
     Parameters, buffers and views of them stay on the device: FSDP's resharding frees gathered weights, and a copy would
-    only double them. Storages below :data:`SMALLEST_OFFLOADED` stay too. Copies run on the current stream and use
-    pinned memory for CUDA tensors; CPU tensors are copied too. Forwards without gradients, including those with
-    forward-mode tangents, copy nothing.
+    only double them. Storages below :data:`SMALLEST_OFFLOADED` stay too. Copies run on the current stream, in pinned
+    memory for CUDA tensors; CPU tensors are copied too. Forwards without gradients copy nothing.
     """
     inner = module.forward
 
@@ -208,9 +205,8 @@ class _Saved:
         if self._copy is None:
             # Autograd skips this check for tensors with hooks.
             if self._tensor._version != self._version:
-                raise RuntimeError(
-                    f"an in-place operation changed a tensor of shape {tuple(self._tensor.shape)} that backward needs"
-                )
+                shape = tuple(self._tensor.shape)
+                raise RuntimeError(f"an in-place operation changed a tensor of shape {shape} that backward needs")
             return self._tensor
         restored, (offset, shape, stride) = self._copy.restore(), self._place
         whole = len(restored) // self._dtype.itemsize * self._dtype.itemsize

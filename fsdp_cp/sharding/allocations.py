@@ -32,9 +32,8 @@ def has_run(network: nn.Module) -> bool:
 def watch_allocations(network: nn.Module, report: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Within this context, call ``report(kind, tensor)`` for each tensor that FSDP2 allocates for a root ``network``.
 
-    Tensors that exist on entry are reported too. ``gathered`` tensors are reported only then: FSDP2 keeps them, resized
-    to 0 between uses. A tensor may be reported twice. The network must have run: FSDP2 makes its buffers in the first
-    forward.
+    Tensors that exist on entry are reported too, ``gathered`` ones only then: FSDP2 keeps them, resized to 0 between
+    uses. A tensor may be reported twice. The network must have run: its first forward makes the buffers.
     """
     with ExitStack() as stack:
         for unit in fsdp_modules(network):
@@ -70,7 +69,12 @@ def _watch_group(group: Any, report: Callable[[str, Tensor], None]) -> Iterator[
             handles.append(full.register_post_accumulate_grad_hook(lambda p: report_any("full_gradients", p.grad)))
             # FSDP2 calls this hook once the gradient exists. If dtypes differ, it is not the reduction's output.
             handles.append(shard.register_post_accumulate_grad_hook(lambda p: report_any("shard_gradients", p.grad)))
-        parameter.to_accumulated_grad_if_needed = _casting(parameter, report_any)
+
+        def cast_watched(parameter: Any = parameter, cast: Callable = parameter.to_accumulated_grad_if_needed) -> None:
+            cast()  # casts gradients that wait to the dtype of the reduction
+            report_any("full_gradients", parameter.unsharded_accumulated_grad)
+
+        parameter.to_accumulated_grad_if_needed = cast_watched
     gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
     gather.allocate = _allocating(gather.allocate, report, "staging")
     reduce.allocate = _allocating(reduce.allocate, report, "reduce_inputs", "shard_gradients")
@@ -94,15 +98,5 @@ def _allocating(
         tensor = allocate(*args, **kwargs)
         report(next(kind), tensor)
         return tensor
-
-    return watched
-
-
-def _casting(parameter: Any, report: Callable[[str, Tensor | None], None]) -> Callable[[], None]:
-    cast = parameter.to_accumulated_grad_if_needed  # casts gradients that wait to the dtype of the reduction
-
-    def watched() -> None:
-        cast()
-        report("full_gradients", parameter.unsharded_accumulated_grad)
 
     return watched

@@ -5,9 +5,8 @@ their largest element and rounded to fp8, so no extra state exists. If a forward
 plain layers run, since both packages' layers would drop tangents.
 
 torchao's ``Float8Linear`` (0.18) has tensorwise scales; FSDP2 can also gather its weights in fp8. ``te.Linear`` (2.17
-to 2.20) runs with current scaling, inputs and weights in e4m3, gradients in e5m2. Under FSDP2 it saves no fp8 weight;
-its backward casts the weight that FSDP2 gathers. Transformer Engine has not yet run on a GPU here. Both packages are
-optional and are imported at first use.
+to 2.20; not yet run on a GPU here) has current scaling, inputs and weights in e4m3, gradients in e5m2. Under FSDP2 it
+saves no fp8 weight; its backward casts the weight that FSDP2 gathers.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ MULTIPLE = 16
 CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 products: Ada, then Hopper (9.0)."""
 FORWARD_ROWS, BACKWARD_ROWS = 8, 16
-"""Numbers that must divide the rows of an input of ``te.Linear``: the layer asserts 8; the weight's gradient sums over
-rows and needs 16."""
+"""Numbers that must divide the rows of an input of ``te.Linear``, which asserts 8; the weight's gradient needs 16."""
 _TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
@@ -78,10 +76,8 @@ def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()
     ]
     chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
     if not chosen:
-        raise UserError(
-            f"{where}fp8 needs linear layers with sizes in multiples of {MULTIPLE} between the first and the last of"
-            f" the {len(units)} blocks; use {where}fp8=none"
-        )
+        inside = f"linear layers of multiples of {MULTIPLE} between the first and the last of the {len(units)} blocks"
+        raise UserError(f"{where}fp8 needs {inside}; use {where}fp8=none")
     return chosen
 
 
@@ -144,9 +140,7 @@ def torchao_linear(layer: nn.Linear, *, emulate: bool) -> nn.Module:
         if not inside_dual_level():
             return in_fp8(x)
         if isinstance(made.weight, Float8TrainingTensor):
-            raise RuntimeError(
-                "a forward with forward-mode tangents cannot use weights gathered in fp8; set fp8_gather=false"
-            )
+            raise RuntimeError("a forward with tangents cannot use weights gathered in fp8; set fp8_gather=false")
         return F.linear(x, made.weight, made.bias)
 
     made.forward = forward
@@ -157,12 +151,11 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: 
     """Let FSDP2 gather the weights of ``layers`` in fp8: one byte per element, and one scale per whole weight.
 
     Before each forward of ``root`` one all-reduce of the largest elements computes the scales, without waiting for the
-    host. A gather in backward uses the scale of its forward. Weights that do not divide evenly over the ranks are
-    gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
+    host. A gather in backward uses the scale of its forward. Weights that do not divide evenly over the ranks, on the
+    last axis of ``shard_mesh``, are gathered in the compute dtype: FSDP2 does not pad tensors that gather themselves.
 
     torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
-    Here only the shard's tensor has FSDP2's two functions as attributes. The last axis of ``shard_mesh`` holds the
-    shards.
+    Here only the shard's tensor has FSDP2's two functions as attributes.
     """
     from torchao.float8.float8_utils import amax_to_scale  # private (torchao 0.18)
 
@@ -221,13 +214,8 @@ def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
 def te_linear(layer: Any) -> nn.Module:
     """Return a ``te.Linear`` with the parameters of the ``nn.Linear`` ``layer``, under the same names."""
     # On the meta device te.Linear allocates nothing and draws no random numbers; its default device is "cuda".
-    made = _layer_class()(
-        in_features=layer.in_features,
-        out_features=layer.out_features,
-        bias=layer.bias is not None,
-        params_dtype=layer.weight.dtype,
-        device="meta",
-    )
+    options = {"bias": layer.bias is not None, "params_dtype": layer.weight.dtype, "device": "meta"}
+    made = _layer_class()(in_features=layer.in_features, out_features=layer.out_features, **options)
     for name, parameter in layer.named_parameters():
         made.register_parameter(name, parameter)
     return made.train(layer.training)

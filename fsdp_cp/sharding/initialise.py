@@ -28,20 +28,17 @@ def initialise(
 
     For one module after the other, ``reset_parameters`` draws the module's own parameters whole, in fp32 on the CPU,
     from the module's random stream. Each rank copies its part into the shard without communication. torch's global
-    generators keep their state, which does not affect the values. Every rank draws all values (12 s for 1e9 parameters,
-    4 ranks on 2 cores).
+    generators keep their state. Every rank draws all values (12 s for 1e9 parameters, 4 ranks on 2 cores).
 
     Args:
         model: model with memory (after :func:`fsdp_cp.materialise`), sharded or not. Buffers do not change.
         seed: seed of all streams; a stream's key is the seed and the module's name.
         special: ``special(module, name, tensor)`` fills ``tensor``, the full value of ``module``'s own parameter
             ``name``, if ``reset_parameters`` does not suffice; otherwise it leaves ``tensor`` unchanged.
-        stream: function from a module's name to its stream's name, by default the same; for ``None`` the module's
-            parameters do not change.
+        stream: function from a module's name to its stream's, by default the same; for ``None`` nothing changes.
 
     Raises:
-        ValueError: nothing initializes a parameter, a parameter is on the meta device, or ``reset_parameters`` needs
-            another module's parameters.
+        ValueError: nothing initializes a parameter; it is on the meta device; ``reset_parameters`` needs another's.
     """
     reshard(model)  # a gathered parameter is a copy, which the next gather overwrites
     done: set[nn.Parameter] = set()

@@ -36,8 +36,7 @@ POOL = "_buffer_pool"
 ALIGNMENT = 512
 """Alignment in bytes, as in torch's CUDA allocator; NCCL and vectorized copies need at least 16."""
 LET_GO = 0.01
-"""Seconds to wait on the CPU before recording two buffers as alive at once: gloo's threads hold a buffer slightly
-longer than FSDP2 does."""
+"""Seconds to wait on the CPU before recording two buffers as alive at once: gloo's threads hold them a bit longer."""
 PATIENCE = 1.0
 """Maximum seconds that a planned buffer waits for gloo's threads on the CPU."""
 
@@ -76,8 +75,7 @@ class BufferPool:
     memory, and the end of the step plans again (:meth:`end_step`).
 
     Streams: like torch's allocator the pool relies on FSDP2 to drop a buffer only after the requesting stream waits for
-    all other streams that use it. The pool records an event at that moment, and another stream that gets overlapping
-    memory waits for the event.
+    all other streams that use it. An event marks that moment, for which other streams with overlapping memory wait.
     """
 
     def __init__(self) -> None:
@@ -261,8 +259,7 @@ def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
     step's reduction would overwrite a gradient in use. ``ranks`` hold one copy of the parameters.
 
     ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public. torch's default collectives,
-    which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects, which identify the
-    unit of a request.
+    which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects.
     """
     assert ranks > 1, "no collective to serve"
     for name, unit in root.named_modules():
@@ -325,8 +322,7 @@ def place(sizes: Sequence[int], conflicts: Sequence[Set[int]]) -> tuple[list[int
     placed buffers that conflict with it. The optimum is NP-hard (Chlebikova and Chlebik 2010). If lifetimes form a
     chain, as for units gathered in sequence, largest first is close to it.
 
-    ``sizes`` are bytes, in the order of first use; ``conflicts`` are for each buffer the positions of those that it
-    must not overlap, symmetric.
+    ``sizes`` are bytes, in the order of first use; ``conflicts`` the positions that each must not overlap, symmetric.
     """
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     with_conflicts = [size + sum(padded[other] for other in conflicts[i]) for i, size in enumerate(padded)]

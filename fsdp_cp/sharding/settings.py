@@ -116,9 +116,7 @@ class ShardSettings:
         if self.shard_ranks is None:
             return shape.dp_replicate if self.replicate else 1
         if shape.world % self.shard_ranks:
-            raise UserError(
-                f"{where}shard_ranks={self.shard_ranks} must divide the world, {shape.world} ranks, or be null"
-            )
+            raise UserError(f"{where}shard_ranks={self.shard_ranks} must divide the {shape.world} ranks, or be null")
         return shape.world // self.shard_ranks
 
     def reduces_over_copies(self, shape: MeshShape) -> bool:
@@ -126,10 +124,7 @@ class ShardSettings:
         return self.strategy in ("optim_grads", "optim_grads_params") and self.copies(shape) > 1
 
     def check(self, device_type: str, where: str = "") -> None:
-        """Refuse values and combinations that do not work, before anything is built.
-
-        ``where`` is the prefix of the setting's name in messages, e.g. ``"student."``.
-        """
+        """Refuse values and combinations that do not work; ``where`` prefixes names, as ``"student."`` does."""
         check_choices(self, where)
         least = {"forward_prefetch": 1, "backward_prefetch": 1, "gradient_buffers": 1}
         if self.shard_ranks is not None:
@@ -173,42 +168,21 @@ class ShardSettings:
         }
 
 
-TRAINED_ONLY = (
-    "reduce_dtype",
-    "activation_checkpointing",
-    "keep_operators",
-    "activation_offload",
-    "backward_prefetch",
-    "keep_gathered",
-    "gradient_buffers",
-    "separate_reduce_group",
-)
+TRAINED_ONLY = ("reduce_dtype", "activation_checkpointing", "keep_operators", "activation_offload", "backward_prefetch",
+                "keep_gathered", "gradient_buffers", "separate_reduce_group")  # fmt: skip
 """Settings of :class:`ShardSettings`, in addition to ``master_dtype``, that do not apply to a frozen network."""
-GATHERED_ONLY = (
-    "replicate",
-    "shard_ranks",
-    "fp8_gather",
-    "gather_stream",
-    "forward_prefetch",
-    "gather_early",
-    "separate_reduce_group",
-    "communication_buffers",
-)
+GATHERED_ONLY = ("replicate", "shard_ranks", "fp8_gather", "gather_stream", "forward_prefetch", "gather_early",
+                 "separate_reduce_group", "communication_buffers")  # fmt: skip
 """Settings without effect if every rank holds all parameters (``no_shard``)."""
 
 
 def require_compiler(device_type: str, setting: str) -> None:
-    """Check for the C or C++ compiler of Triton (``cuda``) or inductor (``cpu``), before all weights are loaded.
-
-    ``setting`` enables compilation, e.g. ``student.compile``.
-    """
+    """Check for the C or C++ compiler of Triton (``cuda``) or inductor (``cpu``), which ``setting`` needs."""
     language, variable, usual = ("C", "CC", ("gcc", "clang")) if device_type == "cuda" else ("C++", "CXX", ("g++",))
     command = os.environ.get(variable)
     if not any(map(shutil.which, shlex.split(command)[:1] if command else usual)):
-        raise UserError(
-            f"{setting}=true needs a {language} compiler, but {command or ' or '.join(usual)} was not found; install"
-            f" one, name it in {variable}, or use {setting}=false"
-        )
+        missing = f"{setting}=true needs a {language} compiler, but {command or ' or '.join(usual)} was not found"
+        raise UserError(f"{missing}; install one, name it in {variable}, or use {setting}=false")
 
 
 def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
@@ -220,8 +194,7 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     overload = getattr(packet, variant or "default", None)
     if not isinstance(overload, torch._ops.OpOverload) or any(rest):
         raise UserError(f"{setting}: torch has no operator {name!r}; use names as aten.addmm or aten.add.Tensor")
-    # Checkpoint policies never see decomposed operators, so nothing would be kept: linear layers run as aten.addmm or
-    # aten.mm.
+    # Checkpoint policies never see decomposed operators, so nothing would be kept.
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         raise UserError(f"{setting}: autograd decomposes {name}; name its parts, for linear layers aten.addmm")
     return overload

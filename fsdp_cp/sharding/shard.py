@@ -111,9 +111,8 @@ def _checked_settings(settings: ShardSettings, device_type: str, **changes: Any)
     effective = settings.effective()
     idle = [name for name in known if getattr(settings, name) != getattr(effective, name)]
     if idle and dist.get_rank() == 0:
-        log.warning(
-            "settings without effect under strategy=%s, fp8=%s: %s", settings.strategy, settings.fp8, ", ".join(idle)
-        )
+        under = f"strategy={settings.strategy}, fp8={settings.fp8}"
+        log.warning("settings without effect under %s: %s", under, ", ".join(idle))
     return effective
 
 
@@ -126,9 +125,7 @@ def _modules_of(model: nn.Module, modules: Iterable[nn.Module], argument: str) -
         kind = type(module).__name__
         has_no_forward = isinstance(module, (nn.ModuleList, nn.ModuleDict, FSDPModule))  # or is sharded
         if not isinstance(module, nn.Module) or module not in inside or has_no_forward or module in listed[:i]:
-            raise UserError(
-                f"{argument}[{i}] must be a module inside the model, with a forward, named once, got {kind}"
-            )
+            raise UserError(f"{argument}[{i}] must be a module in the model, with a forward, named once, got {kind}")
     return listed
 
 
@@ -235,15 +232,12 @@ def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
         open_contexts = getattr(model, "_open_microbatches", ())
         if keeps and open_contexts and open_contexts[-1] is False:
             return
-        instead = (
-            "put it into `with microbatch(model, is_first=False, is_last=False)`"
-            if keeps
-            else "use strategy='optim', 'optim_grads' or keep_gathered=True"
-        )
+        held = "put it into `with microbatch(model, is_first=False, is_last=False)`"
+        instead = held if keeps else "use strategy='optim', 'optim_grads' or keep_gathered=True"
         raise UserError(
-            f"a backward with create_graph=True (a gradient penalty) through {kind}: under"
-            f" strategy={settings.strategy!r} its weights are freed before the second backward needs them; take a"
-            f" finite difference, or, without fsdp_cp.attention, {instead} (docs/gradients.md, 'Gradient penalties')"
+            f"a backward with create_graph=True (a gradient penalty) through {kind}: strategy={settings.strategy!r}"
+            " frees its weights before the second backward needs them; take a finite difference, or, without"
+            f" fsdp_cp.attention, {instead} (docs/gradients.md, 'Gradient penalties')"
         )
 
     def check_backward(x: Tensor) -> Tensor:
@@ -320,15 +314,12 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
 
     Raises:
         RuntimeError: ``is_first`` with gradients from an earlier step, which would be added silently; the last backward
-            did not reach a unit, whose gradients were never reduced; or, with replicas, only some of the micro-batches
-            use a parameter.
+            did not reach a unit; or, with replicas, only some of the micro-batches use a parameter.
         ValueError: ``model`` does not contain exactly one root of :func:`fsdp_cp.shard_module`.
     """
     root = _root(model)
     if is_first and state.has_gradients(root):
-        raise RuntimeError(
-            "gradients are left from an earlier step; call zero_grad(set_to_none=True) or discard_step(model)"
-        )
+        raise RuntimeError("gradients are left from a step; call zero_grad(set_to_none=True) or discard_step(model)")
     outer = root.__dict__.setdefault("_open_microbatches", [])
     outer.append(is_last)
     _apply(root, is_last)
@@ -395,16 +386,11 @@ def discard_step(model: nn.Module) -> None:
 
 def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
     """Refuse gradients that FSDP2 did not reduce, or would add up wrongly, in the micro-batch that ends."""
-    # FSDP2 reduces the units that a backward passes, and waits for all reductions only if it began at the root's
-    # output.
+    # FSDP2 reduces the units that a backward passes, and waits for all only if it began at the root's output.
     if is_last and not state.is_finished(root):
-        raise RuntimeError(
-            "the last micro-batch had no backward; give is_last=True to the last one that has a backward"
-        )
+        raise RuntimeError("the last micro-batch had no backward; give is_last=True to the last one that has one")
     if is_last and (units := state.unreduced_units(root)):
-        raise RuntimeError(
-            f"the last micro-batch's backward did not reach {', '.join(units)}; give shard_module reduce_unused=True"
-        )
+        raise RuntimeError(f"the last backward did not reach {', '.join(units)}; give shard_module reduce_unused=True")
     # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
     if not is_last and (units := state.partly_reduced_units(root)):
         raise RuntimeError(f"a parameter of {', '.join(units)} got no gradient; give shard_module reduce_unused=True")
@@ -413,7 +399,5 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
 def _root(model: nn.Module) -> ShardedModule:
     roots = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
     if len(roots) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(roots)} modules sharded by shard_module; give the one to train"
-        )
+        raise ValueError(f"{type(model).__name__} has {len(roots)} roots of shard_module; give the one to train")
     return roots[0]

@@ -146,8 +146,7 @@ def _names(model: nn.Module, units: list[ShardedModule]) -> list[str]:
 
 
 def is_finished(root: ShardedModule) -> bool:
-    """Return whether FSDP2 completed the last backward: it waited for all reductions and reduced accumulated
-    gradients."""
+    """Return whether FSDP2 completed the last backward: it reduced all gradients and waited for all reductions."""
     pending = getattr(root._get_fsdp_state()._comm_ctx, "_last_post_reduce_events", {})
     return not pending and not any(map(_has_unreduced_gradient, fsdp_params(root)))
 
@@ -155,8 +154,7 @@ def is_finished(root: ShardedModule) -> bool:
 def gather_in_compute_stream(model: FSDPModule) -> None:
     """Let gathers allocate, copy in and copy out in the compute stream; only their communication overlaps.
 
-    It calls ``FSDPModule._set_unshard_async_op`` (private, recursive). With separate streams FSDP2 keeps a unit's
-    staging buffer until the next unit's buffer is copied out.
+    With separate streams FSDP2 keeps a unit's staging buffer until the next unit's buffer is copied out.
     """
     model._set_unshard_async_op(True)
 
