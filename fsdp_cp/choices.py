@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import UserError, one_line, shown
 
 T = TypeVar("T")
 
@@ -114,5 +114,5 @@ def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -
     try:
         return make(point.load())
     except Exception as error:  # importing the package may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"{word}: {point.value} cannot be loaded ({reason})") from error

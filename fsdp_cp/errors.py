@@ -54,6 +54,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def one_line(error: object, most: int = 200) -> str:
+    """Return an error's message on one line, shortened, since libraries list every key or the whole file."""
+    return " ".join(str(error).split())[:most]
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return ``1 clip`` or ``2 clips``; ``plural`` is for nouns whose plural is irregular."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_cp.choices import check_range
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import UserError, one_line, shown
 
 if TYPE_CHECKING:
     from fsdp_cp.attention.mask import BlockMask
@@ -38,8 +38,7 @@ class CausalSettings:
     """``student.causal.*`` and ``teacher.causal.*``; see docs/causal.md."""
 
     chunk: int | None = None
-    """Number of latent frames in a chunk; null for a network that attends to all frames, or for the checkpoint's
-    ``causal.json``."""
+    """Number of latent frames in a chunk; null to attend to all frames, or for the checkpoint's ``causal.json``."""
     first_chunk: int | None = None
     """Number of latent frames in the first chunk; null for ``chunk``. A given first frame is a chunk of 1."""
     window: int | None = None
@@ -65,10 +64,7 @@ class CausalSettings:
         return self.first_chunk if number == 0 and self.first_chunk is not None else self.chunk
 
     def chunks(self, frames: int, where: str = "") -> tuple[int, ...]:
-        """Return the number of latent frames in each chunk of a clip of ``frames`` latent frames.
-
-        ``where`` is the prefix of the settings in messages, e.g. ``"student.causal."``.
-        """
+        """Return the number of latent frames in each chunk of a clip of ``frames``; ``where`` prefixes settings."""
         first, later = self.size(0), self.size(1)
         if frames < first:
             name = "chunk" if self.first_chunk is None else "first_chunk"
@@ -98,10 +94,7 @@ class CausalSettings:
         return earlier < self.sink or self.window is None or earlier >= number - self.window
 
     def merged(self, saved: CausalSettings, where: str, folder: Path) -> CausalSettings:
-        """Return the settings ``saved`` with a checkpoint, which these must not contradict.
-
-        Messages name the settings with the prefix ``where`` and the checkpoint's ``folder``.
-        """
+        """Return the settings ``saved`` in a checkpoint's ``folder``, which these must not contradict."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(saved, item.name)
             if mine not in (item.default, theirs):
@@ -122,7 +115,7 @@ def read_causal(folder: Path, where: str) -> tuple[CausalSettings, int] | None:
             raise ValueError("frames and chunk must be numbers")
         settings.chunks(frames)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}: {file} is damaged ({' '.join(str(error).split())[:200]}); copy it again") from error
+        raise UserError(f"{where}: {file} is damaged ({one_line(error)}); copy it again") from error
     return settings, frames
 
 

@@ -56,8 +56,7 @@ class RoleExport:
     trained: Mapping[int, Weights]
     """Weights of the networks that train, by position."""
     bases: Callable[[], Sequence[Weights]]
-    """Function that returns what each network is without the role's training: what adapters are merged into, and an
-    expert that does not train."""
+    """Function that returns what adapters are merged into, and an expert that does not train."""
     few_steps: Mapping[str, Any] | None = None
     """Arguments of :meth:`models.families.base.Family.schedulers`; ``None`` for a role without schedulers."""
 
@@ -146,10 +145,8 @@ def _trained(
         if shapes:
             trained[i] = Weights(shapes, partial(read, prefix))
     if not trained:
-        held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
-        raise UserError(
-            f"{checkpoint} holds no {weights} weights of a role {role!r}; it has raw weights of {' and '.join(held)}"
-        )
+        held = " and ".join(sorted({key.partition(".")[0] for key in stored} & {"student", "fake"}))
+        raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}; it has raw weights of {held}")
     return trained, weights
 
 
@@ -193,10 +190,8 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
         held = [EXPERTS[i] for i in trained]
         takes_both = len(held) == len(EXPERTS) and kind not in (*FORMATS, OWN)  # one file holds one expert
         if expert not in held and not (expert is None and takes_both):
-            raise UserError(
-                f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; add --expert"
-                f" {' or '.join(held)}, or take both from the run's export/student"
-            )
+            advice = f"add --expert {' or '.join(held)}, or take both from the run's export/student"
+            raise UserError(f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; {advice}")
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], schedulers = expert, {}
@@ -205,9 +200,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
     if adapters is None and kind not in (None, OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind in FORMATS and (whole := exported.not_adapters):
-        raise UserError(
-            f"{name} in {checkpoint} has {whole[0]} too, which an adapter file cannot hold; use --format merged"
-        )
+        raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
     exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers)
     if kind in FORMATS:
         return f"the {weights} adapters of {name}"
@@ -215,8 +208,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
 
 
 def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
-    """Return the base of the adapters of each network of the role. Refuse one with other weights, or that ``out``
-    replaces."""
+    """Return the base of each network's adapters. Refuse one with other weights, or that ``out`` replaces."""
     if base["path"] is None:
         raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
     path = moved or base["path"]

@@ -123,10 +123,7 @@ def _split(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes:
 
 
 def _read_files(
-    places: Sequence[str],
-    splits: Sequence[StateDictSplit],
-    networks: Sequence[Weights],
-    dtype: torch.dtype | None,
+    places: Sequence[str], splits: Sequence[StateDictSplit], networks: Sequence[Weights], dtype: torch.dtype | None
 ) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     """Yield each file and its tensors, without tensors where ``dtype`` is ``None``. Every rank must exhaust it."""
     for place, split, weights in zip(places, splits, networks, strict=True):

@@ -22,6 +22,12 @@ from torch.utils._python_dispatch import (
 )
 
 
+def reset_peak(device: torch.device) -> None:
+    """Restart the count of CUDA's peak memory. The CPU's peak cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: allocated by torch on CUDA, resident on the CPU."""
     if device.type == "cuda":

@@ -25,9 +25,8 @@ Chosen = Sequence[str] | Mapping[str, Mapping[str, Any]]
 class Addition(nn.Module):
     """Base class. An addition is built from the network's configuration on the current default device, then attached.
 
-    Every parameter must belong to a module with ``reset_parameters``, either a submodule or the addition.
-    :func:`fsdp_cp.sharding.initialise.initialise` draws its values from a seed, even if the network comes from a
-    checkpoint.
+    Every parameter must belong to a module with ``reset_parameters``, either a submodule or the addition: its values
+    are drawn from a seed, even if the network comes from a checkpoint.
     """
 
     full_precision: ClassVar[bool] = False
@@ -71,10 +70,7 @@ def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
 def attach_additions(
     network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
 ) -> None:
-    """Attach ``additions`` of ``role`` to the network in place, before it is sharded.
-
-    ``shared`` says that other roles call the network too.
-    """
+    """Attach ``additions`` of ``role`` to the network in place, before it is sharded; ``shared`` as in the class."""
     if not hasattr(network, ADDITIONS):
         setattr(network, ADDITIONS, nn.ModuleDict())
     cast(nn.ModuleDict, network.get_submodule(ADDITIONS))[role] = additions

@@ -55,9 +55,8 @@ class GanHead(Addition):
         layers = family.layers(config)
         self.blocks = default_blocks(layers) if blocks is None else list(blocks)
         if self.blocks[-1] >= layers:
-            raise UserError(
-                f"method.gan_blocks={self.blocks} must be 0 to {layers - 1}, or null for {default_blocks(layers)}"
-            )
+            wanted = f"0 to {layers - 1}, or null for {default_blocks(layers)}"
+            raise UserError(f"method.gan_blocks={self.blocks} must be {wanted}")
         self.depth = (self.blocks[-1] + 1) / layers
         """Share of the blocks that the logits' gradient passes."""
         self.heads = nn.ModuleList(_TokenHead(family.width(config)) for _ in self.blocks)

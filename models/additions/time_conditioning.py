@@ -32,10 +32,7 @@ class SecondTime(Addition):
 
     It is ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))``, without biases, for the interval ``d = t - r``.
     ``W2`` starts at 0, so that the student equals the teacher for every r. At ``r = t`` the embedding is zero for all
-    weights. There the student always predicts an instantaneous velocity, which any sampler of the plain network can
-    use.
-
-    It computes in fp32 under bf16, like the time embedder.
+    weights: there the student always predicts an instantaneous velocity. It computes in fp32 under bf16.
     """
 
     full_precision = True
@@ -69,8 +66,7 @@ class SecondTime(Addition):
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
         if self.embedded is not None:
             added = self(self.embedded)
-            # With a time per token the embedding is (B, S_local, width) or flat (B S_local, width). The addition has
-            # one value per sample.
+            # With a time per token the embedding is (B, S_local, width) or flat (B S_local, width).
             if embedding.ndim == added.ndim:
                 return embedding + added.repeat_interleave(len(embedding) // len(added), dim=0)
             return embedding + added[:, None]
@@ -92,5 +88,4 @@ class LastStep(SecondTime):
 
     @staticmethod
     def argument(t: Tensor, r: Tensor) -> Tensor:
-        """``d``, ``(B,)``."""
         return r

@@ -58,9 +58,7 @@ class Flops(NamedTuple):
     tangent: int
     """Additional operations of the forward-mode tangent."""
     attention: int = 0
-    """Operations of attention within ``forward``: products of queries with keys and of weights with values. Selective
-    recomputation does not repeat them, since it keeps attention's output. With 0 a plan counts the whole forward as
-    recomputed."""
+    """Operations of attention within ``forward``, which selective recomputation does not repeat; 0 if not known."""
 
     @classmethod
     def from_products(cls, pairs: int, others: int, still: int, attention: int) -> Flops:
@@ -92,10 +90,7 @@ class FamilyPlanning:
     """``config.json`` of their image encoder, CLIP's or SigLIP's vision transformer; empty for none."""
 
     def with_layers(self, config: NetworkConfig, layers: int) -> dict[str, Any] | None:
-        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all.
-
-        The default takes the blocks of a network with ``num_layers`` to be equal.
-        """
+        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all."""
         return {**config, "num_layers": layers} if "num_layers" in config else None
 
     vae_sizes: ClassVar[Mapping[int, tuple[str, int, int]]] = {}
@@ -109,10 +104,8 @@ class FamilyPlanning:
         channels = channels if channels in self.vae_sizes else next(iter(self.vae_sizes))
         vae, frames, pixels = self.vae_sizes[channels]
         if (num_frames - 1) % frames or height % pixels or width % pixels:
-            raise UserError(
-                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1"
-                f" frames of multiples of {pixels} pixels"
-            )
+            given = f"data.num_frames={num_frames}, data.height={height}, data.width={width}"
+            raise UserError(f"{given}: {vae} takes {frames}k + 1 frames of multiples of {pixels} pixels")
         return {VIDEO: (channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
@@ -173,8 +166,7 @@ class Family(ABC):
 
     @abstractmethod
     def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
-        """Return the transformer blocks in order; each is an FSDP unit. Their output, or its first element, is ``(B,
-        S_local, width)``."""
+        """Return the blocks in order, each an FSDP unit with ``(B, S_local, width)`` as its (first) output."""
 
     def full_precision_units(self, network: nn.Module) -> list[nn.Module]:
         """Return the modules that compute in fp32 under ``precision=bf16``, each as a separate FSDP unit."""
@@ -182,8 +174,7 @@ class Family(ABC):
 
     @abstractmethod
     def time_embedder(self, network: nn.Module) -> nn.Module:
-        """Return the module that embeds the time. Its output is ``(B, time_width)``, or ``(B, S_local, time_width)`` if
-        each token has a time."""
+        """Return the module that embeds the time: ``(B, time_width)``, or per token ``(B, S_local, time_width)``."""
 
     def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
         """Return the modulation modules of the blocks, whose linear layers stay out of fp8 under ``ROLE.fp8``."""
@@ -207,19 +198,16 @@ class Family(ABC):
         raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
 
     def original_adapters(self, adapters: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Convert the matrices of adapters, by linear layer and by ``A.weight``, ``B.weight``, to the original code's
-        layers.
+        """Convert the matrices ``A.weight``, ``B.weight`` of adapters, by linear layer, to the original code's layers.
 
         The default renames layers. A family whose original code joins layers joins their matrices.
         """
         return {self.original_name(layer): dict(matrices) for layer, matrices in adapters.items()}
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert adapters from the original code's names to diffusers' and merge their scales; return others
-        unchanged.
+        """Convert adapters from the original code's names to diffusers' and merge their scales; return others as given.
 
-        Raises:
-            Exception: of any type, if diffusers cannot convert the names.
+        Raises any exception if diffusers cannot convert the names.
         """
         return tensors
 
@@ -259,16 +247,12 @@ class Family(ABC):
 
     @abstractmethod
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
-        """Return the shape of each required tensor of one sample's condition, by name.
-
-        :meth:`optional_shapes` returns the optional ones. ``text_tokens`` is L, if the network does not fix it.
-        """
+        """Return the shape of each required tensor of one sample's condition; ``text_tokens`` is L, if not fixed."""
 
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
-        """Return the shape of each optional tensor of one sample's condition, by name.
+        """Return the shape of each optional tensor of one sample's condition, for plans and ``models.verify``.
 
-        Networks whose configuration does not fix whether an image is given have some, such as a first frame that
-        replaces the noisy one. Plans and ``models.verify`` use this; :meth:`check_sample` checks a run's data.
+        Networks whose configuration does not fix whether an image is given have some, such as a first frame.
         """
         return {}
 
@@ -300,20 +284,14 @@ class Family(ABC):
     ) -> Flops:
         """Return the floating-point operations of one forward of one sample: matrix products and attention only.
 
-        A linear map's tangent costs its own operations once more; the tangent of a product of two factors with
-        tangents, as in self-attention, costs twice its own.
-
-        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``,
-        1 or that of the tokens.
+        A linear map's tangent costs its own operations once more, that of a product of two factors with tangents twice.
+        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``.
         """
 
     def pipeline_times(self, steps: int) -> list[float] | None:
         """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
 
-        ``None`` means that the scheduler chooses the times. The exported scheduler is fitted to that pipeline.
-
-        Raises:
-            UserError: the pipeline does not use a flow-matching scheduler, so none is exported.
+        ``None`` means that the scheduler chooses them. A ``UserError`` says why no scheduler can be exported.
         """
         return None
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_cp.choices import members
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
 from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
+from models.files.checkpoint_files import defining
 from models.sample import VIDEO, PartShapes
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
@@ -62,17 +63,13 @@ class DiffusersFamily(Family):
         """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device."""
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
-            shown = " ".join(str(name).split())[:80]
-            raise UserError(
-                f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}, in diffusers' layout (Wan's"
-                " repositories end in -Diffusers)"
-            )
+            wanted = f"{self.class_name} in diffusers' layout (Wan's repositories end in -Diffusers)"
+            raise UserError(f"{setting} is a {one_line(name)}, but family={self.name} needs a {wanted}")
         self.check_values(config, setting)
         try:
             return self.transformer.from_config(dict(config))
         except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-            arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-            reason = " ".join(f"{arguments} ({error})".split())[:400]
+            reason = one_line(f"{defining(config)} ({error})", 400)
             raise UserError(f"{setting}: cannot build a {self.label} network of {reason}") from error
 
     def check_keys(self, architecture: NetworkConfig, setting: str) -> None:
@@ -98,19 +95,14 @@ class DiffusersFamily(Family):
     ) -> None:
         """Compare the shapes of the data, latents ``(C, T, H, W)`` and condition, with the ``needed`` tensors."""
         use = "use data.encoders of the pipeline that the checkpoint is from"
-        if self.latent_channels(config) != latent_shape[0]:
-            channels = self.latent_channels(config)
-            raise UserError(
-                f"{setting} takes latents of {channels} channels, but the data's have {latent_shape[0]}; {use}"
-            )
+        if (channels := self.latent_channels(config)) != latent_shape[0]:
+            raise UserError(f"{setting} takes latents of {channels} channels, not the data's {latent_shape[0]}; {use}")
         for name, shape in needed.items():
             data_shape, start = condition.get(name), 1 if name in self.open_counts else 0
             if data_shape is None or data_shape[start:] != shape[start:]:
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
-                raise UserError(
-                    f"{setting} ({self.label}) takes {name} of shape {shape}, but the data give"
-                    f" {'none' if data_shape is None else f'shape {data_shape}'}; {use}{image}"
-                )
+                wanted = f"{setting} ({self.label}) takes {name} of shape {shape}"
+                raise UserError(f"{wanted}, but the data give {data_shape or 'none'}; {use}{image}")
         for name in ("image_latents", "image_embeds", FIRST_FRAME):
             if name in condition and name not in needed:
                 raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
@@ -125,10 +117,8 @@ class DiffusersFamily(Family):
         for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
             fitting = min(size - size % patch or patch, patch * (most or size))
             if size != fitting:
-                raise UserError(
-                    f"{key} gives {size} latent positions, but {setting} takes patches of {patch}"
-                    f"{'' if most is None else f', at most {most}'}; use a {key} that gives {fitting}"
-                )
+                wanted = f"{setting} takes patches of {patch}{'' if most is None else f', at most {most}'}"
+                raise UserError(f"{key} gives {size} latent positions, but {wanted}; use one that gives {fitting}")
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Draw random modulation tables, which diffusers draws in constructors; see ``initialise``."""
@@ -179,10 +169,9 @@ def checked_arguments(cls: type[Any], config: NetworkConfig, setting: str) -> di
 
 
 def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
-    """Whether ``value`` has a type that ``hint`` allows.
+    """Whether ``value`` has a type that ``hint`` allows, with integers from ``least`` to ``most``.
 
-    Integers must lie between ``least`` and ``most``. Floats must be above 0, or 0 where ``least`` is 0. Integers of a
-    list must be at least 1, and there are 16 at most; its floats are finite.
+    Floats are above 0, or 0 where ``least`` is 0. A list has at most 16 integers from 1 on, or finite floats.
     """
     kinds = members(hint)
     if value is None or isinstance(value, (bool, str)):
@@ -199,8 +188,7 @@ def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
 
 def refuse(config: NetworkConfig, key: str, wanted: str, setting: str) -> None:
     """Refuse the value of ``key`` by a ``UserError``."""
-    shown = " ".join(repr(config[key]).split())[:80]
-    raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
+    raise UserError(f"{setting}: {key}={one_line(repr(config[key]), 80)} of its configuration must be {wanted}")
 
 
 def token_positions(
@@ -208,8 +196,8 @@ def token_positions(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Return frame, row and column ``(S_local,)`` of the rank's own tokens, and S, the number of all tokens.
 
-    Padding tokens have the positions of the last token. ``hidden_states`` are latents ``(B, C, T, H, W)``; ``patch`` is
-    the size of a token: frames, height, width.
+    ``hidden_states`` are latents ``(B, C, T, H, W)``; ``patch`` is the size of a token: frames, height, width. Padding
+    tokens have the positions of the last token.
     """
     frames, height, width = (size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True))
     total = frames * height * width
@@ -237,8 +225,7 @@ def insert_first_frame(x: Tensor, frame: Tensor) -> Tensor:
 
 
 def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: Collection[int] = (0,)) -> Tensor:
-    """Return a time for each token, ``(B, S)``: 0 in ``clean`` frames, which the data give, ``t`` ``(B,)`` or ``(B,
-    T)`` in others.
+    """Return a time for each token, ``(B, S)``: 0 in given ``clean`` frames, ``t`` ``(B,)`` or ``(B, T)`` in others.
 
     ``patch`` is the size of a token of ``latents`` ``(B, C, T, H, W)``, with one frame.
     """
@@ -252,8 +239,7 @@ def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: 
 def hold_first_frame(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
     """Replace frame 0 of ``v`` by the velocity from ``x`` to ``frame``, so that ``x - t v`` is the frame there.
 
-    ``v`` and ``x`` are ``(B, C, T, H, W)``, ``frame`` is ``(B, C, 1, H, W)``, and ``t`` ``(B,)`` or ``(B, T)`` is fp32
-    or better.
+    ``v``, ``x`` are ``(B, C, T, H, W)``, ``frame`` ``(B, C, 1, H, W)``, ``t`` ``(B,)`` or ``(B, T)`` in fp32 or better.
     """
     first = t if t.ndim == 1 else t[:, 0]
     held = (x[:, :, :1] - frame) / first.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from models.files.originals import configure, diffusers_names, is_original
 from models.files.shipped import find_shipped
 
@@ -313,11 +313,6 @@ def refuse_pointer(file: Path, where: str) -> None:
         if not opened.read(100).startswith(b"version https://git-lfs"):
             return
     raise UserError(f"{where}: {file.name} is a git-lfs pointer; run git lfs pull in the clone, or download the file")
-
-
-def one_line(error: object) -> str:
-    """Return an error's message on one line, shortened, since libraries list every key or the whole file."""
-    return " ".join(str(error).split())[:200]
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:

@@ -20,10 +20,10 @@ from pathlib import Path, PurePosixPath
 import torch
 import torch.distributed as dist
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.launch import local_rank, process_group, world_size
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from models.files.checkpoint_files import indexed_files, one_line
+from models.files.checkpoint_files import indexed_files
 from models.files.shipped import HubName, find_shipped, hub_folder, is_hub_text, parse_hub_name
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from models.families.base import Family
-from models.files.checkpoint_files import one_line, refuse_pointer
+from models.files.checkpoint_files import refuse_pointer
 from models.files.shipped import find_shipped
 from models.lora.files import NAME
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_cp.attention.kernels.choose import prepare_kernels
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.rng import stream_seed
@@ -23,7 +23,6 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.additions.base import attach_additions
 from models.families.base import Shape
-from models.files.checkpoint_files import one_line
 from models.lora.serving import Serving
 from models.owner import owner
 from models.roles.network import Network

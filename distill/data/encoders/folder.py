@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdp_cp.errors import UserError
-from models.files.checkpoint_files import indexed_files, one_line, refuse_pointer
+from fsdp_cp.errors import UserError, one_line
+from models.files.checkpoint_files import indexed_files, refuse_pointer
 
 _OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
 """Keys by which a folder makes the libraries fetch code, or run its own."""
