@@ -1,5 +1,4 @@
-"""Conditioning inputs of a network, in addition to latents and time: caption embeddings, a first image, and whatever
-else a model family needs.
+"""Conditioning inputs of a network, in addition to latents and time: caption embeddings, a first image, and others.
 
 Methods pass a condition on without reading its tensors. They can concatenate, select, repeat and move samples. They can
 get the condition that guidance subtracts (:attr:`Condition.null`) and the one that replaces a dropped caption

@@ -273,27 +273,22 @@ class Family(ABC):
         return math.prod(size // patch for size, patch in sizes)
 
     @abstractmethod
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-        /,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         """Return the floating-point operations of one forward of one sample: matrix products and attention only.
 
         A linear map's tangent costs its own operations once more, that of a product of two factors with tangents twice.
         A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``.
         """
 
+    passes_times: ClassVar[bool] = False
+    """Whether diffusers' pipeline passes evenly spaced times to its scheduler: 1, 1 - 1/n, ..., 1/n."""
+
     def pipeline_times(self, steps: int) -> list[float] | None:
         """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
 
         ``None`` means that the scheduler chooses them. A ``UserError`` says why no scheduler can be exported.
         """
-        return None
+        return [1 - i / steps for i in range(steps)] if self.passes_times else None
 
     def schedulers(self, *, shifts: Mapping[str, float] | None = None, **steps: Any) -> dict[str, SchedulerMixin]:
         """Return the schedulers with which diffusers' pipeline samples a few-step student, by folder.

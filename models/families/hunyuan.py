@@ -83,13 +83,10 @@ class Hunyuan(DiffusersFamily):
     class_name = "HunyuanVideo15Transformer3DModel"
     transformer = HunyuanVideo15Transformer3DModel
     label = "HunyuanVideo 1.5"
+    passes_times = True
     masked_attention = True
     open_counts = ("glyphs", "glyph_mask", "image_embeds")
     planning = HunyuanPlanning()
-
-    def pipeline_times(self, steps: int) -> list[float]:
-        """Return HunyuanVideo15Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
-        return [1 - i / steps for i in range(steps)]
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         wanted = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
@@ -120,8 +117,7 @@ class Hunyuan(DiffusersFamily):
         return [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm1_context)]
 
     def never_trained(self, network: HunyuanVideo15Transformer3DModel) -> list[str]:
-        """Return the parameters that compute the texts' tokens after the last block's attention, which nothing
-        reads."""
+        """Return the parameters that compute the texts' tokens after the last block's attention: nothing reads them."""
         last = len(network.transformer_blocks) - 1
         unread = (f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.ff_context.")
         return [name for name, _ in network.named_parameters() if name.startswith(unread)]
@@ -143,10 +139,7 @@ class Hunyuan(DiffusersFamily):
 
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
         """Return the shapes of the first frame's latents, which have separate channels, and its features."""
-        return {
-            FIRST_FRAME: first_frame_shape(latent_shape),
-            "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"]),
-        }
+        return {FIRST_FRAME: first_frame_shape(latent_shape), "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"])}
 
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         tokens, dim = self.tokens(config, shapes), self.width(config)
@@ -224,8 +217,7 @@ def own_forward(
 
     The latents, an image's latents and its mask are ``hidden_states`` ``(B, in_channels, T, H, W)``. The caption is
     ``(B, L1, D1)`` and the quoted text, with the suffix ``_2``, ``(B, L2, D2)``. The image's features are ``(B, N,
-    D3)``; without one N is 0, and their projection gets zero gradients, as in diffusers. Return the velocity, ``(B, C,
-    T, H, W)``.
+    D3)``; without one N is 0, and their projection gets zero gradients. Return the velocity, ``(B, C, T, H, W)``.
     """
     dtype, frames, pixels = hidden_states.dtype, network.config.patch_size_t, network.config.patch_size
     assert not return_dict
@@ -273,25 +265,21 @@ class HunyuanJointAttention:
         """Attend from video ``(B, S_local, width)`` and texts ``(B, L, width)`` to keys that the mask ``(B, L + S)``
         selects. A masked text token also attends; diffusers sets it to 0. Nothing reads its result."""
         *tables, total = image_rotary_emb
-        q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = _projected(attn, hidden_states, "to_q", "to_k", "to_v")
         q, k = (apply_rotary_emb(x, tables, sequence_dim=1) for x in (attn.norm_q(q), attn.norm_k(k)))
-        text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text_q, text_k, text_v = (
-            linear(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for linear in text_projections
-        )
+        text_q, text_k, text_v = _projected(attn, encoder_hidden_states, "add_q_proj", "add_k_proj", "add_v_proj")
+        joint = (attn.norm_added_q(text_q), attn.norm_added_k(text_k), text_v)
+        options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
         out, text = context_parallel_attention(
-            q,
-            k,
-            v,
-            mesh=self.mesh,
-            total_tokens=total,
-            backend=self.backend,
-            key_mask=attention_mask,
-            joint=(attn.norm_added_q(text_q), attn.norm_added_k(text_k), text_v),
-            head_groups=self.head_groups,
+            q, k, v, mesh=self.mesh, total_tokens=total, key_mask=attention_mask, joint=joint, **options
         )
         out, text = out.flatten(2, 3).type_as(hidden_states), text.flatten(2, 3).type_as(encoder_hidden_states)
         return attn.to_out[1](attn.to_out[0](out)), attn.to_add_out(text)
+
+
+def _projected(attn: Attention, tokens: Tensor, *layers: str) -> list[Tensor]:
+    """Return the heads of ``tokens`` after each of these linear layers, ``(B, S, heads, head_dim)``."""
+    return [getattr(attn, layer)(tokens).unflatten(2, (attn.heads, -1)) for layer in layers]
 
 
 class HunyuanRefinerAttention:
@@ -305,16 +293,11 @@ class HunyuanRefinerAttention:
         self.backend = "reference" if backend == "reference" else "auto"
 
     def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: None = None, *, attention_mask: Tensor
     ) -> Tensor:
-        """Attend within the caption ``(B, L, width)``; the network's mask ``(B, 1, L, L)`` is true if both tokens
-        count."""
-        assert encoder_hidden_states is None and attention_mask is not None
-        q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
+        """Attend within the caption ``(B, L, width)``; a mask ``(B, 1, L, L)`` is true if both tokens count."""
+        assert encoder_hidden_states is None
+        q, k, v = _projected(attn, hidden_states, "to_q", "to_k", "to_v")
         # Masked tokens also attend; nothing reads their results. total_keys states that the caption is not split, since
         # it can have as many tokens as a rank's share of the video.
         out = cross_attention(

@@ -59,11 +59,8 @@ class LTX(DiffusersFamily):
     class_name = "LTXVideoTransformer3DModel"
     transformer = LTXVideoTransformer3DModel
     label = "LTX"
+    passes_times = True
     planning = LTXPlanning()
-
-    def pipeline_times(self, steps: int) -> list[float]:
-        """Return LTXPipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
-        return [1 - i / steps for i in range(steps)]
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         inputs, width = values["in_channels"], self.width(values)
@@ -111,8 +108,7 @@ class LTX(DiffusersFamily):
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
         dim, layers = self.width(config), config["num_layers"]
-        # Self-attention has four products and cross-attention two of video tokens; the feed-forward is four times as
-        # wide.
+        # Self-attention has four products of video tokens, cross-attention two, the feed-forward eight.
         block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["caption_channels"] + dim)
         times = tokens if FIRST_FRAME in condition else 1
@@ -180,8 +176,7 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
     def __call__(
         self, attn: LTXAttention, hidden_states: Tensor, text: None, mask: None, image_rotary_emb: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Attend within ``hidden_states`` ``(B, S_local, dim)``, with tables ``(B, S_local, dim)`` of the rank's own
-        tokens."""
+        """Attend within ``hidden_states`` ``(B, S_local, dim)``; the rank's own tables have the same shape."""
         assert text is None and mask is None
         q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
         k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
@@ -212,8 +207,7 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
         k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
         v = attn.to_v(text).unflatten(2, (attn.heads, -1))
         mask = None if bias is None else bias[:, 0] == 0
-        # total_keys states that the caption is not split, since it can have as many tokens as a rank's share of the
-        # video.
+        # total_keys states that the caption is whole, since it can have as many tokens as a rank's share of the video.
         out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 

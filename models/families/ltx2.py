@@ -111,12 +111,9 @@ class LTX2(DiffusersFamily):
     class_name = "LTX2VideoTransformer3DModel"
     transformer = LTX2VideoTransformer3DModel
     label = "LTX-2"
+    passes_times = True
     planning = LTX2Planning()
     parts = {VIDEO: 1.0, AUDIO: 1.0}
-
-    def pipeline_times(self, steps: int) -> list[float]:
-        """Return LTX2Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
-        return [1 - i / steps for i in range(steps)]
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         for key, earlier in _LATER.items():

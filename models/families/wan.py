@@ -133,8 +133,7 @@ class Wan(DiffusersFamily):
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Return configurations for text to video, image to video with and without features, and first frame to
-        video."""
+        """Return configurations for text, images with and without features, and first frames to video."""
         sizes = {
             "patch_size": [1, 2, 2], "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4,
             "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
@@ -148,12 +147,11 @@ class Wan(DiffusersFamily):
         return list(network.blocks)
 
     def full_precision_units(self, network: WanTransformer3DModel) -> list[nn.Module]:
-        """Return the modules that compute in fp32 under ``precision=bf16``, as separate FSDP units.
+        """Return the time embedder.
 
-        diffusers keeps ``rope``, ``time_embedder``, ``scale_shift_table`` and the block norms in fp32 when it loads
-        weights in bf16. Here only the time embedder is a separate fp32 unit. rope has no parameters, and its tables
-        stay fp32. Norms and modulation are gathered with their block, so their fp32 masters are rounded to bf16; they
-        still compute in fp32, as in diffusers.
+        diffusers also keeps ``rope``, ``scale_shift_table`` and the block norms in fp32 when it loads weights in bf16.
+        Here rope's tables stay fp32. Norms and modulation are gathered with their block, so their fp32 masters are
+        rounded to bf16; they still compute in fp32, as in diffusers.
         """
         return [network.condition_embedder.time_embedder]
 
@@ -193,8 +191,7 @@ class Wan(DiffusersFamily):
         return tuple(config["patch_size"])
 
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
-        """Return the shapes of the text and, for image to video, latents and mask; for Wan 2.1 also features, with 512
-        text tokens."""
+        """Return the shapes of the text and, for image to video, latents and mask; for Wan 2.1 also features."""
         shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
         if takes_image(config):
             channels, *sizes = latent_shape
@@ -216,26 +213,15 @@ class Wan(DiffusersFamily):
         latent_shape, text_tokens = shapes[VIDEO], condition["text"][0]
         needed = self.condition_shapes(config, latent_shape, text_tokens)
         if text_tokens != needed["text"][0]:
-            raise UserError(
-                f"data.max_text_tokens={text_tokens} must be {TEXT_TOKENS} for {setting}, an image-to-video Wan"
-            )
+            raise UserError(f"data.max_text_tokens={text_tokens} must be {TEXT_TOKENS} for {setting}, with images")
         if FIRST_FRAME in condition and not takes_image(config):
             needed[FIRST_FRAME] = first_frame_shape(latent_shape)
             if config["patch_size"][0] != 1:
-                raise UserError(
-                    f"{setting} has tokens of several latent frames, but a first frame is one; leave data.image out"
-                )
+                raise UserError(f"{setting} has tokens of several frames, but a first frame is one; drop data.image")
         self.check_data(config, latent_shape, needed, condition, setting)
         self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
 
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
         dim, layers = self.width(config), config["num_layers"]
         image_tokens, image_dim = condition["image_embeds"] if takes_features(config) else (0, 0)

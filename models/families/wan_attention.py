@@ -23,8 +23,7 @@ RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor
 recomputation in backward uses those of its own forward even if the network was called with others since."""
 _BIDIRECTIONAL = WholeClip()
 TEXT_TOKENS = 512
-"""Number of text tokens in networks with image features: diffusers' processor takes the last 512 context tokens as
-text."""
+"""Number of text tokens, the last ones of the context, in networks with image features, as in diffusers' processor."""
 
 
 class WanSelfAttention(WanAttnProcessor):
@@ -145,8 +144,7 @@ class BlockArguments:
         return tables
 
     def _of_layer(self, index: int, _block: nn.Module, args: tuple) -> tuple | None:
-        """Give a block the history of its layer. With gradients the keys and values of the text are computed: they have
-        some."""
+        """Give a block the history of its layer. Keys and values of the text are cached only without gradients."""
         if self._causal is None:
             return None
         hidden, text, time, tables = args
@@ -168,9 +166,7 @@ def own_rotary_tables(
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
     bounded = sizes if frames is None else sizes[1:]
     if max(bounded) > rope.max_seq_len:
-        raise ValueError(
-            f"{max(bounded)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
-        )
+        raise ValueError(f"{max(bounded)} positions along an axis exceed rope_max_seq_len={rope.max_seq_len}")
     positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device)
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
     tables = [list(table.split(dims, dim=1)) for table in (rope.freqs_cos, rope.freqs_sin)]

@@ -18,8 +18,7 @@ from models.files.originals import configure, diffusers_names, is_original
 from models.files.shipped import find_shipped
 
 ADDITIONS_FILE = "additions.safetensors"
-"""File with the tensors of a network's additions (models/additions/), next to its own files. diffusers does not read
-it."""
+"""File with the tensors of a network's additions (models/additions/), which diffusers does not read."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.|model\.diffusion_model\.)+|(?<=\.)_orig_mod\.")
@@ -59,10 +58,7 @@ class Checkpoint(NamedTuple):
 
 
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
-    """Find and describe the transformer in ``checkpoint``, a transformer folder or a pipeline of one network.
-
-    ``setting`` is where it came from, for messages ("teacher.checkpoint").
-    """
+    """Find and describe the transformer in ``checkpoint``, a transformer folder or a pipeline of one network."""
     inspected = inspect_checkpoint(checkpoint, setting, alone=True)
     if inspected.boundaries:
         raise UserError(f"{setting}={checkpoint} is a model of two experts; give the folder of one of them")
@@ -72,9 +68,9 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
 def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, config: str | None = None) -> Checkpoint:
     """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
 
-    Arguments are those of :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
-    read too. ``alone`` accepts the folder of the noisier expert as a network. ``config`` is a folder whose
-    ``config.json`` replaces the network's own, for one file of weights or weights in the names of Wan's own code.
+    For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is read too. ``alone`` accepts the folder of the
+    noisier expert as a network. ``config`` is a folder whose ``config.json`` replaces the network's own, for one file
+    of weights or weights in the names of Wan's own code. ``setting`` names it in messages (``teacher.checkpoint``).
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
@@ -82,9 +78,7 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, co
     if root.is_file() and root.suffix == ".safetensors":
         return Checkpoint((_inspect(root, where, given),), ())
     if not str(checkpoint).strip() or not root.is_dir():
-        raise UserError(
-            f"{where} is not a folder; give a diffusers pipeline or transformer folder, or one .safetensors file"
-        )
+        raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder, or a .safetensors")
     if root.absolute().name == "transformer_ref":
         raise UserError(f"{where} is MiniMax-H3's network for references, which are not known here; use {root.parent}")
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
@@ -92,15 +86,11 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, co
     if path != root:
         boundary = _boundary(root, where)
     elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
-        raise UserError(
-            f"{where} is only the high-noise expert of a model with two; give {root.absolute().parent} for both"
-        )
+        raise UserError(f"{where} is only the high-noise expert of two; give {root.absolute().parent} for both")
     if not (path / "config.json").is_file():
         inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
-        raise UserError(
-            f"{where} has neither transformer/config.json nor config.json"
-            + (f"; there is one in {inside}" if inside else "")
-        )
+        hint = f"; there is one in {inside}" if inside else ""
+        raise UserError(f"{where} has neither transformer/config.json nor config.json{hint}")
     first = _inspect(path, where, given)
     if boundary is None:
         return Checkpoint((first,), ())
@@ -128,10 +118,7 @@ def _read_config(file: Path, where: str) -> dict[str, Any]:
 
 
 def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> TransformerFolder:
-    """Describe the network in a folder with a ``config.json``, or in one file.
-
-    The configuration may be ``given`` for one file, and for names of Wan's own code; a diffusers folder has its own.
-    """
+    """Describe the network in a folder or in one file; a configuration may be ``given``, unless it has diffusers'."""
     neighbor = (path.parent if path.is_file() else path) / "config.json"
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, str] = {}
@@ -174,9 +161,7 @@ def _header_config(file: Path, where: str) -> dict[str, Any] | None:
     try:
         config = None if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where}: the config in its header is not JSON ({one_line(error)}); set ROLE.config"
-        ) from error
+        raise UserError(f"{where}: the config in its header is no JSON ({one_line(error)}); set ROLE.config") from error
     config = config.get("transformer", config) if isinstance(config, dict) else None
     return config if isinstance(config, dict) else None
 
@@ -205,8 +190,7 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(.*)\.safetensors")
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration that identifies the network.
 
-    diffusers also lists the values that were left at their defaults, in an order that differs between processes. A
-    checkpoint with that list could not be resumed.
+    diffusers also lists the values that were left at their defaults, in an order that differs between processes.
     """
     return {
         key: list(value) if isinstance(value, tuple) else value

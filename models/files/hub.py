@@ -41,9 +41,8 @@ def network_files(files: Iterable[str]) -> list[str]:
     """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders."""
     files = [file for file in files if file.endswith((".json", ".safetensors"))]
     if "transformer/config.json" in files:
-        return [
-            file for file in files if file == "model_index.json" or file.startswith(("transformer/", "transformer_2/"))
-        ]
+        wanted = ("model_index.json", "transformer/", "transformer_2/")
+        return [file for file in files if file.startswith(wanted)]
     return [file for file in files if "/" not in file]
 
 
@@ -82,11 +81,8 @@ class _Snapshot:
     def check(self) -> None:
         """Check that the cache holds the needed files, and every shard that an index of weights names."""
         if missing := self.missing():
-            raise UserError(
-                f"{self.where} lacks {missing[0]} in {self.folder}; start the same command again with a network"
-            )
-        indexes = sorted(self.folder.glob("**/*.safetensors.index*.json"))
-        for index in indexes:
+            raise UserError(f"{self.where} lacks {missing[0]} in {self.folder}; start again with a network")
+        for index in sorted(self.folder.glob("**/*.safetensors.index*.json")):
             if self.files is None or index.relative_to(self.folder).as_posix() in self.files:
                 indexed_files(index, f"{self.where} in {self.folder}")
 
@@ -154,10 +150,8 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
     def unreachable(reason: object) -> _Snapshot:
         folder = hub_folder(HubName(name.repo, kept or name.revision))
         if not folder.is_dir():
-            raise UserError(
-                f"{where} is not a folder here, and the hub cannot be asked for it ({one_line(reason)}), nor is it in"
-                f" the cache; give a folder, or start once with a network"
-            )
+            asked = f"is neither a folder here nor in the cache, and the hub cannot be asked ({one_line(reason)})"
+            raise UserError(f"{where} {asked}; give a folder, or start once with a network")
         return _Snapshot(setting=setting, text=text, name=name, commit=folder.name, files=None)
 
     try:
@@ -170,14 +164,10 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
         page = f"https://huggingface.co/{name.repo}"
         raise UserError(f"{where} is gated; accept its terms at {page}, then log in with: hf auth login") from error
     except RevisionNotFoundError as error:
-        raise UserError(
-            f"{where}: {name.repo} has no revision {name.revision}; give a branch, tag or commit"
-        ) from error
+        raise UserError(f"{where}: {name.repo} has no revision {name.revision}; give another") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"{where} is neither a folder here nor a repository on the hub that you can read; check the path, or the"
-            " name (for a private one log in with: hf auth login)"
-        ) from error
+        advice = "check the path, or the name (for a private one log in with: hf auth login)"
+        raise UserError(f"{where} is neither a folder here nor a repository on the hub for you; {advice}") from error
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code < 500:
             raise UserError(f"{where}: the hub refused ({one_line(error)}); try again, or give a folder") from error
@@ -200,10 +190,8 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
         return
     repo = snapshot.name.repo
     if not download:
-        raise UserError(
-            f"{snapshot.where} is not whole in the cache of this machine, and dry_run and plan download nothing; start"
-            f" the run, or download it first: hf download {repo} --revision {snapshot.commit}"
-        )
+        advice = f"start the run, or download it first: hf download {repo} --revision {snapshot.commit}"
+        raise UserError(f"{snapshot.where} is not whole in the cache; dry_run and plan download nothing; {advice}")
     storage = snapshot.folder.parents[1]
     try:
         storage.mkdir(parents=True, exist_ok=True)
@@ -212,15 +200,11 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
                 log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
                 patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
                 snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
-            if (
-                snapshot.is_head and not snapshot.name.is_commit
-            ):  # the hub's own layout: without a network the branch means this commit
+            if snapshot.is_head and not snapshot.name.is_commit:  # the hub's layout: the branch is this commit now
                 branch = storage / "refs" / snapshot.name.revision
                 branch.parent.mkdir(parents=True, exist_ok=True)
                 branch.write_text(snapshot.commit)
     except Exception as error:  # of the hub, the HTTP library and the disk
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         advice = "free space, or set HF_HOME to another disk" if full else "the same command continues the download"
-        raise UserError(
-            f"{snapshot.where} could not be downloaded to {storage} ({one_line(error)}); {advice}"
-        ) from error
+        raise UserError(f"{snapshot.where} was not downloaded to {storage} ({one_line(error)}); {advice}") from error

@@ -3,15 +3,10 @@
 A student that denoises and re-noises at the times ``t_1 = 1 > ... > t_n``, ``x <- (1 - t_{k+1}) x0 + t_{k+1} e'``, is
 ``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers; otherwise the same scheduler takes Euler
 steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler does not store a list of times. It stores a ``shift`` and a
-``shift_terminal``, from which it computes the times for ``n`` steps: evenly spaced from 1, shifted, then stretched to
-end at ``shift_terminal``. It represents every shifted evenly spaced list exactly, and other lists approximately or not
-at all.
-
-Some pipelines pass their own times to the scheduler, which shifts and stretches them too. LTX passes 1, 1 - 1/n, ...,
-1/n.
-
-A pipeline of two experts chooses one by comparing the scheduler's time with the boundary. So a time near the boundary
-must not move across it.
+``shift_terminal``, from which it computes the times for ``n`` steps: evenly spaced from 1 (or as the pipeline passes
+them), shifted, then stretched to end at ``shift_terminal``. It represents every shifted evenly spaced list exactly, and
+other lists approximately or not at all. A pipeline of two experts chooses one by comparing the scheduler's time with
+the boundary, so a time near it must not move across it.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ _SHIFTS = (0.01, 30.0)
 _MARGIN = 1e-5
 """Distance that the scheduler's times keep from a boundary, so that no rounding crosses it."""
 _CROSSING = 1000.0
-"""Weight of a time's distance from its expert's range, for the nearest scheduler: crossing costs more than
-``TOLERANCE``."""
+"""Weight of a time's distance from its expert's range: crossing costs more than ``TOLERANCE``."""
 
 
 def few_step_scheduler(
