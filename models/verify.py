@@ -87,9 +87,8 @@ class Result(NamedTuple):
     """Results of one step, in float64."""
 
     values: dict[str, Tensor]
-    """The velocity of all parts (``output``), its ``derivative`` along random directions of the state and the time, the
-    ``norm`` of all gradients as clipping computes it, and for a clean history the velocity ``chunk by chunk`` with a
-    cache."""
+    """The velocity of all parts (``output``), its ``derivative`` along random directions of state and time, the clip
+    ``norm`` of all gradients, and for a clean history the velocity ``chunk by chunk`` with a cache."""
     gradients: dict[str, Tensor]
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
 
@@ -195,15 +194,8 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
         plan = replace(plan, causal=causal_settings(case.grid))
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
     parts, shapes = sample_shapes(plan, case.grid, case.optional)
-    role = build_role(
-        plan,
-        mesh=mesh,
-        device=torch.device("cpu"),
-        trainable=True,
-        precision="fp64",
-        shapes=parts,
-        condition_shapes=shapes,
-    )
+    data: dict[str, Any] = {"shapes": parts, "condition_shapes": shapes}
+    role = build_role(plan, mesh=mesh, device=torch.device("cpu"), trainable=True, precision="fp64", **data)
     x, t, condition, direction, cotangent = inputs(plan, case.grid, case.optional)
     share = BATCH // mesh.dp_size
     mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
@@ -288,10 +280,8 @@ def verify(
     # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.
     needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
     if free is not None and needed > free:
-        raise UserError(
-            f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free;"
-            " use fewer --ranks, or the name of the family, which tries small networks of the same class"
-        )
+        takes = f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB"
+        raise UserError(f"{takes}; use fewer --ranks, or the name of the family, which tries small networks")
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
     histories = HISTORIES if causal else (None,)
@@ -388,8 +378,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
 
 
 def _family_of(folder: Path) -> str:
-    """Return the family of the folder's network class. If none matches, return the first family, whose check then
-    reports the mismatch."""
+    """Return the family of the folder's network class; if none matches, the first, whose check then reports it."""
     class_name = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
     names = family_names()
     for name in names:
@@ -402,13 +391,9 @@ def _family_of(folder: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, 1 if an error is too large, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.verify", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "target", metavar="FOLDER_OR_FAMILY", help=f"a diffusers folder, or {', '.join(family_names())}"
-    )
+    parser.add_argument("target", metavar="FOLDER_OR_FAMILY", help=f"a folder, or {', '.join(family_names())}")
     parser.add_argument("--family", help="of a folder's network; by its class by default")
-    parser.add_argument(
-        "--ranks", type=int, default=4, help="local processes at most; meshes that need more are left out"
-    )
+    parser.add_argument("--ranks", type=int, default=4, help="local processes at most; bigger meshes are left out")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     good = False

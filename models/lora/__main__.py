@@ -43,19 +43,16 @@ def main(argv: list[str] | None = None) -> int:
         refuse_occupied(out, "OUT")
         if args.rank < 1:
             raise UserError(f"--rank {args.rank} must be at least 1")
-        full, base = (
-            inspect_transformer(str(user_path(getattr(args, name), name.upper())), name.upper())
-            for name in ("full", "base")
-        )
+        given = (("FULL", args.full), ("BASE", args.base))
+        full, base = (inspect_transformer(str(user_path(folder, name)), name) for name, folder in given)
         refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
         family = family_of(args.family, "--family")
         with torch.device("meta"):
             network = family.build(base.config, "BASE")
         extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-        tensors = file_tensors(
-            args.format, extracted.adapters, extracted.adapters.__getitem__, family=family, scale=1.0, dtype=dtype
-        )
+        adapters = extracted.adapters
+        tensors = file_tensors(args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=dtype)
         about = {"made by": "models.lora extract", "full": str(full.path), "base": str(base.path), "rank": args.rank}
         write_file(out, tensors, about | {"format": args.format})
         print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"

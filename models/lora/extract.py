@@ -1,5 +1,4 @@
-"""Extraction of adapters from a fully trained student and its base: a low-rank approximation of each layer's
-difference."""
+"""Extraction of adapters from a trained student and its base: low-rank approximations of the layers' differences."""
 
 from __future__ import annotations
 
@@ -41,15 +40,9 @@ def extract(
     for folder in (full, base):
         if folder.additions:
             names = ", ".join(sorted(named_additions(folder.additions)))
-            raise UserError(
-                f"{folder.path} has additions ({names}), which an adapter file cannot hold; give a folder without them"
-            )
-    if full.shapes != base.shapes:
-        other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
-                       if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip
-        raise UserError(
-            f"{full.path} and {base.path} differ in the shape of {other[0]}; give networks of one architecture"
-        )
+            raise UserError(f"{folder.path} has additions ({names}), which no adapter file holds; give a plain folder")
+    if other := sorted({name for name, _ in full.shapes.items() ^ base.shapes.items()}):
+        raise UserError(f"{full.path} and {base.path} differ in the shape of {other[0]}; give one architecture")
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
     read_full, read_base = tensor_reader(full), tensor_reader(base)
     adapters: dict[str, Tensor] = {}
@@ -71,16 +64,13 @@ def extract(
         whole += difference.double().square().sum().item()
         lost += (difference - b @ a).double().square().sum().item()
     if not whole:
-        raise UserError(
-            f"{full.path} and {base.path} do not differ in the {len(targets)} layers with adapters; give the trained"
-            " network as FULL and the network it started from as BASE"
-        )
+        equal = f"{full.path} and {base.path} do not differ in the {len(targets)} layers with adapters"
+        raise UserError(f"{equal}; give the trained network as FULL and the network it started from as BASE")
     return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors ``(out, r)``, the ``r = rank`` largest singular values and right vectors ``(in, r)`` of
-    ``x``."""
+    """Return left vectors ``(out, r)``, the ``r = rank`` largest singular values and right vectors ``(in, r)``."""
     if min(x.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T

@@ -19,8 +19,7 @@ class Weights(NamedTuple):
 
 
 def merged(base: Weights, trained: Weights, scale: float) -> Weights:
-    """Return ``W + scale B A``, summed in fp32 without rounding, with the role's additions; ``scale`` is ``alpha /
-    rank``."""
+    """Return ``W + scale B A``, summed in fp32, with the role's additions; ``scale`` is ``alpha / rank``."""
     whole = {name: shape for name, shape in trained.shapes.items() if ".lora_" not in name}
 
     def read(name: str) -> Tensor:

@@ -74,11 +74,7 @@ class LoraPlan:
         del network.peft_config  # avoids peft's warning when the next role's adapters are added
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
-        """Initialize ``role``'s adapters in the sharded ``module``.
-
-        The values come from the file. Without one, A is drawn from ``seed`` as peft does for a linear layer, and B is
-        zero.
-        """
+        """Initialize ``role``'s adapters in the sharded ``module``, from the file or as peft: B 0, A from ``seed``."""
         parameters = {
             name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name
         }
@@ -106,9 +102,8 @@ def plan_lora(
     if saved is not None:
         inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
         if settings.rank not in (0, inspected.rank):
-            raise UserError(
-                f"{where}rank={settings.rank} must be {inspected.rank}, as in {role}.checkpoint={saved.parent}"
-            )
+            file = f"{role}.checkpoint={saved.parent}"
+            raise UserError(f"{where}rank={settings.rank} must be {inspected.rank}, as in {file}")
         kept = _without_unread(inspected.scales, network, family, str(saved))
         inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
@@ -124,8 +119,7 @@ def target_layers(
 ) -> list[str]:
     """Return the names of the linear layers of a plain ``network`` that get adapters.
 
-    ``where`` is the prefix of the settings in messages. Adapters from a file are not ``fresh``: the largest rank in it
-    can exceed the size of a small layer.
+    Adapters from a file are not ``fresh``: the largest rank in it can exceed the size of a small layer.
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     names, setting, matched = [*linear], f"{where}targets", set[str]()
@@ -143,9 +137,7 @@ def target_layers(
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
         if fresh and settings.rank > size:
-            raise UserError(
-                f"{where}rank={settings.rank} is above the size of {name}; use {size} or less, or other targets"
-            )
+            raise UserError(f"{where}rank={settings.rank} must be at most {size}, the size of {name}")
     return chosen
 
 

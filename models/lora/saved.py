@@ -100,10 +100,8 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     try:
         converted = family.diffusers_adapters(tensors)
     except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
-        reason = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(
-            f"diffusers cannot read the names of {file.name}, as {next(iter(tensors))} ({reason}); convert them"
-        ) from error
+        names = f"the names of {file.name}, as {next(iter(tensors))} ({one_line(repr(error))})"
+        raise UserError(f"diffusers cannot read {names}; convert them") from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
@@ -119,8 +117,8 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
 def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` with the scale of kohya's adapters (``lora_unet_``), alpha / rank, multiplied into B.
 
-    Alpha is the layer's tensor, or else ``ss_network_alpha`` of the metadata, or else the rank. For other names
-    the metadata do not count: a conversion can keep them though it merged the scale.
+    Alpha is the layer's tensor, or else ``ss_network_alpha`` of the metadata (only for kohya's names: a conversion can
+    keep it though it merged the scale), or else the rank.
     """
     with safe_open(file, framework="pt") as opened:
         written = (opened.metadata() or {}).get("ss_network_alpha", "None")
@@ -184,8 +182,7 @@ def _scales(file: Path, metadata: Mapping[str, str], alpha_key: str | None) -> C
     """Return a function from a layer's name and the adapter's rank to the adapter's scale.
 
     It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it, or alpha of the metadata's
-    ``alpha_key``; 1 without any. rsLoRA
-    (Kalajdzievski 2023) divides by the square root of the rank.
+    ``alpha_key``; 1 without any. rsLoRA (Kalajdzievski 2023) divides by the square root of the rank.
     """
     config_file = file.parent / "adapter_config.json"
     if config_file.is_file():

@@ -21,8 +21,7 @@ _Layer = tuple[nn.Module, frozenset[str]]
 
 
 class Serving:
-    """Selector for one network with adapters, made before it is sharded; forwards of ``units`` can be recomputed in
-    backward."""
+    """Selector for one network with adapters, made before it is sharded; backward can recompute ``units``."""
 
     def __init__(self, network: nn.Module, units: Sequence[nn.Module]):
         self.role: str | None = None
@@ -48,9 +47,7 @@ class Serving:
             if outer is not None:
                 _bind(self._elsewhere, outer)
 
-    def _tell(
-        self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+    def _tell(self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
         assert self.role is not None, "a network with adapters is called through a role"
         _bind(layers, self.role)
         return args, {**kwargs, _ARGUMENT: self.role}

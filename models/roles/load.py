@@ -54,20 +54,15 @@ def build_roles(
 ) -> dict[str, Role]:
     """Build the roles of ``plans`` on ``mesh``, by name. Each rank reads or draws only its own shards.
 
-    Roles that can share a network do (:func:`sharing`).
+    Roles that can share a network do (:func:`sharing`). A mistake raises a ``UserError`` on every rank.
 
     Args:
         plans: plans from :func:`plan_role`.
         trained: names of the roles that train. Others are frozen: stored in their compute dtype, without gradients.
         precision: replaces the plans' precision; the only way to use ``"fp64"``.
-        shapes: shape of each part of a sample.
-        condition_shapes: shape of each tensor of a sample's condition, by name.
+        shapes, condition_shapes: shape of each part of a sample, and of each tensor of its condition, by name.
         seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
         fill: allocates the weights of a network on the meta device, which serves these plans, instead of loading them.
-
-    Raises:
-        UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
-            has weights that are not finite.
     """
     built: dict[str, Role] = {}
     for plan in plans:
@@ -147,19 +142,13 @@ def _build_network(
 def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
     """Initialize an allocated network from the folders of ``plans`` or from a seed. A collective.
 
-    ``seed`` is also that of additions and adapters that the folders do not hold.
-
-    Raises:
-        UserError: on every rank, if a file is unreadable or a weight is not finite.
+    ``seed`` is also that of additions and adapters that the folders do not hold. A mistake raises on every rank.
     """
     family, module = network.family, network.module
     if not plans[0].folders:
         # Draw by public names, so that a base with adapters equals the network of the same seed without them.
         initialise(
-            module,
-            seed=seed,
-            special=family.fill_special,
-            stream=lambda name: None if ".lora_" in name else owner(name)[1],
+            module, seed=seed, special=family.fill_special, stream=lambda n: None if ".lora_" in n else owner(n)[1]
         )
     else:
         base = {} if network.adapters else network.base_parameters()

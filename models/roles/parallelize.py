@@ -27,8 +27,7 @@ def parallelize(
     """Split the tokens of ``network`` over ``mesh.cp`` and shard its parameters, in place.
 
     The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units. The ``network`` is on the
-    meta device and has the adapters and additions of its ``roles``, of which the ``trained`` ones train it.
-    ``precision`` replaces theirs.
+    meta device, with the adapters and additions of ``roles``, some of them ``trained``. ``precision`` replaces theirs.
     """
     family, settings = roles[0].family, _shard_settings(roles, trained, precision)
     if settings.precision == "fp64":

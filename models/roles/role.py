@@ -204,9 +204,7 @@ class Role:
 
         Args:
             x: ``x_t``, full latents, fp32 or better. Parts other than the video are at their own times.
-            t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. ``(B, T)``, a time per latent
-                frame, if the family supports it.
-            condition: condition of the B samples.
+            t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)``, per latent frame, if the family supports it.
             second_time: ``(B,)`` in [0, 1]: with the addition ``second_time``, the start of the interval over which the
                 velocity is a mean; with ``last_step``, the last step of the samples. Refused without them.
             clean: for a causal role, the clip at ``causal.context_time``, of the shapes of ``x``: the history of every
@@ -215,10 +213,6 @@ class Role:
 
         Returns:
             Velocity of each part, in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
-
-        Raises:
-            ValueError: times have another shape or span several experts; ``clean`` for a role that is not causal; or,
-                for a causal role, frames that are not whole chunks.
         """
         network, causal, hidden, times = self.network_at(t, at), None, x, t
         if clean is not None and second_time is not None:
@@ -244,10 +238,7 @@ class Role:
         return nullcontext() if addition is None or second_time is None else addition.at(t, second_time)
 
     def cache(self, condition: Condition, *, training: bool = False) -> Cache:
-        """Return the cache of a causal role at the start of a clip.
-
-        It is empty, unless ``condition`` has a first frame. This frame is the first chunk, which one forward without
-        gradient caches as given.
+        """Return the cache of a causal role at the start of a clip: empty, or with a first frame as the first chunk.
 
         With ``training``, chunks are computed with gradients, or again later (:class:`TrainingCache`). A cache without
         gradient is a buffer that is changed in place (:class:`StreamCache`).
@@ -267,10 +258,8 @@ class Role:
         """Return the velocity of the next chunk, whose history is ``cache``.
 
         Gradients reach the network and ``x``; a training cache is constant. With another cache, gradients must be
-        disabled, and the chunk's keys and values enter its buffer until the next forward.
-
-        ``x`` are the chunk's ``x_t``, ``t`` is ``(B,)`` in [0, 1], fp32 or better. ``history`` is ``cache.history()``
-        if the caller has it. Return the dtype of ``x``.
+        disabled, and the chunk's keys and values enter its buffer until the next forward. ``x`` are the chunk's
+        ``x_t``, ``t`` is ``(B,)``, fp32 or better; ``history`` is ``cache.history()`` if the caller has it.
         """
         causal, (network,) = cache.forward(history or cache.history()), self.networks
         samples, frames = len(cache.condition), len(causal.positions)
@@ -302,8 +291,7 @@ class Role:
             # A broadcasting network would read (B, T) as times of tokens, and split them if T equals cp.
             raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
-        # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
-        # former.
+        # A backward costs one forward for input gradients and one for weight gradients, which a frozen base lacks.
         needs_gradient = any(part.requires_grad for part in x.parts.values())
         backward = (1 if network.adapters else 2) if self.trainable else int(needs_gradient)
         sample = call.flops
@@ -321,10 +309,7 @@ class Role:
 
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:
-        """Within this context, allow times up to ``step`` outside the range of the selected expert.
-
-        A finite difference then uses one network on both sides.
-        """
+        """Within this context, let a finite difference of ``step`` use one expert on both sides of its time."""
         self.beyond = step
         try:
             yield
@@ -371,8 +356,7 @@ class Role:
     def gather_early(self) -> None:
         """Begin to gather the parameters that this role's next forward needs first, if its settings enable it.
 
-        Networks that two roles adapt are skipped: their frozen parameters change at the start of a step, which frees an
-        early gather.
+        Networks that two roles adapt are skipped: a step that freezes parameters frees an early gather.
         """
         if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # the next expert is not known yet
             return

@@ -63,16 +63,14 @@ class RolePlan:
     trained_experts: tuple[int, ...] = (0,)
     """Positions of the networks that train, if the role trains."""
     as_it_is: bool = False
-    """Whether this is a frozen expert that is exported with a trained one, so that it keeps its checkpoint's
-    precision."""
+    """Whether this is a frozen expert that is exported with a trained one: it keeps its checkpoint's precision."""
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
     additions: Chosen = ()
     """Additions of each network; see models/additions/."""
     base: tuple[str, str]
-    """Identity of the weights, from family and folder or configuration. Roles with an equal ``base`` can share
-    networks."""
+    """Family, and folder or configuration, of the weights. Roles with an equal ``base`` can share networks."""
     added: nn.ModuleDict
     """The additions as modules on the meta device; never changed."""
     lora: LoraPlan | None = None
@@ -108,15 +106,12 @@ class RolePlan:
         if self.causal is not None:
             self.causal.chunks(shapes[VIDEO][1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
-                raise UserError(
-                    f"{self.name}.causal.first_chunk must be 1 with a given first frame (data.image), its chunk"
-                )
+                raise UserError(f"{self.name}.causal.first_chunk must be 1 with a first frame (data.image), its chunk")
         return self.family.tokens(self.config, shapes)
 
     @property
     def adapters(self) -> dict[str, Any] | None:
-        """Description of the adapters and their base, as JSON; ``None`` without adapters. The run's seed determines a
-        random base."""
+        """Description of the adapters and their base, as JSON; ``None`` without adapters."""
         if self.lora is None:
             return None
         base: dict[str, str | None] = {"path": None, "fingerprint": None}
@@ -128,15 +123,13 @@ class RolePlan:
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
-        additions."""
+        """Shapes of the role's parameters in each network, by public name: adapters or network, and additions."""
         network = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
         shapes = network if self.lora is None else self.lora.shapes(self.network)
         return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
     def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
-        """Return the plan for another network of its family, on the meta device, with weights in ``folders``. Roles
-        that share this plan's network share the new one."""
+        """Return the plan for another network of its family, on the meta device, with weights in ``folders``."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
@@ -217,9 +210,7 @@ def _inspected(
     if (checkpoint is None) == (architecture is None):
         raise UserError(f"set one of {name}.checkpoint (a diffusers folder) and {name}.architecture (random weights)")
     if boundary is not None and checkpoint is not None:
-        raise UserError(
-            f"{name}.boundary is for {name}.architecture; a checkpoint has its boundary in model_index.json"
-        )
+        raise UserError(f"{name}.boundary is for {name}.architecture; a checkpoint has its own in model_index.json")
     if boundary is not None and not 0 < boundary < 1:
         raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
     if checkpoint is not None:
@@ -228,15 +219,9 @@ def _inspected(
 
 
 def _causal(
-    name: str,
-    settings: CausalSettings | None,
-    checkpoint: Checkpoint,
-    saved: Path | None,
-    family: Family,
-    network: nn.Module,
+    name: str, settings: CausalSettings | None, checkpoint: Checkpoint, saved: Path | None, family: Family, network
 ) -> tuple[CausalSettings | None, int | None]:
-    """Return a role's causal settings and the latent frames in its checkpoint's training; the adapters' file comes
-    first."""
+    """Return a role's causal settings and the latent frames in training, of the adapters' file or the checkpoint."""
     settings, trained_frames, where = settings or CausalSettings(), None, f"{name}.causal."
     folders = [*([saved.parent] if saved is not None else []), *(folder.path for folder in checkpoint.folders)]
     for folder in folders:
