@@ -8,14 +8,13 @@ writes a folder in diffusers layout that ``HunyuanVideo15Pipeline.from_pretraine
 
 from __future__ import annotations
 
-import argparse
 import string
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny_pipeline import new_folder
+from tests.tiny_pipeline import command
 
 CHANNELS, TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH = 8, 32, 24, 20
 SYSTEM_TOKENS = 108
@@ -124,15 +123,5 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def main() -> None:
-    """Command line: write the pipeline folder."""
-    parser = argparse.ArgumentParser(description="Write a test-sized HunyuanVideo 1.5 folder with random weights.")
-    parser.add_argument("folder", type=new_folder)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
-    arguments = parser.parse_args()
-    print(build_tiny_hunyuan_pipeline(arguments.folder, arguments.seed, image=arguments.image))
-
-
 if __name__ == "__main__":
-    main()
+    command(build_tiny_hunyuan_pipeline)

@@ -7,13 +7,12 @@ writes a folder in diffusers layout that ``LTX2Pipeline.from_pretrained`` loads:
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny_pipeline import _tokenizer, new_folder
+from tests.tiny_pipeline import _tokenizer, command
 
 CHANNELS, SOUND_CHANNELS, BANDS = 8, 2, 4
 """Channels of the video's latents, channels and bands of the sound's."""
@@ -133,15 +132,5 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
     return Path(folder)
 
 
-def main() -> None:
-    """Command line: write the pipeline folder."""
-    parser = argparse.ArgumentParser(description="Write a test-sized LTX-2 pipeline folder with random weights.")
-    parser.add_argument("folder", type=new_folder)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--version", choices=("2.0", "2.3"), default="2.3")
-    arguments = parser.parse_args()
-    print(build_tiny_ltx2_pipeline(arguments.folder, arguments.seed, version=arguments.version))
-
-
 if __name__ == "__main__":
-    main()
+    command(build_tiny_ltx2_pipeline)

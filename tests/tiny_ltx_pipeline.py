@@ -7,13 +7,12 @@ writes a folder in diffusers layout that ``LTXPipeline.from_pretrained`` loads: 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny_pipeline import _tokenizer, new_folder
+from tests.tiny_pipeline import _tokenizer, command
 
 CHANNELS = 8
 TEXT_WIDTH = 32
@@ -70,14 +69,5 @@ def build_tiny_ltx_pipeline(
     return Path(folder)
 
 
-def main() -> None:
-    """Command line: write the pipeline folder."""
-    parser = argparse.ArgumentParser(description="Write a test-sized LTX pipeline folder with random weights.")
-    parser.add_argument("folder", type=new_folder)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    print(build_tiny_ltx_pipeline(arguments.folder, arguments.seed))
-
-
 if __name__ == "__main__":
-    main()
+    command(build_tiny_ltx_pipeline)

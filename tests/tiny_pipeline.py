@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import string
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -238,17 +240,18 @@ def new_folder(name: str) -> Path:
     return folder
 
 
-def main() -> None:
-    """Command line: write the pipeline folder."""
-    parser = argparse.ArgumentParser(description="Write a test-sized Wan pipeline folder with random weights.")
+def command(build: Callable[..., Path]) -> None:
+    """Command line of ``build``: write the pipeline folder. Its options are the keywords of ``build``."""
+    parser = argparse.ArgumentParser(description="Write a test-sized pipeline folder with random weights.")
     parser.add_argument("folder", type=new_folder)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
-    parser.add_argument("--frame", action="store_true", help="one whose first frame may be given, as Wan 2.2's TI2V")
-    parser.add_argument("--boundary", type=float, help="two experts, as Wan 2.2's A14B, with their boundary_ratio")
-    of = parser.parse_args()
-    print(build_tiny_pipeline(of.folder, of.seed, image=of.image, frame=of.frame, boundary=of.boundary))
+    for name, option in list(inspect.signature(build, eval_str=True).parameters.items())[1:]:
+        if isinstance(option.default, bool):
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", type=float if name == "boundary" else type(option.default))
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    print(build(given.pop("folder"), **given))
 
 
 if __name__ == "__main__":
-    main()
+    command(build_tiny_pipeline)
