@@ -41,7 +41,8 @@ def check_choices(settings: Any, where: str = "") -> None:
 
     Fields that also take numbers or lists (``auto`` or a number) are not checked here.
     """
-    for name, hint in _choices(type(settings)).items():
+    owner: type = type(settings)
+    for name, hint in _choices(owner).items():
         value, allowed, kinds = getattr(settings, name), words(hint), members(hint)
         if not (isinstance(value, str) and value in allowed) and type(value) not in kinds:
             texts = [*allowed, *(("true", "false") if bool in kinds else ())]
