@@ -16,9 +16,11 @@ import torch
 from tests.tiny_hunyuan_pipeline import _tokenizer
 from tests.tiny_pipeline import new_folder
 
+CHANNELS, SOUND_CHANNELS = 24, 32
+"""Channels of the video's latents and the sound's, constants of the steps that denoise, which have no VAE."""
 TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": 4, "attention_head_dim": 12, "hidden_size": 40, "num_layers": 2, "num_refiner_layers": 1,
-    "ffn_dim": 24, "in_channels": 4, "audio_in_channels": 6, "text_dim": 24, "freq_dim": 16,
+    "ffn_dim": 24, "in_channels": CHANNELS, "audio_in_channels": SOUND_CHANNELS, "text_dim": 24, "freq_dim": 16,
     "time_embed_hidden_dim": 32, "time_embed_dim": 24, "rope_freq_dim": 2,
 }  # fmt: skip
 """Architecture of the transformer, which fits the latents of both VAEs."""
@@ -27,8 +29,8 @@ TRANSFORMER: dict[str, Any] = {
 def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
     """Write vae/, audio_vae/, text_encoder/, tokenizer/, transformer/ and two schedulers; returns the folder.
 
-    Video 4 channels, 16x in space, 17 frames a chunk. Sound at 640 Hz, 40 latents a second of 6 channels. Statistics of
-    both VAEs are those of noise. Qwen3-VL of 53 layers, of which the first 51 count. Transformer 2 layers of 4 heads.
+    Video 24 channels, 16x in space, 17 frames a chunk. Sound at 8 kHz, 40 latents a second of 32 channels. Statistics
+    of both VAEs are those of noise. Qwen3-VL of 53 layers, of which 51 count. Transformer of 2 layers of 4 heads.
     """
     from diffusers import (
         AutoencoderKLMiniMaxH3,
@@ -42,21 +44,20 @@ def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLMiniMaxH3(
-            latent_channels=4, block_out_channels=(8,) * 6, layers_per_block=1, norm_num_groups=4, decoder_num_layers=1,
-            decoder_num_attention_heads=2, decoder_attention_head_dim=8, latents_mean=(0.0,) * 4,
-            latents_std=(1.0,) * 4,
+            latent_channels=CHANNELS, block_out_channels=(8,) * 6, layers_per_block=1, norm_num_groups=4,
+            decoder_num_layers=1, decoder_num_attention_heads=2, decoder_attention_head_dim=8,
         ).eval()  # fmt: skip
         audio_vae = AutoencoderKLMiniMaxH3Audio(
-            encoder_dim=4, encoder_rates=(4, 4), latent_dim=12, latent_channels=6, num_attention_heads=2, decoder_dim=8,
-            decoder_rates=(4, 4), decoder_kernel_sizes=(8, 8), resblock_kernel_sizes=(3,),
-            resblock_dilation_sizes=((1, 3),), sampling_rate=640,
+            encoder_dim=2, encoder_rates=(5, 5, 8), latent_dim=32, latent_channels=SOUND_CHANNELS,
+            num_attention_heads=2, decoder_dim=8, decoder_rates=(8, 5, 5), decoder_kernel_sizes=(16, 9, 9),
+            resblock_kernel_sizes=(3,), resblock_dilation_sizes=((1, 3),), sampling_rate=8000,
         ).eval()  # fmt: skip
         for block in vae.decoder.transformer_blocks:  # diffusers leaves them at 0
             block.scale1.data.normal_()
             block.scale2.data.normal_()
         noise = torch.nn.functional.interpolate(torch.randn(1, 3, 5, 4, 4), size=(22, 64, 64), mode="trilinear")
         with torch.no_grad():
-            pixels, sound = vae.encode(noise), audio_vae.encode(0.1 * torch.randn(2, 1, 640))
+            pixels, sound = vae.encode(noise), audio_vae.encode(0.1 * torch.randn(2, 1, 8000))
         for network, found in ((vae, pixels), (audio_vae, sound)):
             z = found.latent_dist.mode().transpose(0, 1).flatten(1)
             network.register_to_config(

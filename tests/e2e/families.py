@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +151,13 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
         shapes=data.latent_shapes,
         condition_shapes=data.condition_shapes,
     )
-    condition, noise = data.condition(captions), run.case.start()
-    along = []
+    condition, method = data.condition(captions), build_method(config.method, {"student": role})
+    noise, along = replace(run.case.start(), shifts=method.clock("student")), []
     with torch.no_grad():
         for each in times:
             torch.manual_seed(3)
             along.append(rollout(role, noise, condition, each, TorchDraws(), "renoise", sampler="renoise").video)
         torch.manual_seed(3)
-        method = build_method(config.method, {"student": role})
         latents = method.generate("student", noise, condition, 4, TorchDraws())
         along += [part for name, part in latents.parts.items() if name != VIDEO]
         pixels, latents = data.decode(latents), latents.video

@@ -19,20 +19,25 @@ from diffusers import (
     LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from PIL import Image
 
 from distill import sample
 from models import export
+from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
 from tests.e2e.families import Case, distil, off, same_weights, weights
 from tests.e2e.launch import losses, train
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
+from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
 
@@ -50,6 +55,14 @@ LTX = Case(
 LTX2 = Case(
     latents=(8, 3, 2, 3), sound=(2, 35, 4), height=64, width=96, family="ltx2", fps=12.0,
     more=(ODE, "data.max_text_tokens=32", "data=captions"), captions=("a red square, drifting", "a long & windy road"),
+)  # fmt: skip
+MINIMAX_H3 = Case(
+    latents=(24, 37, 2, 2), sound=(32, 207, 2), height=32, width=32, family="minimax_h3", fps=24.0, num_frames=124,
+    more=(
+        ODE, "data.max_text_tokens=32", "data=captions", "method.guidance_scale=1", "method.shift=6",
+        "method.audio_shift_ratio=0.5", "method.teacher_shift=12", "method.time_limits=draw",
+        "method.step_list=[1.0,0.947368,0.857143,0.666667]", "steps=3",  # the first has equal scores
+    ),
 )  # fmt: skip
 HUNYUAN = Case(
     latents=(CHANNELS, 3, 3, 5), height=48, width=80, family="hunyuan15", fps=12.0, num_frames=9,
@@ -248,6 +261,37 @@ def test_ltx2_with_sound(tmp_path):
     assert max(theirs().values()) < 1e-5
     assert min(theirs(frame_rate=24.0).values()) > 1e-4, "the check can tell frame rates apart"
     check_commands(run, None)
+    with av.open(str(tmp_path / "sampled" / "0.mp4")) as container:
+        assert container.streams.audio[0].channels == 2
+
+
+def test_minimax_h3_with_sound(tmp_path):
+    """The steps of diffusers' modular pipeline, with the exported schedulers of both parts."""
+    run = distil(tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
+    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
+    latents, pixels, condition, shapes, (sound,) = run.ours()
+    assert shapes == {"text": (32, 24), "text_length": ()} and pixels.shape == (2, 124, 32, 32, 3)
+    steps, export_dir = MiniMaxH3CoreDenoiseStep().init_pipeline(), run.folder / "export"
+    schedulers = {name: MiniMaxH3Scheduler.from_pretrained(export_dir / name) for name in SCHEDULERS}
+    assert [made.config.shift for made in schedulers.values()] == pytest.approx([6.0, 3.0], abs=1e-3)
+    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    start = MINIMAX_H3.start()
+
+    def theirs(i, **changes):
+        steps.update_components(transformer=network, **schedulers | changes)
+        length = condition["text_length"][i]
+        made = steps(
+            prompt_embeds=condition["text"][i : i + 1, :length], text_token_tags=torch.ones(length, dtype=torch.long),
+            latents=start.video[i : i + 1], audio_latents=start.parts["audio"][i].permute(2, 0, 1),
+            **{key: MINIMAX_H3.call()[key] for key in ("height", "width", "num_frames")}, num_inference_steps=5,
+        )  # fmt: skip
+        found = made.get("audio_latents").permute(1, 2, 0)
+        return off(latents[i : i + 1], made.get("latents")), off(sound[i], found)
+
+    assert max(*theirs(0), *theirs(1)) < 1e-5
+    assert min(theirs(0, audio_scheduler=MiniMaxH3Scheduler(shift=6.0))) > 1e-4, "the check can tell clocks apart"
+    check_commands(run, None)
+    assert all((tmp_path / "out" / name / "scheduler_config.json").is_file() for name in SCHEDULERS)
     with av.open(str(tmp_path / "sampled" / "0.mp4")) as container:
         assert container.streams.audio[0].channels == 2
 

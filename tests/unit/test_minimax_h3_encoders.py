@@ -41,12 +41,12 @@ def test_a_clip_has_the_latents_of_the_pipeline(path, frames):
     """At 158, 209, 260 and 311 frames the sound of the whole clip would have one latent more."""
     folder = choose_encoders(path)
     rows, latents = audio_latent_num_frames(frames), video_latent_num_frames(frames, 17, 5)
-    assert folder.latent_shapes(clip_of(num_frames=frames)) == {"video": (4, latents, 2, 4), "audio": (6, rows, 2)}
+    assert folder.latent_shapes(clip_of(num_frames=frames)) == {"video": (24, latents, 2, 4), "audio": (32, rows, 2)}
     rate, samples, _ = folder.sound_format(clip_of(num_frames=frames))
     sound_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(path / "audio_vae")
     with torch.no_grad():
         assert sound_vae.encode(torch.zeros(2, 1, samples)).latent_dist.mode().shape[2] == rows
-    assert rate == 640 and abs(samples / rate - frames / 24) <= 0.5 / 40
+    assert rate == 8000 and abs(samples / rate - frames / 24) <= 0.5 / 40
 
 
 def test_texts_are_those_of_the_pipeline(path):
@@ -82,7 +82,7 @@ def test_clips_are_those_of_the_pipeline(path):
     video_mean, video_std = (torch.tensor(vae.config[k]).view(1, -1, 1, 1, 1) for k in ("latents_mean", "latents_std"))
     sound_mean, sound_std = (torch.tensor(sound_vae.config[k]).view(1, -1, 1) for k in ("latents_mean", "latents_std"))
     with torch.no_grad():
-        vae.quant_conv.weight[4:], vae.quant_conv.bias[4:] = 0, -30  # the pipeline draws from the posterior
+        vae.quant_conv.weight[24:], vae.quant_conv.bias[24:] = 0, -30  # the pipeline draws from the posterior
         latents = theirs.encode_vae_condition(vae, levels[None], *colors.values())
         assert 0.5 < found.video.std() < 2 and torch.allclose(found.video, latents, atol=1e-2), "fp16"
         z = sound_vae.encode(sound[:, None]).latent_dist.mode()
@@ -93,7 +93,7 @@ def test_clips_are_those_of_the_pipeline(path):
     decoded = codec.decode(found.video)[0].permute(3, 0, 1, 2).float()
     assert decoded.shape[1] == 22 and (decoded - pixels * 255).abs().max() < 0.51 and decoded.std() > 1
     wave, rate = codec.decode_sound(found.parts["audio"])
-    assert torch.allclose(wave[0], waves, atol=1e-5) and wave.std() > 1e-4 and rate == 640
+    assert torch.allclose(wave[0], waves, atol=1e-5) and wave.std() > 1e-4 and rate == 8000
 
 
 def test_a_set_tells_the_length_of_a_text(path, tmp_path):
@@ -113,9 +113,9 @@ def test_a_set_tells_the_length_of_a_text(path, tmp_path):
     [
         ("vae", {"clip_length": 9}, "clip_length"),
         ("vae", {"temporal_downsample_factors": [1, 2, 1, 1, 1, 1]}, "frames"),
-        ("vae", {"latents_std": [1.0, 1.0, 1.0, 0.0]}, "latents_std"),
+        ("vae", {"latents_std": [1.0] * 23 + [0.0]}, "latents_std"),
         ("audio_vae", {"latents_mean": None}, "latents_mean"),
-        ("audio_vae", {"sampling_rate": 320}, "sampling_rate"),
+        ("audio_vae", {"sampling_rate": 16000}, "sampling_rate"),
         ("text_encoder", {"architectures": ["Qwen2VLForConditionalGeneration"]}, "Qwen3VL"),
         ("text_encoder", {"text_config": {"num_hidden_layers": 50}}, "layers"),
         ("transformer", {"patch_size": [1, 0, 2]}, "patch_size"),
