@@ -68,7 +68,7 @@ def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartSha
 def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Path, int]:
     """Return configuration (with the method that samples the network), role, folder and steps that are chosen."""
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
-    config = settings_of_run(run_dir, arguments.device)
+    config = settings_of_run(run_dir, arguments.device, arguments.cp)
     role: RoleName = "teacher" if arguments.teacher else "student"
     if role == "teacher":
         folder = Path(teacher_of(config))
@@ -169,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--sampling", choices=("student", "run"), default="student", help=own)
     add("--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default")
     add("--seed", type=int, default=0, help="of the noise")
+    add("--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU")
     add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")
     add("--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default")
     args = parser.parse_args(argv)

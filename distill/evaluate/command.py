@@ -58,6 +58,7 @@ from distill.evaluate.networks import (
     settings_of_run,
     teacher_of,
 )
+from distill.evaluate.perceptual import LPIPS_LEAST, Embedding, read_networks
 from distill.evaluate.sampling import decoded, sample_batches
 from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_suite, run_suite, seeds_of
 from distill.methods.common.few_step import FewStepSettings
@@ -107,6 +108,8 @@ class Plan:
     """Settings that two evaluations must share to be compared."""
     other: dict[str, Any] | None
     """Content of the evaluation that ``--like`` names."""
+    embeddings: dict[str, Embedding]
+    """Networks of measures, by their names."""
 
     @property
     def prompts(self) -> list[str]:
@@ -173,7 +176,8 @@ def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespac
         else:
             folder = user_path(path, "WHAT")
             if (folder / "config.yaml").is_file():
-                own, folder = _resolved(settings_of_run(folder, arguments.device)), exported_student(folder)
+                own = _resolved(settings_of_run(folder, arguments.device, arguments.cp))
+                folder = exported_student(folder)
                 if (sizes := own.data.sample_shapes()[0]) != shapes:
                     raise UserError(f"{word} has latents of {sizes}, and the first run of {shapes}; leave it out")
             own = sampled_as(own, folder)
@@ -224,9 +228,9 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     run = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     if bool(settings) == bool(run):
         raise UserError("give the settings of one run: a run's folder among WHAT, or experiment=NAME key=value ...")
-    config = _resolved(settings_of_run(run, arguments.device) if run else compose_config(settings))
-    if not run and arguments.device:
-        config.device = arguments.device
+    config = _resolved(settings_of_run(run, arguments.device, arguments.cp) if run else compose_config(settings))
+    if not run:
+        config.device, config.mesh.cp = arguments.device or config.device, arguments.cp
     out = user_path(arguments.out, "--out").absolute()
     _use_prompts(config, out / _PROMPTS)
     try:
@@ -239,7 +243,10 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         sizes = {name: other["protocol"][name] for name in _SIZES if name in known}
         config.data = replace(config.data, **sizes)
     networks = _networks(words, config, arguments)
-    encoding = config.data.encoding()
+    encoding, measuring = config.data.encoding(), read_networks(arguments.lpips, arguments.dino)
+    if "lpips" in measuring and min(encoding.height, encoding.width) < LPIPS_LEAST:
+        got = f"{encoding.height} x {encoding.width}"
+        raise UserError(f"--lpips needs clips of {LPIPS_LEAST} x {LPIPS_LEAST} pixels or more, got {got}; leave it out")
     protocol = {
         "prompts": hashlib.sha256("\n".join(counts).encode()).hexdigest(),
         "seeds": sorted(set(counts.values())) if suite else next(iter(counts.values())),
@@ -251,8 +258,10 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         "decoder": encoding.fingerprint(),
         "decoder precision": encoding.vae_precision,
         "measures": VERSION,
+        **{name: files for name, (_, files) in measuring.items()},
     }
-    plan = Plan(out, config, networks, counts, suite, dimensions, protocol, other)
+    embeddings = {name: embedding for name, (embedding, _) in measuring.items()}
+    plan = Plan(out, config, networks, counts, suite, dimensions, protocol, other, embeddings)
     earlier = refuse_foreign(
         out,
         "--out",
@@ -372,14 +381,20 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]
     if record.is_file():
         return json.loads(record.read_text())
     latents, clips, times, text = {}, {}, {}, plan.prompts[prompt]
+    count = plan.counts[text]
+    # The 25 clips of VBench's flickering would take GB: five are measured, as of its other prompts.
+    together = min(count, SEEDS) if plan.suite else count
     for name in plan.networks:
-        latents[name], times[name] = _latents(plan, name, prompt, range(plan.counts[text]))
-        made = decoded(data, latents[name])
-        clips[name] = made.frames
-        files = [file for (of, _), file in plan.clips_of(name).items() if of == text]
-        with _written(plan):
-            write_clips(files, *made, fps=data.fps)
-    found = finite({"values": prompt_measures(clips, latents, plan.teacher), "times": times})
+        files, times[name] = [file for (of, _), file in plan.clips_of(name).items() if of == text], []
+        for start in reversed(range(0, count, together)):
+            seeds = range(start, min(start + together, count))
+            latents[name], taken = _latents(plan, name, prompt, seeds)
+            made = decoded(data, latents[name])
+            clips[name], times[name] = made.frames, taken + times[name]
+            with _written(plan):
+                write_clips(files[start : seeds.stop], *made, fps=data.fps)
+    values = prompt_measures(clips, latents, plan.teacher, plan.embeddings)
+    found = finite({"values": values, "times": times})
     with _written(plan):
         write_text(record, json.dumps(found))
     return found
@@ -495,7 +510,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--dimensions", nargs="+", choices=DIMENSIONS, metavar="NAME", help="dimensions of VBench; all by default")
     add("--out", required=True, help="folder to write: new, empty, or of the same evaluation, which then continues")
     add("--like", metavar="FILE", help="evaluation.json whose prompts, seeds, sizes and precision to repeat")
+    add("--lpips", metavar="DIR", help="weights of LPIPS, to measure with it; see docs/evaluating.md")
+    add("--dino", metavar="DIR", help="a DINO model as transformers store it, to measure with it")
     add("--precision", choices=("fp32", "bf16"), help="precision of all networks; by default as in their runs")
+    add("--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU")
     add("--device", choices=("auto", "cpu", "cuda"), help="device; the first run's by default, auto for one on GPUs")
     arguments = parser.parse_args(argv)
     log_to_console()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.evaluate.perceptual import Embedding, embeddings
 from models.sample import Sample
 
 VERSION = 1
@@ -26,8 +27,12 @@ MEASURES = {
     "sharpness": "mean absolute Laplacian of the brightness",
     "distance/latents": "distance from the teacher's latents of the same noise, relative to their norm",
     "distance/pixels": "root mean square distance from the teacher's pixels of the same noise",
+    "distance/lpips": "LPIPS between the clip and the teacher's of the same noise",
+    "distance/dino": "1 - cosine similarity of DINO's features of the clip and of the teacher's of the same noise",
     "diversity": "root mean square distance of two clips of a prompt",
     "diversity/teacher": "diversity divided by the teacher's of the same prompt",
+    "diversity/lpips": "LPIPS between two clips of a prompt",
+    "diversity/dino": "1 - cosine similarity of DINO's features of two clips of a prompt",
 }
 """Measures and their meaning, in the order of tables."""
 
@@ -60,25 +65,40 @@ def clip_measures(clip: np.ndarray) -> dict[str, float]:
 
 
 def prompt_measures(
-    clips: Mapping[str, np.ndarray], latents: Mapping[str, Sample], reference: str | None
+    clips: Mapping[str, np.ndarray],
+    latents: Mapping[str, Sample],
+    reference: str | None,
+    networks: Mapping[str, Embedding] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Measure the clips of one prompt, uint8 (seeds, T, H, W, 3) of each participant; a seed's start from the same
-    noise. Return by participant and measure a number per seed, or one of all seeds together; NaN: not defined.
-    Distances are to the ``reference``, the teacher."""
+    """Measure the clips of one prompt, uint8 (seeds, T, H, W, 3) of each participant.
+
+    Clips of a seed start from the same noise. Distances are to the ``reference``, the teacher, in latents, pixels and
+    between embeddings of ``networks``. Return by participant and measure a number per seed, or one of all seeds
+    together; NaN: not defined.
+    """
+    spaces = {"pixels": (clips, _distance)}
+    for space, network in (networks or {}).items():
+        spaces[space] = ({name: embeddings(own, network) for name, own in clips.items()}, _squared_distance)
     result = {}
-    diversity = {name: _diversity(own) for name, own in clips.items()}
     for name, own in clips.items():
         per_clip = [clip_measures(clip) for clip in own]
         values = {key: [clip[key] for clip in per_clip] for key in MEASURES if key in per_clip[0]}
-        if reference is not None and name != reference:
+        is_compared = reference is not None and name != reference
+        if is_compared:
             values["distance/latents"] = _relative_distance(latents[name], latents[reference])
-            values["distance/pixels"] = [_distance(*pair) for pair in zip(own, clips[reference], strict=True)]
-        if len(own) > 1:
-            values["diversity"] = [diversity[name]]
-            if reference is not None and name != reference:
-                of_teacher = diversity[reference]
-                values["diversity/teacher"] = [diversity[name] / of_teacher if of_teacher > 0 else float("nan")]
+        for space, (points, distance) in spaces.items():
+            if is_compared:
+                pairs = zip(points[name], points[reference], strict=True)
+                values[f"distance/{space}"] = [distance(*pair) for pair in pairs]
+            if len(own) > 1:
+                key = "diversity" if space == "pixels" else f"diversity/{space}"
+                values[key] = [float(np.mean([distance(a, b) for a, b in combinations(points[name], 2)]))]
         result[name] = values
+    if reference in result and "diversity" in result[reference]:
+        (of_teacher,) = result[reference]["diversity"]
+        for name in result.keys() - {reference}:
+            (diversity,) = result[name]["diversity"]
+            result[name]["diversity/teacher"] = [diversity / of_teacher if of_teacher > 0 else float("nan")]
     return result
 
 
@@ -87,10 +107,9 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.mean([float((x.float() - y.float()).square().mean()) for x, y in pairs]) ** 0.5 / 255)
 
 
-def _diversity(clips: np.ndarray) -> float:
-    """Return the mean distance of the pairs of clips; NaN for one clip."""
-    pairs = [_distance(a, b) for a, b in combinations(clips, 2)]
-    return float(np.mean(pairs)) if pairs else float("nan")
+def _squared_distance(a: Tensor, b: Tensor) -> float:
+    """Return the squared distance of two clips' embeddings, the mean over frames."""
+    return float((a - b).square().sum(-1).mean())
 
 
 def _relative_distance(own: Sample, reference: Sample) -> list[float]:

@@ -52,15 +52,16 @@ class SampledNetwork:
 
 @paths_of_the_user()
 def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) -> SampledNetwork:
-    """Plan to sample the network in ``folder``, the ``role`` of a finished run, on data-parallel ranks."""
+    """Plan to sample the network in ``folder``, the ``role`` of a finished run, on a mesh of ``mesh.cp``."""
     trained, name = getattr(config, role), config.method.name
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
-    of_training = {"batch_size": world_size(), "micro_batch_size": 1, "expert_draws": 1}
+    mesh = MeshSettings(cp=config.mesh.cp)
+    of_training = {"batch_size": max(1, world_size() // mesh.cp), "micro_batch_size": 1, "expert_draws": 1}
     alone_here = replace(
         config,
         **of_training,
         **{role: type(trained)(checkpoint=str(folder), config=None, **kept)},
-        mesh=MeshSettings(),
+        mesh=mesh,
         attention=AttentionSettings(),
         export=ExportSettings(at_end=False),
         log=LogSettings(),
@@ -74,13 +75,13 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     return SampledNetwork(role=role, config=config, steps=steps, plan=plan)
 
 
-def settings_of_run(run_dir: Path, device: str | None = None) -> Config:
-    """Return the configuration of a run, to sample its networks on ``device``; ``None`` for the run's."""
+def settings_of_run(run_dir: Path, device: str | None = None, cp: int = 1) -> Config:
+    """Return the configuration of a run, to sample its networks on ``device``, ``None`` for the run's, with ``cp``."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
     config = load_config(run_dir / "config.yaml")
     config.run_dir = str(run_dir)  # the run may have moved since
-    config.world, config.dry_run = None, False
+    config.world, config.dry_run, config.mesh = None, False, MeshSettings(cp=cp)
     config.sample.captions, config.sample.images = [], []  # the images of the training may be missing by now
     # A student trained on GPUs can be sampled on any device.
     config.device = device or ("auto" if config.device == "cuda" else config.device)

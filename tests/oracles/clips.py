@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Dinov2Config, Dinov2Model
 
 from distill.data.moving_shapes import MovingShapes
 from distill.data.settings import MovingShapesSettings
@@ -82,3 +83,25 @@ class RandomClips:
 def moving_shapes(encoders: str | Path, seed: int = 0, **settings: Any) -> MovingShapes:
     """Return the data set of rendered clips with these settings."""
     return MovingShapesSettings(encoders=str(encoders), **settings).build(seed=seed)
+
+
+def write_lpips(folder):
+    """Write random weights of LPIPS, as torchvision and the package lpips store them."""
+    folder.mkdir()
+    random = torch.Generator().manual_seed(0)
+    network, linear, inputs = {}, {}, 3
+    for i, (layer, outputs, size) in enumerate([(0, 64, 11), (3, 192, 5), (6, 384, 3), (8, 256, 3), (10, 256, 3)]):
+        network[f"features.{layer}.weight"] = torch.randn(outputs, inputs, size, size, generator=random) / 10
+        network[f"features.{layer}.bias"] = torch.randn(outputs, generator=random) / 10
+        linear[f"lin{i}.model.1.weight"] = torch.rand(1, outputs, 1, 1, generator=random)
+        inputs = outputs
+    torch.save(network, folder / "alexnet.pth")
+    torch.save(linear, folder / "lpips_alex.pth")
+
+
+def write_dino(folder):
+    """Write a tiny DINO with random weights, and return it."""
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=224, patch_size=56)
+    model = Dinov2Model(config).eval()
+    model.save_pretrained(folder)
+    return model

@@ -8,6 +8,7 @@ import pytest
 
 from distill.evaluate.command import main
 from tests.e2e.launch import forked
+from tests.oracles.clips import write_dino, write_lpips
 from tests.unit.damage import snapshot
 from tests.unit.test_sample_command import TEACHER, full_disk, write_run
 
@@ -19,6 +20,7 @@ def home(tmp_path_factory):
     """A run, prompts, and an evaluation of the run's student in one step next to its teacher in two."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_run(folder / "run", TEACHER)
+    write_dino(folder / "dino")
     (folder / "prompts.txt").write_text("\n".join([*PROMPTS, PROMPTS[0]]))
     assert main(words(folder, "done")) == 0
     return folder
@@ -28,6 +30,7 @@ def words(home, out, *more, like=False):
     protocol = (
         ["--like", home / "done" / "evaluation.json"] if like else ["--prompts", home / "prompts.txt", "--seeds", 2]
     )
+    protocol += ["--dino", home / "dino"]
     return [str(word) for word in (home / "run@1", "teacher@2", *protocol, "--out", home / out, *more)]
 
 
@@ -70,7 +73,7 @@ def test_a_repetition_on_the_same_mesh_and_on_another(home, capsys):
         for pair in result(home, "again")["compared"]["participants"]
         for difference in pair["differences"].values()
     )
-    assert forked(2, "distill.evaluate", *words(home, "ranks", like=True)).wait().returncode == 0
+    assert forked(4, "distill.evaluate", *words(home, "ranks", "--cp", 2, like=True)).wait().returncode == 0
     for name, measures in result(home, "done")["results"].items():
         for key, measure in measures.items():
             other = result(home, "ranks")["results"][name][key]["value"]
@@ -104,9 +107,15 @@ def test_mistakes(home, tmp_path, capsys):
     refused(capsys, "--seeds", [run, "--prompts", prompts, "--seeds", 0, *new])
     refused(capsys, "--prompts", [run, "--prompts", tmp_path / "empty.txt", *new])
     refused(capsys, "--prompts", [run, *new])
+    refused(capsys, "mesh.cp", [run, "--prompts", prompts, "--cp", 2, *new])
     refused(capsys, "larger", [run, tmp_path / "larger", "--prompts", prompts, *new])
     refused(capsys, "nowhere", [run, tmp_path / "nowhere", "--prompts", prompts, *new])
     refused(capsys, "twice", [run, run, "--prompts", prompts, *new])
+    write_lpips(tmp_path / "lpips")
+    refused(capsys, "16 x 16", [run, "--prompts", prompts, "--lpips", tmp_path / "lpips", *new])
+    refused(capsys, "alexnet.pth", [run, "--prompts", prompts, "--lpips", tmp_path, *new])
+    refused(capsys, "--dino", [run, "--prompts", prompts, "--dino", tmp_path, *new])
+    refused(capsys, "other dino", [run, "--prompts", prompts, "--seeds", 2, "--out", home / "done"])
     refused(capsys, "--like", [run, "--like", prompts, *new])
     refused(capsys, "teacher@", [run, "teacher@0", "--prompts", prompts, *new])
     refused(capsys, "experiment=", [run / "export" / "student", "--prompts", prompts, *new])

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.nn import functional as F
 
 from distill.evaluate.comparison import compare, summarize, verdict
-from distill.evaluate.measures import clip_measures, prompt_measures
+from distill.evaluate.measures import MEASURES, clip_measures, prompt_measures
+from distill.evaluate.perceptual import read_networks
 from models.sample import Sample
+from tests.oracles.clips import write_dino, write_lpips
 
 PROMPTS, SEEDS = 32, 4
 
@@ -96,6 +99,39 @@ def test_distances_and_diversity():
     assert "distance/pixels" not in found["teacher"]
     alone = prompt_measures({name: clips[:1] for name, clips in x.items()}, latents, None)
     assert "diversity" not in alone["student"] and "distance/pixels" not in alone["student"]
+
+
+def test_networks_that_measure(tmp_path):
+    """LPIPS against the paper's equation 1, and DINO against the cosine of transformers' model."""
+    write_lpips(tmp_path / "lpips")
+    model = write_dino(tmp_path / "dino")
+    found = read_networks(str(tmp_path / "lpips"), str(tmp_path / "dino"))
+    x = np.random.default_rng(0).integers(0, 256, (3, 5, 64, 96, 3), dtype=np.uint8)
+    clips = {"teacher": x[:2], "student": x[1:]}
+    latents = {name: Sample({"video": torch.ones(2, 3)}) for name in clips}
+    values = prompt_measures(clips, latents, "teacher", {name: of for name, (of, _) in found.items()})["student"]
+
+    def column(values):
+        return torch.tensor(values)[:, None, None]
+
+    features, small = [], []
+    for clip in x[:2]:  # the first clip of the teacher, and of the student
+        frames = torch.from_numpy(clip).permute(0, 3, 1, 2) / 255
+        features.append((2 * frames - 1 - column([-0.030, -0.088, -0.188])) / column([0.458, 0.448, 0.450]))
+        frames = F.interpolate(frames, (224, 224), mode="bicubic", antialias=True)
+        small.append((frames - column([0.485, 0.456, 0.406])) / column([0.229, 0.224, 0.225]))
+    weights, lpips = torch.load(tmp_path / "lpips" / "lpips_alex.pth"), 0.0
+    weights |= torch.load(tmp_path / "lpips" / "alexnet.pth")
+    for i, (layer, stride, padding) in enumerate([(0, 4, 2), (3, 1, 2), (6, 1, 1), (8, 1, 1), (10, 1, 1)]):
+        convolution = weights[f"features.{layer}.weight"], weights[f"features.{layer}.bias"]
+        features = [F.conv2d(f, *convolution, stride, padding).relu() for f in features]
+        difference = F.normalize(features[0]) - F.normalize(features[1])
+        lpips += F.conv2d(difference.square(), weights[f"lin{i}.model.1.weight"]).mean().item()
+        features = [F.max_pool2d(f, 3, 2) for f in features] if i < 2 else features
+    assert values["distance/lpips"][0] == pytest.approx(lpips, rel=1e-4)
+    tokens = [model(frames).last_hidden_state[:, 0] for frames in small]
+    assert values["distance/dino"][0] == pytest.approx(1 - F.cosine_similarity(*tokens).mean().item(), abs=1e-5)
+    assert {"diversity/lpips", "diversity/dino"} <= values.keys() <= MEASURES.keys()
 
 
 def test_paired_differences_see_what_the_means_do_not():
