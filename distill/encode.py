@@ -11,6 +11,7 @@ out, and why. ``--verify OUT`` reads a whole set and notes what is damaged.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import sys
@@ -47,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
             kind = {"choices": choices}
         elif item.default is False:
             kind = {"action": "store_true"}
+        if item.name == "buckets":
+            kind = {"type": _buckets}
         add(f"--{item.name.replace('_', '-')}", help=docs[item.name], default=argparse.SUPPRESS, **kind)
     told = "whether the latents that SOURCE stores are, whatever their scale"
     add("--normalized", "--normalised", choices=["yes", "no"], help=told)
@@ -54,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
     add("--verify", metavar="SET", help="read the whole set and note what is damaged")
     return parser
+
+
+def _buckets(text: str) -> Any:
+    return text if text == "auto" else [[int(number) for number in size] for size in json.loads(text)]
+
+
+_buckets.__name__ = "value, [[81,480,832],[81,832,480]] or auto,"  # as argparse names it
 
 
 def _columns(text: str) -> dict[str, str] | None:

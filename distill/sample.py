@@ -19,6 +19,7 @@ import numpy as np
 
 from distill.config import Config
 from distill.config.checks import check_images
+from distill.data.base import ClipSettings
 from distill.evaluate.networks import (
     RoleName,
     check_number,
@@ -55,7 +56,8 @@ def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartSha
     if student.causal is None:
         raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
     try:
-        shapes = replace(config.data, num_frames=frames).sample_shapes()[0]
+        one_size = {"buckets": None} if isinstance(config.data, ClipSettings) else {}
+        shapes = replace(config.data, **one_size, num_frames=frames).sample_shapes()[0]
         student.causal.chunks(shapes[VIDEO][1], "student.causal.")
         if student.causal.window is None:
             student.tokens(shapes, condition)  # refuses more frames than the network has positions
@@ -116,6 +118,7 @@ def sample(arguments: argparse.Namespace) -> None:
         unfinished = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
+        shapes = data.latent_shapes if arguments.frames is None else shapes
         method = network.method(mesh=mesh, device=device, data=data)
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:

@@ -91,7 +91,7 @@ class _Sampling:
         bytes_per_clip = self.settings.clip_bytes(1 + len(self.arguments.states))
         if rank() == 0:
             log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
-        batch = sampling_batch([teacher], mesh, device)
+        batch = sampling_batch([teacher], self.data.latent_shapes, mesh, device)
 
         def make_clips(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
             chunk = batch * mesh.dp_size
@@ -170,6 +170,8 @@ def run(arguments: argparse.Namespace) -> None:
     where = f"OUT={out}"
     device = open_device(config)
     resolve_hub_names(config, ["teacher"])
+    if len(config.data.bucket_shapes()) > 1:
+        raise UserError("data.buckets has several sizes, and a teacher's clips have one; use num_frames, height, width")
     plan = plan_run(config, alone(FewStepMethod, "teacher"))
     with open_mesh(config, plan, device) as mesh:
         on_first_rank(lambda: refuse_other_set(out, where))

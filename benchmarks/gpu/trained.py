@@ -64,7 +64,11 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
     with process_group(device), peak.watched(storages=not compiled), fast:
         began = time.monotonic()
         trainer = open_trainer(words, device, shapes, clips)
-        context.row(f"{name}: built", seconds=time.monotonic() - began, tokens=trainer.roles["student"].tokens)
+        context.row(
+            f"{name}: built",
+            seconds=time.monotonic() - began,
+            tokens=trainer.roles["student"].tokens(clips.latent_shapes),
+        )
         peak.reset()
         data = trainer._steps_of_data()
         cycle = _cycle(trainer)

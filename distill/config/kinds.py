@@ -16,8 +16,8 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError, shown
 
 _WORDS = {bool: "true or false", int: "a 64-bit integer", float: "a finite fp32 number", str: "a text"}
-_PLURALS = {int: "integers", float: "numbers", str: "texts"}
-_LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]"}
+_PLURALS = {int: "integers", float: "numbers", str: "texts", list[int]: "lists of integers"}
+_LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]", list[int]: "[[81,480,832],[81,832,480]]"}
 _MAPPINGS = {float: "{patch_embedding.*: 0.1}", str: "{caption: prompt}", Any: "{num_layers: 4}"}
 _SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
 _LONGEST = 200

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_cp.errors import NotFinite
+from fsdp_cp.errors import NotFinite, UserError
 from models.condition import Condition
 from models.sample import PartShapes, Sample, part_name
 
+_LARGEST_UNIT = 32
+"""Largest number of pixels of a token's side, of all VAEs; the others are powers of two too."""
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -32,6 +34,10 @@ class ClipSettings:
     """Pixels, after resizing and cropping."""
     fps: float = 8.0
     """Frames per second at which clips are sampled."""
+    buckets: list[list[int]] | Literal["auto"] | None = None
+    """Sizes ``[frames, height, width]`` of clips, in place of one: each clip gets the size that keeps most of it, and
+    samples the first. ``auto``: ``num_frames`` frames upright, square, 4:3 and 3:4 too; null: one size, which may
+    enlarge clips."""
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
     max_text_tokens: int = 512
@@ -46,6 +52,32 @@ class ClipSettings:
     silence: Literal["zero"] | None = None
     """Clips without a sound track, for networks that make sound: ``zero`` takes them as silent; null leaves them
     out."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buckets, list):
+            return
+        if not self.buckets or not all(len(size) == 3 and min(size) >= 1 for size in self.buckets):
+            raise UserError(f"data.buckets={self.buckets} must be sizes [frames, height, width]; use [[81,480,832]]")
+        for i, size in enumerate(self.buckets):
+            if size in self.buckets[:i]:
+                raise UserError(f"data.buckets={self.buckets} has {size} twice; leave one out")
+        self.num_frames, self.height, self.width = self.buckets[0]
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Frames, height and width of the clips of each bucket."""
+        if isinstance(self.buckets, list):
+            return self.buckets
+        frames, height, width = self.num_frames, self.height, self.width
+        shapes = [(height, width)]
+        if self.buckets == "auto":
+            unit = math.gcd(height, width, _LARGEST_UNIT)
+            square, longer, shorter = (
+                math.isqrt(height * width * n // d) // unit * unit for n, d in ((1, 1), (4, 3), (3, 4))
+            )
+            shapes += [(width, height), (square, square)]
+            shapes += [(shorter, longer), (longer, shorter)] if shorter else []
+        return [[frames, *sides] for sides in dict.fromkeys(shapes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +99,22 @@ class Measure:
         return difference / error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Items of a data set whose clips have one size. Every global batch is of one bucket."""
+
+    latent_shapes: PartShapes
+    """Shape of each part of one sample's latents."""
+    items: Sequence[int]
+    """Numbers of the items. Captions alone have no size: their items are in every bucket."""
+
+
 class ClipDataset(Protocol):
     """Short clips with captions, as latents and text embeddings, or captions alone."""
 
     latent_shapes: PartShapes
-    """Shape of each part of one sample's latents: ``video`` ``(C, T, H, W)``, and perhaps ``audio`` ``(C, T, F)``."""
+    """Shape of each part of one sample's latents: ``video`` ``(C, T, H, W)``, and perhaps ``audio`` ``(C, T, F)``. With
+    several buckets, those of the first, which are also those of samples."""
     condition_shapes: Mapping[str, tuple[int, ...]]
     """Shape of each tensor of one sample's condition, by name (models/condition.py): ``text`` ``(L, D)``, ..."""
     fps: float
@@ -128,6 +171,20 @@ def to_bytes(frames: Tensor) -> Tensor:
         raise NotFinite("the VAE's frames are not finite, though the latents are; set data.vae_precision=fp32")
     # Rounded, not cut: cutting darkens every frame by half a level on average.
     return frames.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
+
+
+@runtime_checkable
+class BucketedDataset(Protocol):
+    """Data set whose clips have several sizes."""
+
+    buckets: Sequence[Bucket]
+
+
+def buckets_of(data: ClipDataset) -> Sequence[Bucket]:
+    """Return the buckets of a data set; one, if its clips have one size."""
+    if isinstance(data, BucketedDataset):
+        return data.buckets
+    return [Bucket(latent_shapes=data.latent_shapes, items=range(len(data)))]
 
 
 @runtime_checkable

@@ -1,13 +1,15 @@
-"""Data order: the clip at each position of each global batch, a function of seed, epoch and position alone.
+"""Data order: the bucket of each global batch and the clip at each of its positions, functions of seed and position
+alone.
 
 So the order is the same on every mesh, and a resumed run needs no stored state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from fsdp_cp.rng import permutation
 
@@ -41,20 +43,65 @@ class Batching:
         return micro_batch * self.parts // self.accumulation
 
 
-_order = lru_cache(maxsize=2)(permutation)
+@cache
+def _orders(bucket: int):
+    """Return the cached permutations of a bucket's clips: a batch needs those of two epochs at most."""
+    purpose = f"data/order/{bucket}" if bucket else "data/order"
+    return lru_cache(maxsize=2)(lambda seed, epoch, clips: permutation(seed, purpose, epoch, clips))
 
 
-def clip_at(seed: int, clips: int, position: int) -> int:
-    """Return the clip at ``position`` of the endless stream of samples, in which each epoch is a new permutation."""
+def clip_at(seed: int, clips: int, position: int, bucket: int = 0) -> int:
+    """Return the clip at ``position`` of a bucket's endless stream, in which each epoch is a new permutation."""
     epoch, offset = divmod(position, clips)
-    return _order(seed, "data/order", epoch, clips)[offset]
+    return _orders(bucket)(seed, epoch, clips)[offset]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Order of all global batches. Each is of one bucket: clips of one size.
+
+    Each bucket has an endless stream of its clips, which its batches follow without a gap: a batch at the end of an
+    epoch continues with the next one. The batches that all streams fill in one epoch come in a random order.
+    """
+
+    seed: int
+    buckets: tuple[int, ...]
+    """Number of clips of each bucket."""
+    batch_size: int
+    """Samples of a global batch."""
+
+    def place(self, first_sample: int) -> tuple[int, int]:
+        """Return the bucket of the batch after ``first_sample`` samples, and the batch's position in its stream."""
+        number, offset = divmod(first_sample, self.batch_size)  # an offset is left by steps of another batch size
+        last = (number + len(self.buckets)) * self.batch_size // sum(self.buckets) + 1
+        epoch = bisect_right(range(last), number, key=lambda epoch: sum(self._filled(epoch))) - 1
+        bucket, batch = _batches(self, epoch)[number - sum(self._filled(epoch))]
+        return bucket, batch * self.batch_size + offset
+
+    def _filled(self, epochs: int) -> list[int]:
+        """Return the number of batches of each bucket that its clips fill in so many epochs."""
+        return [epochs * clips // self.batch_size for clips in self.buckets]
+
+
+@lru_cache(maxsize=2)
+def _batches(order: Order, epoch: int) -> list[tuple[int, int]]:
+    """Return the bucket of each batch of an epoch, and the batch's number in its bucket."""
+    numbers = [range(*ends) for ends in zip(order._filled(epoch), order._filled(epoch + 1), strict=True)]
+    buckets = [bucket for bucket, some in enumerate(numbers) for _ in some]
+    following = [iter(some) for some in numbers]
+    shuffled = permutation(order.seed, "data/buckets", epoch, len(buckets))
+    return [(bucket, next(following[bucket])) for bucket in (buckets[i] for i in shuffled)]
 
 
 def clips_of_micro_batches(
-    *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int
-) -> Iterator[list[int]]:
-    """Yield the clips of this rank's micro-batches in ``steps`` steps, after ``first_sample`` earlier samples."""
+    *, seed: int, buckets: Sequence[Sequence[int]], batching: Batching, first_sample: int, steps: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield bucket and clips of this rank's micro-batches in ``steps`` steps, after ``first_sample`` earlier samples.
+    ``buckets`` has the clips of each bucket."""
+    order = Order(seed=seed, buckets=tuple(map(len, buckets)), batch_size=batching.global_size)
     for step in range(steps):
-        start = first_sample + step * batching.global_size
+        bucket, start = order.place(first_sample + step * batching.global_size)
+        clips = buckets[bucket]
         for micro_batch in range(batching.accumulation):
-            yield [clip_at(seed, clips, start + position) for position in batching.positions(micro_batch)]
+            positions = batching.positions(micro_batch)
+            yield bucket, [int(clips[clip_at(seed, len(clips), start + p, bucket)]) for p in positions]

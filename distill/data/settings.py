@@ -45,6 +45,10 @@ class DataSettings:
         """Return the shapes of a sample's parts and those of its condition, without encoding anything."""
         raise NotImplementedError
 
+    def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
+        """Return the shapes of each bucket, as :meth:`sample_shapes`, which are those of the first."""
+        return [self.sample_shapes()]
+
     def build(
         self,
         *,
@@ -155,12 +159,15 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
+        return self.bucket_shapes()[0]
+
+    def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
         if self.image is not None and not self.has_clips:
             raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-        return self.encoding().shapes()
+        return self.encoding().bucket_shapes()
 
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import encode_source
@@ -226,8 +233,11 @@ class EncodedSettings(DataSettings):
         return self.path is None or "latents" in self.open().parts
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
+        return self.bucket_shapes()[0]
+
+    def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         check_choices(self, "data.")
-        return self.encoding().shapes()
+        return self.encoding().bucket_shapes()
 
     def encoding(self) -> Encoding:
         return self._read()[1]

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.base import MeasuredDataset, sample_of
+from distill.data.base import MeasuredDataset, buckets_of, sample_of
 from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method
@@ -81,7 +81,8 @@ class Evaluator:
     @cached_property
     def batch(self) -> int:
         """Number of clips per forward on a rank. A micro-batch fits, since training runs it."""
-        return max(self.micro_batch_size, sampling_batch(self.method.roles.values(), self.mesh, self.device))
+        shapes = self.data.latent_shapes
+        return max(self.micro_batch_size, sampling_batch(self.method.roles.values(), shapes, self.mesh, self.device))
 
     def clips(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Clips | None:
         """Sample clips: return them on rank 0, and ``None`` on the other ranks or if they are not finite.
@@ -246,7 +247,8 @@ class Evaluator:
         return self._decoded("the data", source, latents)
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
-        """Return an item of ``source`` for each caption. Items of the same caption take turns."""
+        """Return an item of ``source`` for each caption, of its first bucket. Items of the same caption take turns."""
+        bucket = buckets_of(source)[0].items
         waiting: dict[str, list[int]] = {}
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
@@ -254,9 +256,10 @@ class Evaluator:
         for i in itertools.count():
             if len(items) == len(captions):
                 return [items[position] for position in range(len(captions))]
-            caption = source[i % len(source)]["caption"]
+            item = int(bucket[i % len(bucket)])
+            caption = source[item]["caption"]
             if waiting.get(caption):
-                items[waiting[caption].pop()] = i % len(source)
+                items[waiting[caption].pop()] = item
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)

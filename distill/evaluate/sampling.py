@@ -102,11 +102,11 @@ def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     return Clips(np.stack([clips.frames[i] for clips, i in places]), sounds)
 
 
-def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
+def sampling_batch(roles: Iterable[Role], shapes: PartShapes, mesh: Mesh, device: torch.device) -> int:
     """Return the number of clips per forward on each rank, from the smallest memory of all devices. A collective. A
     forward of both branches of guidance keeps about 32 fp32 numbers per token and unit of width, and may fill 1/32 of
     the memory, with at most 32 clips: more are not faster on a CPU."""
-    of_clip = max(2 * 32 * 4 * role.tokens * role.family.width(role.config) for role in roles)
+    of_clip = max(2 * 32 * 4 * role.tokens(shapes) * role.family.width(role.config) for role in roles)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -170,7 +170,8 @@ def sample_batches(
     clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
     shapes = {part: shapes[part] for part in clock}
     if batch is None:
-        batch = min(sampling_batch(method.roles.values(), mesh, device), -(-len(captions) // mesh.dp_size))
+        most = sampling_batch(method.roles.values(), data.latent_shapes, mesh, device)
+        batch = min(most, -(-len(captions) // mesh.dp_size))
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 
 from distill.config import Config
+from distill.data.base import ClipSettings
+from distill.data.settings import EncodedSettings
 from distill.methods import METHODS
 from distill.planning.encoders import encoder_peaks
 from distill.planning.extrapolation import simulate_any_depth
@@ -89,13 +93,37 @@ def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> 
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, stands_for="cuda", at_once=at_once)
-    return predict(config, plan, simulation, hardware, encoder_peaks(config, plan.shapes))
+    prediction = predict(config, plan, simulation, hardware, encoder_peaks(config, plan.shapes))
+    return replace(prediction, size=_planned_size(config, plan))
 
 
 def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
-    """Return the planner's version of ``config`` and its plan; see :func:`as_planned` and :func:`planned_shapes`."""
+    """Return the planner's version of ``config`` and its plan; see :func:`as_planned` and :func:`planned_shapes`.
+
+    Of several buckets they have the largest alone.
+    """
     config = as_planned(config)
-    return config, plan_run(config, shapes=planned_shapes(config))
+    if isinstance(data := config.data, ClipSettings) and data.buckets is not None:
+        single = [replace(data, buckets=[size]) for size in data.sizes]
+        buckets = [(one, planned_shapes(replace(config, data=one))) for one in single]
+    else:
+        buckets = [(data, shapes) for shapes in _stored_buckets(config) or [planned_shapes(config)]]
+    # More tokens need more memory and time in every phase.
+    config.data, shapes = max(buckets, key=lambda bucket: math.prod(bucket[1][0][VIDEO][1:]))
+    return config, plan_run(config, shapes=shapes)
+
+
+def _stored_buckets(config: Config) -> list[Shapes]:
+    """Return the shapes of the buckets of an encoded set."""
+    return config.data.bucket_shapes() if isinstance(config.data, EncodedSettings) else []
+
+
+def _planned_size(config: Config, plan: RunPlan) -> list[int] | None:
+    """Return frames, height and width of the bucket that is planned; ``None`` for data of one size."""
+    if isinstance(config.data, ClipSettings):
+        return None if config.data.buckets is None else config.data.sizes[0]
+    stored = _stored_buckets(config)
+    return config.data.encoding().sizes[stored.index(plan.shapes)] if len(stored) > 1 else None
 
 
 def as_planned(config: Config) -> Config:
@@ -156,9 +184,10 @@ _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b
 
 def in_words(prediction: Prediction) -> list[str]:
     """Return the lines that ``plan=true`` prints."""
+    largest = "" if prediction.size is None else f" of the size {prediction.size}, the largest of data.buckets"
     lines = [
         f"plan for {prediction.mesh.world} ranks: nothing is loaded, trained or sent",
-        f"mesh: {prediction.mesh}; {prediction.tokens} tokens a sample",
+        f"mesh: {prediction.mesh}; {prediction.tokens} tokens a sample{largest}",
         "GiB a rank, the largest of each kind in any phase:",
         f"  {'':<8}" + "".join(f"{kind:>17}" for kind in KINDS),
     ]

@@ -40,9 +40,9 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     data = config.data
     if isinstance(data, EncodedSettings):
         data = data.encoding()
-        if table_file(data.encoders).is_file():
-            return {}
     elif not isinstance(data, VideoFolderSettings):
+        return {}
+    if data.encoders is not None and table_file(data.encoders).is_file():
         return {}
     settings = encoder_settings(config, shapes)
     vae, image = settings["vae"], settings["image_encoder"]

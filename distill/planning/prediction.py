@@ -84,6 +84,8 @@ class Prediction:
     steps: int
     samples_between_steps: bool
     """Whether the run makes samples before its last step (``sample.every``)."""
+    size: list[int] | None = None
+    """Frames, height and width of the largest bucket, which is planned; ``None`` for data of one size."""
 
     @property
     def roles(self) -> list[str]:
@@ -168,7 +170,7 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
         names = (
-            *("tokens", "allocated_gib", "device_gib", "fits", "peak_phase", "host_gib"),
+            *("tokens", "size", "allocated_gib", "device_gib", "fits", "peak_phase", "host_gib"),
             *("seconds_per_step", "mfu", "flops_per_step", "gpu_hours"),
         )
         return {name: getattr(self, name) for name in names} | {

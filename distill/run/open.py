@@ -27,7 +27,7 @@ from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
 from models.roles.role import EXPERTS
 from models.roles.role_plan import RolePlan
-from models.sample import part_name
+from models.sample import PartShapes, part_name
 
 log = logging.getLogger(__name__)
 
@@ -140,21 +140,27 @@ def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
     for role, (count, *others) in zip(plan.roles, cells, strict=True):
         texts = [count.rjust(widths[0]), *(text.ljust(width) for text, width in zip(others, widths[1:], strict=True))]
         lines.append(f"{role.name:<8} {'  '.join(texts)}".rstrip())
-    local = local_token_count(plan.tokens, plan.mesh.cp)
-    pads = local * plan.mesh.cp - plan.tokens
-    note = f" ({pads} of them padding)" if pads else ""
     micro_batches = counted(config.batch_size // plan.mesh.dp // plan.micro_batch_size, "micro-batch", "micro-batches")
     draws = f", in {config.expert_draws} parts with a draw of the expert each" if config.expert_draws > 1 else ""
     ranks = counted(plan.mesh.dp, "data-parallel rank")
-    latents = ", ".join(part_name("x".join(map(str, shape)), part) for part, shape in plan.shapes[0].items())
+    buckets = [(plan.shapes, plan.tokens), *plan.others]
     return [
         *lines,
         f"mesh     {counted(plan.mesh.world, 'rank')}: {plan.mesh}",
-        f"sample   latents {latents}, {plan.tokens:,} tokens, {local:,} on a rank{note}",
+        *(f"sample   {_sample(parts, tokens, plan.mesh.cp)}" for (parts, _), tokens in buckets),
         f"batch    {config.batch_size} = {micro_batches} of {plan.micro_batch_size} on {ranks}{draws}",
         f"data     {data}",
         f"run      {counted(config.steps, 'step')} in {plan.run_dir}",
     ]
+
+
+def _sample(parts: PartShapes, tokens: int, cp: int) -> str:
+    """Return the shapes of a sample's latents and its tokens in words."""
+    local = local_token_count(tokens, cp)
+    pads = local * cp - tokens
+    note = f" ({pads} of them padding)" if pads else ""
+    latents = ", ".join(part_name("x".join(map(str, shape)), part) for part, shape in parts.items())
+    return f"latents {latents}, {tokens:,} tokens, {local:,} on a rank{note}"
 
 
 def _role(plan: RunPlan, role: RolePlan, method: Any) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class RunPlan:
     mesh: MeshShape
     shapes: Shapes
     tokens: int
+    others: Sequence[tuple[Shapes, int]] = ()
+    """Shapes and tokens of the data's further buckets; ``shapes`` and ``tokens`` are those of the first."""
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
@@ -123,11 +125,11 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         for name, default in (("audio_weight", 1.0), ("audio_shift_ratio", None), ("audio_guidance_scale", None)):
             if (value := getattr(config.method, name, default)) != default:
                 raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
-    shapes = shapes or config.data.sample_shapes()
+    shapes, *others = [shapes] if shapes else config.data.bucket_shapes()
     unused = shapes[0].keys() - {*made}
     if unused and rank() == 0:
         log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
-    (tokens,) = {role.tokens(*shapes) for role in roles}
+    tokens, *of_others = [{role.tokens(*one) for role in roles}.pop() for one in (shapes, *others)]
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
@@ -142,6 +144,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         mesh=shape,
         shapes=shapes,
         tokens=tokens,
+        others=list(zip(others, of_others, strict=True)),
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
 

@@ -97,6 +97,7 @@ def speed(
     return {
         "perf/seconds_per_step": seconds,
         "perf/samples_per_second": samples / seconds,
+        "perf/tokens": tokens,
         "perf/tokens_per_second": tokens / seconds,
         "perf/flops": flops,
         "perf/mfu": None if peak is None else flops / seconds / peak,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.base import sample_of
+from distill.data.base import buckets_of, sample_of
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.methods import Batch, Method, build_method
@@ -53,7 +53,7 @@ from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
 from models.condition import Condition
 from models.roles.role import Role
-from models.sample import part_name
+from models.sample import PartShapes, part_name
 
 log = logging.getLogger(__name__)
 
@@ -270,27 +270,30 @@ class Trainer:
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step. They depend only on the seed and on the samples before."""
-        steps, accumulation = self.config.steps - self.step, self.batching.accumulation
-        sampler = clips_of_micro_batches(
-            seed=self.config.seed,
-            clips=len(self.training_data),
-            batching=self.batching,
-            first_sample=self.samples,
-            steps=steps,
+        steps, buckets = self.config.steps - self.step, buckets_of(self.training_data)
+        drawn, sampled = tee(
+            clips_of_micro_batches(
+                seed=self.config.seed,
+                buckets=[bucket.items for bucket in buckets],
+                batching=self.batching,
+                first_sample=self.samples,
+                steps=steps,
+            )
         )
-        loader = DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda")
-        micro_batches = map(self._on_device, loader)
+        sampler = (clips for _, clips in sampled)
+        loader = iter(DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda"))
         for _ in range(steps):
-            yield [next(micro_batches) for _ in range(accumulation)]
+            of_step = islice(drawn, self.batching.accumulation)
+            yield [self._on_device(next(loader), buckets[bucket].latent_shapes) for bucket, _ in of_step]
 
-    def _on_device(self, items: dict[str, Any]) -> Batch:
+    def _on_device(self, items: dict[str, Any], shapes: PartShapes) -> Batch:
         wanted = {part_name(name, part) for name in ("latents", "states") for part in self.clock}
         moved = {name: items[name].to(self.device, non_blocking=True) for name in items if name in wanted}
         condition = Condition({name: items[name] for name in self.data.condition_shapes}, self._null, self._empty)
         return Batch(
             latents=sample_of(moved, self.clock),
             condition=condition.to(self.device, non_blocking=True),
-            latent_shapes={part: self.data.latent_shapes[part] for part in self.clock},
+            latent_shapes={part: shapes[part] for part in self.clock},
             latent_shifts=self.clock,
             states=sample_of(moved, self.clock, "states"),
         )
@@ -335,7 +338,7 @@ class Trainer:
             seconds=seconds,
             phases=times.seconds(),
             samples=samples,
-            tokens=self.roles[name].tokens * samples,
+            tokens=self.roles[name].tokens(micro_batches[0].shapes) * samples,
             flops=flops,
             peak=None if peak is None else peak * world_size(),
         )

@@ -117,7 +117,8 @@ def _build_network(
     """Build the network of one group of :func:`sharing`, for experts one of them, on the meta device."""
     plan, family = plans[0], plans[0].family
     adapted = {role.name: role.lora for role in plans if role.lora is not None}
-    (tokens,) = {role.tokens(shapes, condition_shapes) for role in plans}  # the roles share one base
+    for role in plans:
+        role.tokens(shapes, condition_shapes)  # refuses data that the network cannot take
     network = deepcopy(plan.network)
     for name, adapters in adapted.items():
         adapters.inject(network, name)
@@ -132,8 +133,6 @@ def _build_network(
         module=network,
         mesh=mesh,
         precision=settings_of(network).precision,
-        tokens=tokens,
-        flops=family.flops(plan.config, shapes, condition_shapes),
         adapters=tuple(adapted),
         serving=serving,
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.settings import Precision
-from models.families.base import Family, Flops
+from models.families.base import Family
 from models.lora.serving import Serving
 from models.owner import owner
 
@@ -32,10 +32,6 @@ class Network:
     """Mesh over which its tokens are split."""
     precision: Precision
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
-    tokens: int
-    """Number of tokens of one sample."""
-    flops: Flops
-    """Operations of one forward of one sample."""
     adapters: tuple[str, ...] = ()
     """Roles with adapters on this frozen base. If empty, one role owns the whole network."""
     serving: Serving | None = None

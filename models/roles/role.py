@@ -26,7 +26,7 @@ from models.families.base import Family, Flops, Outputs
 from models.families.causal_forward import CausalForward, History, Slots
 from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
-from models.sample import VIDEO, Sample
+from models.sample import VIDEO, PartShapes, Sample
 
 EXPERTS = ("high", "low")
 """Names of two experts, by the noise level of their times."""
@@ -54,18 +54,16 @@ class Call(NamedTuple):
     @property
     def tokens(self) -> int:
         """Number of tokens of one sample."""
-        if self.causal is None:
-            return self.network.tokens
         return self.network.family.tokens(self.network.config, self.x.shapes)
 
     @property
     def flops(self) -> Flops:
         """Operations of one sample."""
-        if self.causal is None:
-            return self.network.flops
         tensors = self.condition.tensors
-        by_token = self.t.ndim == 2 or (FIRST_FRAME in tensors and 0 in self.causal.positions)
         shapes = {name: tuple(value.shape[1:]) for name, value in tensors.items()}
+        if self.causal is None:
+            return self.network.family.flops(self.network.config, self.x.shapes, shapes)
+        by_token = self.t.ndim == 2 or (FIRST_FRAME in tensors and 0 in self.causal.positions)
         pairs, times = self.causal.history.pairs(self.tokens), self.tokens if by_token else 1
         return self.network.family.flops(self.network.config, self.x.shapes, shapes, pairs, times)
 
@@ -129,10 +127,9 @@ class Role:
         """Diffusers configuration that all networks of this role share."""
         return self.networks[0].config
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of one sample."""
-        return self.networks[0].tokens
+    def tokens(self, shapes: PartShapes) -> int:
+        """Return the number of tokens of the video of a sample with parts of these shapes."""
+        return self.family.tokens(self.config, shapes)
 
     @property
     def causal_file(self) -> dict[str, Any] | None:
@@ -279,7 +276,7 @@ class Role:
         """
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
-        with head.wanted(self.tokens), self._at_second_time(network, t, second_time):
+        with head.wanted(self.tokens(x.shapes)), self._at_second_time(network, t, second_time):
             return self._outputs(Call(self, network, x, t, condition, depth=head.depth)).others[0].to(x.dtype)
 
     def _outputs(self, call: Call) -> Outputs:

@@ -12,7 +12,6 @@ from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.reduce import full_tensor, local_shards
 from fsdp_cp.sharding.initialise import initialise
-from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.ema import Ema
 from models.roles.network import Network
@@ -44,7 +43,7 @@ def _role(mesh):
     materialise(model, "cpu")
     assert all(parameter.tag == name for name, parameter in model.named_parameters()), "attributes must survive both"
     initialise(model, seed=3)
-    network = Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp32", tokens=1, flops=Flops(1, 0))
+    network = Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp32")
     return Role(name="student", networks=(network,), trainable=True)
 
 

@@ -7,7 +7,6 @@ from torch import nn
 from distill.config.schema import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, shard_module
-from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.network import Network
 from models.roles.role import Role
@@ -61,9 +60,7 @@ def _sharded(sizes, strategy):
     shard_module(model, mesh=mesh, units=[model.first, model.second], precision="fp64", strategy=strategy)
     role = Role(
         name="student",
-        networks=(
-            Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp64", tokens=1, flops=Flops(1, 0)),
-        ),
+        networks=(Network(family=Wan(), config={}, module=model, mesh=mesh, precision="fp64"),),
         trainable=True,
     )
     settings = OptimizerSettings(lr=1e-2, betas=[0.8, 0.99], eps=1e-7, weight_decay=0.1, **SETTINGS)

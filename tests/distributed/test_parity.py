@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from distill.config.schema import EmaSettings
+from distill.data.order import Order
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup
+from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import trace_on_ranks
 
 # The power schedule counts updates: by steps of both roles it would keep another share.
@@ -53,6 +54,28 @@ def test_dmd2_in_fp32(pools, checkpoints, oracle, changes):
     trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
     assert trace.roles == ["student", "fake", "student"]
     difference = compare(trace, oracle)
+    assert difference.largest < 1e-5, difference
+
+
+SIZES = {"more_shapes": ((4, 2, 8, 12), (4, 1, 12, 6)), "steps": 5}
+"""Clips of 48, 48 and 18 tokens; the last with a token more than two ranks share evenly at cp=4."""
+
+
+@pytest.fixture(scope="module")
+def oracle_of_sizes(checkpoints):
+    return oracle_trace(Setup(**SIZES), checkpoints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"cp": 2, "micro_batch_size": 2}, {"dp_shard": 2, "cp": 2}, _long(dp_shard=2)], ids=str
+)
+def test_clips_of_three_sizes(pools, checkpoints, oracle_of_sizes, changes):
+    """Each step has one size, accumulation included, and the plain networks see the same."""
+    setup = Setup(**SIZES | changes)
+    order = Order(seed=make_config(setup, checkpoints).seed, buckets=(11, 11, 10), batch_size=setup.batch_size)
+    assert {order.place(step * setup.batch_size)[0] for step in range(5)} == {0, 1, 2}
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle_of_sizes)
     assert difference.largest < 1e-5, difference
 
 

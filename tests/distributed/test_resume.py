@@ -78,6 +78,17 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
     assert (tmp_path / "checkpoints" / f"left_step_{STEPS:08d}").is_dir(), "the later checkpoint was overwritten"
 
 
+def test_clips_of_several_sizes(pools, checkpoints, tmp_path):
+    """Bit by bit on the same mesh; on one rank to rounding."""
+    setup = replace(OWN, more_shapes=((4, 2, 8, 12), (4, 1, 12, 6)))
+    truth = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
+    for size in (2, 1):
+        run_dir = tmp_path / str(size)
+        shutil.copytree(tmp_path / "straight" / "checkpoints", run_dir / "checkpoints")
+        resumed = pools[size].run(_run, replace(setup, cp=size), checkpoints, run_dir, STOP, STEPS)[0]
+        assert resumed.losses == pytest.approx(truth.losses[STOP:], rel=0 if size == 2 else 1e-5)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -8,13 +8,12 @@ from fsdp_cp import build_mesh, microbatch
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.condition import Condition
-from models.families.base import Flops
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
-from tests.outside.family import OutsideFamily
+from tests.outside.family import DEFAULTS, OutsideFamily
 
 BOUNDARIES = (0.8, 0.4)
 
@@ -92,7 +91,8 @@ def _shared():
         assert not gathered_units(network.module) and len(fsdp_modules(network.module)) > 2
         after = teacher.velocity(video(x), t, condition).video
         assert torch.equal(after, student.velocity(video(x), t, condition).video)
-    assert teacher.flops == 2 * 2 * network.flops.forward, "two forwards of two samples"
+    of_sample = network.family.flops(network.config, video(x).shapes, {"text": condition.tensors["text"].shape[1:]})
+    assert teacher.flops == 2 * 2 * of_sample.forward, "two forwards of two samples"
     return float(loss), float((after - before - 1).square().mean())
 
 
@@ -122,7 +122,7 @@ def _frames(cp):
     mesh = build_mesh(dp_shard=1, cp=cp, heads=6)
     family.parallelize(module, mesh)
     network = Network(
-        family=family, config={}, module=module, mesh=mesh, precision="fp64", tokens=27, flops=Flops(1, 0)
+        family=family, config=DEFAULTS | {"first_frame": True}, module=module, mesh=mesh, precision="fp64"
     )
     role = Role(name="student", networks=(network,), trainable=True)
     x, text = torch.randn(batch, channels, frames, size, size).double(), torch.randn(batch, 5, 10).double()

@@ -568,6 +568,22 @@ FAULTS = (
         killed_by="unit/test_sound.py::test_sound_begins_with_the_first_frame[48000]",
     ),
     Fault(
+        name="bucket_remainder",
+        room="data: order",
+        harm="with data.buckets, a size of fewer clips than a batch never trains, and others too rarely",
+        old="[epochs * clips // self.batch_size for clips in self.buckets]",
+        new="[epochs * (clips // self.batch_size) for clips in self.buckets]",
+        killed_by="unit/test_order.py::test_every_clip_of_every_bucket_comes_equally_often",
+    ),
+    Fault(
+        name="bucket_enlarges",
+        room="data: sizes",
+        harm="with data.buckets, small clips are enlarged to the size with most pixels",
+        old="        if tall >= clip.height and wide >= clip.width:\n",
+        new="        if tall and wide:\n",
+        killed_by="unit/test_clips.py::test_a_clip_takes_the_size_that_keeps_most_of_it[20-32-46-chosen5]",
+    ),
+    Fault(
         name="padded_rows_kept",
         room="data: sets of other projects",
         harm="zeros that fill a stored embedding up count as tokens",

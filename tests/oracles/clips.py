@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
+from distill.data.base import Bucket
 from distill.data.moving_shapes import MovingShapes
 from distill.data.settings import MovingShapesSettings
 from models.condition import Condition
@@ -28,6 +29,7 @@ class RandomClips:
         condition_shapes: Mapping[str, tuple[int, ...]] = CONDITION_SHAPES,
         dtype: torch.dtype = torch.float32,
         audio_shape: tuple[int, int, int] | None = None,
+        more_shapes: Sequence[tuple[int, int, int, int]] = (),
     ) -> None:
         generator = torch.Generator().manual_seed(7)
 
@@ -65,13 +67,19 @@ class RandomClips:
         self.sound: dict[str, Tensor] = {}
         if audio_shape is not None:
             self.latent_shapes["audio"], self.sound = audio_shape, {"latents/audio": draw(32, *audio_shape)}
+        self.sized = [self.latents, *(draw(32, *shape) for shape in more_shapes)]
+        self.buckets = [
+            Bucket(latent_shapes=self.latent_shapes | {"video": shape}, items=range(number, 32, 1 + len(more_shapes)))
+            for number, shape in enumerate([latent_shape, *more_shapes])
+        ]
 
     def __len__(self) -> int:
         return len(self.latents)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tensors = {name: value[index] for name, value in (self.tensors | self.sound).items()}
-        return {"latents": self.latents[index], "caption": str(index), **tensors}
+        latents = self.sized[index % len(self.sized)][index]
+        return {"latents": latents, "caption": str(index), **tensors}
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
         items = [int(caption or 0) for caption in captions] if clips is None else list(clips)

@@ -17,13 +17,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from distill.config.schema import EmaSettings
-from distill.data.order import clip_at
+from distill.data.order import Order, clip_at
 from distill.methods import METHODS, Batch
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
 from models.condition import Condition
-from models.families.base import Flops, Outputs
+from models.families.base import Outputs
 from models.families.registry import FAMILIES
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
@@ -136,8 +136,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
                 value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
             torch.nn.Module.to(network, data.latents.dtype)
             plain = Network(
-                family=family, config={}, module=network, mesh=_ONE_RANK, precision="fp32",
-                tokens=family.tokens(network.config, data.latent_shapes), flops=Flops(0, 0),
+                family=family, config=dict(network.config), module=network, mesh=_ONE_RANK, precision="fp32",
             )  # fmt: skip
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
@@ -158,10 +157,14 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         for name in kind.trained_roles
     }
     trace, averages, updates = Trace(), {}, 0
+    counts = tuple(len(bucket.items) for bucket in data.buckets)
+    order = Order(seed=config.seed, buckets=counts, batch_size=setup.batch_size)
     if setup.ema.enabled:
         averages = {key: p.detach().clone() for key, p in _trained(roles["student"]).items()}
     for step in range(setup.steps):
         size = setup.batch_size
+        bucket, start = order.place(step * size)
+        items = data.buckets[bucket].items
         name = method.trained_role(step)
         parameters = _trained(roles[name])
         total = 0.0
@@ -169,9 +172,10 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             role.network.zero_grad()
         for part in range(setup.expert_draws):
             positions = [i for i in range(size) if i * setup.expert_draws // size == part]
-            indices = [clip_at(config.seed, len(data), step * size + i) for i in positions]
+            indices = [int(items[clip_at(config.seed, len(items), start + i, bucket)]) for i in positions]
             given = {key: value[indices] for key, value in data.tensors.items()}
-            batch = Batch(latents=video(data.latents[indices]), condition=Condition(given, data.null, data.empty))
+            latents = video(torch.stack([data[i]["latents"] for i in indices]))
+            batch = Batch(latents=latents, condition=Condition(given, data.null, data.empty))
             draws = StepRandom(seed=config.seed, step=step, positions=positions, part=part)
             for loss in method.losses(step, batch, draws):
                 value = loss.weight * loss.closure() / setup.expert_draws

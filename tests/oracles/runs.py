@@ -66,6 +66,8 @@ class Setup:
     micro_batch_size: int = 1
     latent_shape: tuple[int, int, int, int] = LATENT_SHAPE
     audio_shape: tuple[int, int, int] | None = None
+    more_shapes: tuple[tuple[int, int, int, int], ...] = ()
+    """Latents of clips of other sizes, each as many as of ``latent_shape``."""
     condition_shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: CONDITION_SHAPES)
     architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
     """Configuration of the networks in the folder."""
@@ -118,7 +120,7 @@ def random_adapter(role: str, name: str, shape: Sequence[int]) -> Tensor:
 def random_clips(setup: Setup) -> RandomClips:
     """Return the data of ``setup`` in its compute dtype, fp32 at least."""
     dtype = torch.float64 if setup.precision == "fp64" else torch.float32
-    return RandomClips(setup.latent_shape, setup.condition_shapes, dtype, setup.audio_shape)
+    return RandomClips(setup.latent_shape, setup.condition_shapes, dtype, setup.audio_shape, setup.more_shapes)
 
 
 def make_config(setup: Setup, folder: Path) -> Config:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.videos.decode import ClipError, ClipFormat, crop_and_resize, read_clip
+from distill.data.videos.decode import ClipError, ClipFormat, crop_and_resize, read_clip, read_largest_part
 from tests.tiny_pipeline import moving_square, write_video
 
 
@@ -33,6 +33,33 @@ def write_counted(file, frames, fps, times=None):
 
 def numbers(x):
     return [round(float((levels(frame).mean() - 20) / 4)) for frame in x.unbind(1)]
+
+
+LANDSCAPE, UPRIGHT, SHORT, SMALL = clip(9, 32, 48), clip(9, 48, 32), clip(5, 64, 96), clip(9, 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "chosen"),
+    [
+        (20, 48, 80, LANDSCAPE),
+        (20, 96, 64, UPRIGHT),
+        (20, 96, 96, LANDSCAPE),  # as much of both is kept: the first
+        (20, 64, 96, LANDSCAPE),  # nine frames of all pixels, not five; of the same part the larger size
+        (12, 64, 96, SHORT),  # six frames at 8 fps are too few for the others
+        (20, 32, 46, SMALL),  # none is enlarged
+        (20, 16, 22, None),
+        (8, 64, 96, None),
+    ],
+)
+def test_a_clip_takes_the_size_that_keeps_most_of_it(tmp_path, frames, height, width, chosen):
+    write_video(tmp_path / "a.mp4", moving_square("red", frames, height, width), fps=16)
+    sizes = [LANDSCAPE, UPRIGHT, SHORT, SMALL]
+    if chosen is None:
+        with pytest.raises(ClipError):
+            read_largest_part(tmp_path / "a.mp4", sizes)
+        return
+    video, found = read_largest_part(tmp_path / "a.mp4", sizes)
+    assert found == chosen and torch.equal(video, read_clip(tmp_path / "a.mp4", chosen))
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def numbers(data, *, world, steps, first=0):
     found = [[] for _ in range(steps)]
     for rank in range(world):
         batching = Batching(global_size=8, micro_batch_size=2, dp_rank=rank, dp_size=world)
-        how = {"seed": 1, "clips": len(data), "first_sample": first, "steps": steps}
-        for i, batch in enumerate(clips_of_micro_batches(**how, batching=batching)):
+        how = {"seed": 1, "buckets": [range(len(data))], "first_sample": first, "steps": steps}
+        for i, (_, batch) in enumerate(clips_of_micro_batches(**how, batching=batching)):
             found[i // batching.accumulation] += [known[data[k]["latents"].sum().item()] for k in batch]
     return [sorted(step) for step in found]
 

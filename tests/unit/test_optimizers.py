@@ -9,7 +9,6 @@ from torch import nn
 from distill.config.schema import OptimizerSettings
 from distill.run.parameter_groups import parameter_groups
 from distill.train.optimizers import RoleOptimizer, learning_rate
-from models.families.base import Flops
 from models.families.wan import Wan
 from models.roles.network import Network
 from models.roles.role import Role
@@ -21,9 +20,7 @@ def role(seed=0):
     network = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
     return Role(
         name="student",
-        networks=(
-            Network(family=Wan(), config={}, module=network, mesh=None, precision="fp32", tokens=1, flops=Flops(1, 0)),
-        ),
+        networks=(Network(family=Wan(), config={}, module=network, mesh=None, precision="fp32"),),
         trainable=True,
     )
 

@@ -84,6 +84,7 @@ def test_the_metrics_of_a_step():
     assert found == {
         "perf/seconds_per_step": 2.0,
         "perf/samples_per_second": 2.0,
+        "perf/tokens": 1024,
         "perf/tokens_per_second": 512.0,
         "perf/flops": 6e12,
         "perf/mfu": 0.25,

@@ -196,6 +196,15 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 
+def test_of_several_sizes_the_one_with_most_tokens_is_planned():
+    sizes = "data.buckets=[[81,480,832],[49,720,1280],[81,832,480]]"
+    config, plan = planned("world=8", "data=video_folder_480p", sizes)
+    assert plan.tokens == 13 * 45 * 80 and config.data.sizes == [[49, 720, 1280]]
+    assert plan.shapes == planned("world=8", "data=video_folder_720p", "data.num_frames=49")[1].shapes
+    with pytest.raises(UserError, match="830"):
+        planned("world=8", "data=video_folder_480p", "data.buckets=[[81,480,832],[81,480,830]]")
+
+
 @pytest.mark.slow
 def test_image_to_video_without_encoders():
     """The plan has the shapes of the published CLIP's features, that encoder's memory, and the refusals of a run."""

@@ -32,7 +32,7 @@ def stored(*words, first=CLIPS, seed=SAMPLE_SEED, steps=50, skip=0):
 def test_stored_clips_are_what_the_teacher_makes():
     with process_group(CPU):
         trainer = open_trainer(["experiment=quickstart", "mesh.cp=1"], CPU)
-        assert sampling_batch(trainer.method.roles.values(), trainer.mesh, CPU) > 1
+        assert sampling_batch(trainer.method.roles.values(), trainer.data.latent_shapes, trainer.mesh, CPU) > 1
         how = {"steps": 50, "captions": sample_captions(trainer.data, CLIPS), "seed": SAMPLE_SEED, "batch": CLIPS}
         latents = generate(trainer.method, "teacher", **how, data=trainer.data, mesh=trainer.mesh, device=CPU)
         made = decode(trainer.data, latents).frames.astype(int)

@@ -138,6 +138,9 @@ def test_no_usable_clip_is_an_error(tmp_path, tiny):
     folder = render_clips(tmp_path / "bad", 0, broken=True, short=True)
     with refused("broken.mp4"):
         encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+    write_video(folder / "broken.mp4", moving_square("red", 24, 32, 48), fps=16)
+    with refused("data.buckets"):
+        encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES, buckets=[[9, 48, 48]])
 
 
 @pytest.mark.slow
@@ -163,6 +166,10 @@ def test_settings_that_do_not_fit_fail_before_any_work(make, counts, tmp_path):
         ("width", 0),
         ("fps", 0),
         ("max_text_tokens", 0),
+        ("buckets", [[9, 32, 48], [9, 32, 40]]),
+        ("buckets", [[9, 32, 48], [9, 32, 48]]),
+        ("buckets", [[9, 32]]),
+        ("buckets", []),
     ):
         with refused(f"data.{setting}"):
             make(**{setting: value})
@@ -291,6 +298,33 @@ def test_a_kill_loses_no_finished_clip(make, counts, monkeypatch, tmp_path):
     for name in ("set.json", "index.safetensors", "clips-00000000.safetensors", "texts-00000000.safetensors"):
         assert (data.set.path / name).read_bytes() == (whole.set.path / name).read_bytes()
     assert not list((tmp_path / "cache").rglob("unfinished"))
+
+
+SEVERAL = [[9, 32, 48], [9, 48, 32], [5, 32, 48], [9, 64, 96]]
+
+
+def test_clips_of_several_sizes(make, videos, tiny, tmp_path, caplog):
+    """Each clip has the latents that one size alone gives; a size that no clip takes is named."""
+    pictures = {"clip_0": (24, 48, 80), "clip_1": (24, 80, 48), "clip_2": (10, 48, 80), "small": (24, 16, 32)}
+    for name, size in pictures.items():
+        write_video(videos / f"{name}.mp4", moving_square("red", *size), fps=16)
+    write_metadata(videos, [(f"{name}.mp4", f"a {name}") for name in (*pictures, "clip_1")])
+    data = make(buckets=SEVERAL)
+    assert [bucket.latent_shapes["video"] for bucket in data.buckets] == [(16, 3, 4, 6), (16, 3, 6, 4), (16, 2, 4, 6)]
+    assert [list(bucket.items) for bucket in data.buckets] == [[0], [1, 3], [2]] and len(data) == 4
+    assert "[9,64,96]" in caplog.text and "small.mp4" in (data.set.path / "left_out.csv").read_text()
+    assert list(data.captions()) == ["a clip_0"], "samples have the first size"
+    for bucket, (frames, height, width) in zip(data.buckets, SEVERAL, strict=False):
+        alone = make(num_frames=frames, height=height, width=width)
+        for item in bucket.items:
+            caption = data.caption(item)
+            row = next(i for i in range(len(alone)) if alone.caption(i) == caption)
+            assert torch.equal(data[item]["latents"], alone[row]["latents"])
+    opened = open_set(data.set.path, cache=tmp_path / "more")
+    assert opened.fingerprint == data.fingerprint and opened.buckets[1].latent_shapes == data.buckets[1].latent_shapes
+    assert all(torch.equal(opened[i]["latents"], data[i]["latents"]) for i in range(4))
+    reordered = make(buckets=[SEVERAL[1], SEVERAL[0], SEVERAL[2]])
+    assert reordered.latent_shapes["video"] == (16, 3, 6, 4) and list(reordered.captions()) == ["a clip_1"]
 
 
 @pytest.mark.slow

@@ -14,18 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
+from distill.data.base import Bucket
 from distill.data.encoders.wan import VideoCodec
 from distill.data.sets.encode import Encoding, Source, encode, load_codec, release_memory
-from distill.data.sets.encoded_set import COMMAND, KINDS, EncodedSet
-from distill.data.videos.decode import first_frame
+from distill.data.sets.encoded_set import COMMAND, KINDS, Captions, EncodedSet
+from distill.data.videos.decode import ClipFormat, first_frame
 from distill.data.videos.video_folder import ListedClip, unlisted_videos
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
-from models.sample import AUDIO, Sample, part_name
+from models.sample import AUDIO, VIDEO, Sample, part_name
 
 if TYPE_CHECKING:
     from distill.data.settings import VideoFolderSettings
@@ -37,30 +39,48 @@ STATES = "states"
 
 
 class EncodedDataset:
-    """Items of an encoded set, made by all ranks together, which refuse a damaged one unless ``damaged`` is ``skip``.
-    ``further`` is a set of further captions for :meth:`condition`, with images where images condition."""
+    """Items of an encoded set, made by all ranks together. A damaged set is refused unless ``damaged`` is ``skip``."""
 
     def __init__(
         self,
         encoded: EncodedSet,
         settings: Encoding,
         *,
-        further: EncodedSet | None = None,
         device: str | torch.device = "cpu",
         damaged: Literal["refuse", "skip"] = "refuse",
     ) -> None:
-        self.set, self.settings, self._further, self.device = encoded, settings, further, torch.device(device)
+        self.set, self.settings, self.device = encoded, settings, torch.device(device)
+        self.further: EncodedSet | None = None
+        """Set of further captions for :meth:`condition`, with images where images condition."""
         self._states: list[int] = []
         self.encoders, self._image = settings.inspect()
         self.fps = float(settings.fps)
-        self.latent_shapes, self.condition_shapes = settings.shapes()
-        self.clip_tensors = self.encoders.clip_tensors(settings.clip)
         self._codec: VideoCodec | None = None
         rows = self._whole_rows(damaged)
         self._rows: Sequence[int] = range(len(encoded)) if rows is None else rows
+        buckets = self._buckets()
+        self._bucket, self.clip, self.condition_shapes, first = buckets[0]
+        self.buckets, self.latent_shapes = [bucket for *_, bucket in buckets], first.latent_shapes
+        self.clip_tensors = self.encoders.clip_tensors(self.clip)
         self.null, self.empty = (self._text_tensors(encoded, text) for text in (encoded.negative, encoded.empty))
         decides = [encoded.fingerprint(), rows, {name: value.tolist() for name, value in self.clip_tensors.items()}]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
+
+    def _buckets(self) -> list[tuple[int, ClipFormat, dict[str, tuple[int, ...]], Bucket]]:
+        """Return the buckets with clips, each with its number in the set, its format and the condition's shapes."""
+        shapes, buckets = self.settings.bucket_shapes(), []
+        have_sizes = len(shapes) > 1 and bool(self.set.parts)
+        numbers = self.set.row_buckets()[np.asarray(self._rows)] if have_sizes else None
+        for clip, (latents, condition) in zip(self.settings.clips, shapes, strict=True):
+            number, items = self.set.bucket_with(latents[VIDEO]), range(len(self))
+            if numbers is not None:
+                items = np.flatnonzero(numbers == (-1 if number is None else number))
+            if len(items):
+                buckets.append((number or 0, clip, condition, Bucket(latent_shapes=latents, items=items)))
+            elif rank() == 0:
+                size = f"[{clip.num_frames},{clip.height},{clip.width}]"
+                logger.warning("%s has no clip of the size %s of data.buckets", self.set.where, size)
+        return buckets
 
     def _whole_rows(self, policy: str) -> list[int] | None:
         """Return the rows of the items, or ``None`` for all. All ranks decide alike."""
@@ -112,7 +132,10 @@ class EncodedDataset:
         return self.set.caption(self.set.text_of(self._rows[index]))
 
     def captions(self) -> Sequence[str]:
-        return self.set.captions
+        if len(self.buckets) == 1 or not self.set.parts:
+            return self.set.captions
+        rows = np.asarray(self._rows)[self.buckets[0].items]
+        return Captions(self.set, np.unique(self.set.row_texts()[rows]))
 
     def condition(self, captions: Sequence[str], clips: Sequence[int] | None = None) -> Condition:
         """Return the condition of n samples: ``text`` fp32 (n, L, D), and whatever else the encoders give. Images are
@@ -129,7 +152,7 @@ class EncodedDataset:
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
 
     def _find(self, caption: str) -> tuple[EncodedSet, int]:
-        for where in (self.set, self._further):
+        for where in (self.set, self.further):
             text = None if where is None else where.find(caption)
             if text is not None:
                 return where, text
@@ -138,9 +161,9 @@ class EncodedDataset:
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
         """Return the set and the clip with the image of a caption. A caption without one raises ``UserError``."""
-        for where in (self._further, self.set):
+        for where in (self.further, self.set):
             text = None if where is None else where.find(caption)
-            row = None if text is None else where.first_row(text)
+            row = None if text is None else where.first_row(text, self._bucket if where is self.set else 0)
             if row is not None and where.clip_of(row) >= 0:
                 return where, where.clip_of(row)
         where = f"of no clip of {self.set.where}"
@@ -154,7 +177,7 @@ class EncodedDataset:
         """Return latents and image tensors; image latents come with the mask of the frames that are given."""
         tensors = where.clip(clip, leave=leave)
         if "image_latents" in tensors:
-            mask = torch.zeros(self.condition_shapes["image_mask"])
+            mask = torch.zeros(self.condition_shapes["image_mask"][0], *tensors["image_latents"].shape[1:])
             mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
             tensors["image_mask"] = mask
         return tensors
@@ -222,15 +245,15 @@ def open_set(
         return encoded, settings
 
     encoded, settings = check_local(check)
-    further = None
+    data = EncodedDataset(encoded, settings, device=device, damaged=damaged)
     if images or any(encoded.find(caption) is None for caption in captions):
         files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
         rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
         source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
-        their_settings = settings if images else replace(settings, image=None)
+        size = {name: getattr(data.clip, name) for name in ("num_frames", "height", "width")}
+        their_settings = replace(settings, buckets=None, **size, image=settings.image if images else None)
         made = encode(source, their_settings, device, cache=cache.absolute())
-        further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
-    data = EncodedDataset(encoded, settings, further=further, device=device, damaged=damaged)
+        data.further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
     for caption in captions if settings.image is not None else ():
         data.image_of(caption)
     return data

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from distill.data.sets.stored import check_deviation, check_texts, stored_text
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.sources.outside_set import OutsideSet
-from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip, read_largest_part
 from distill.data.videos.sound import SOUND_VERSION, read_sound
 from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import ListedClip, read_metadata
@@ -56,18 +56,28 @@ class Encoding(ClipSettings):
     """Stored type of latents. Embeddings are stored in the type in which their encoder computes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choices(self, "data.")
         check_range(self, "max_text_tokens", least=1, most=_MOST_TOKENS, where="data.")
 
     @property
+    def clips(self) -> list[ClipFormat]:
+        """Length, size and rate of the clips of each bucket."""
+        return [ClipFormat(num_frames=t, height=h, width=w, fps=self.fps) for t, h, w in self.sizes]
+
+    @property
     def clip(self) -> ClipFormat:
-        """Length, size and rate of clips."""
-        return ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
+        """Length, size and rate of the clips of the first bucket."""
+        return self.clips[0]
 
     def inspect(self) -> tuple[EncoderFolder, ImageInput | None]:
         """Read the pipeline folder's settings without loading weights."""
         folder = choose_encoders(self.encoders)
-        folder.check(self.clip)
+        for size, clip in zip(self.sizes, self.clips, strict=True):
+            try:
+                folder.check(clip)
+            except UserError as error:
+                raise UserError(str(error) if self.buckets is None else f"data.buckets: {size}: {error}") from error
         if self.vae_precision not in folder.vae_precisions:
             raise UserError(
                 f"data.vae_precision={self.vae_precision} does not fit the VAE of {self.encoders}; use"
@@ -77,16 +87,25 @@ class Encoding(ClipSettings):
             raise UserError(f"data.silence={self.silence} is for encoders of sound, not {self.encoders}; leave it out")
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
 
-    def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
-        """Return the shapes of the parts' latents and of the tensors of a condition, as :meth:`inspect`."""
+    def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, tuple[int, ...]]]]:
+        """Return the shapes of the parts' latents and of the tensors of a condition, by bucket, as :meth:`inspect`."""
         folder, image = self.inspect()
-        return folder.latent_shapes(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
+        most = self.max_text_tokens
+        return [(folder.latent_shapes(clip), folder.condition_shapes(clip, most, image)) for clip in self.clips]
+
+    def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
+        """Return the shapes of the first bucket."""
+        return self.bucket_shapes()[0]
 
     def clip_bytes(self, latents: int = 1) -> int:
-        """Return the stored bytes of a clip with so many ``latents`` (0 for captions with images, more for states)."""
-        parts, made = self.shapes()
-        shapes = [*parts.values()] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
-        return sum(torch.Size(shape).numel() for shape in shapes) * VAE_PRECISIONS[self.latents].itemsize
+        """Return the stored bytes of the largest clip with so many ``latents`` (0 for captions with images, more for
+        states)."""
+
+        def numbers(parts: PartShapes, made: Mapping[str, tuple[int, ...]]) -> int:
+            shapes = [*parts.values()] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
+            return sum(torch.Size(shape).numel() for shape in shapes)
+
+        return max(numbers(*shapes) for shapes in self.bucket_shapes()) * VAE_PRECISIONS[self.latents].itemsize
 
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
@@ -101,8 +120,10 @@ class Encoding(ClipSettings):
         """Return everything that an encoding depends on, apart from the source, wherever the encoders are."""
         folder, _ = self.inspect()
         values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
-        if self.silence is None:  # not always: sets of before must stay
-            del values["silence"]
+        values["buckets"] = self.buckets and self.sizes
+        for name in ("silence", "buckets"):
+            if values[name] is None:  # not always: sets of before must stay
+                del values[name]
         return values | {"encoders": self.fingerprint()}
 
 
@@ -191,6 +212,17 @@ def encode(
     return out
 
 
+class _Read(NamedTuple):
+    """Content of a clip that is to be encoded."""
+
+    video: torch.Tensor
+    """Frames (3, T, H, W), or stored latents (C, t, h, w)."""
+    sound: torch.Tensor | None
+    """Sound, where the encoders take it."""
+    frames: int
+    """Frames of the clip in training; more than T if only the first is read."""
+
+
 class _Job:
     """Encoding of one set."""
 
@@ -258,9 +290,9 @@ class _Job:
                 logger.warning("clip left out: %s %s", name, reason)
         if not kept:
             name, reason = left_out[0]
-            name, reason = left_out[0]
             why = f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
-            raise UserError(f"{why}; give longer videos, or set data.num_frames lower or data.fps higher")
+            size = "num_frames lower" if self.settings.buckets is None else "buckets smaller"
+            raise UserError(f"{why}; give longer videos, or set data.{size} or data.fps higher")
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
@@ -279,11 +311,11 @@ class _Job:
         with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
             shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
 
-    def _encode_clip(self, number: int, clip: tuple[torch.Tensor, torch.Tensor | None] | str) -> Made:
-        """Return tensors and notes of a clip, (3, T, H, W) and its sound, or of the reason to leave it out."""
+    def _encode_clip(self, number: int, clip: _Read | str) -> Made:
+        """Return tensors and notes of a clip or of the reason to leave it out."""
         if isinstance(clip, str):
             return {}, {"left_out": clip}
-        video, sound = clip
+        video, sound, frames = clip
         made = {}
         if self._outside.latents is not None:
             made = {"latents": self._stored_as_latents(video)}
@@ -291,7 +323,7 @@ class _Job:
             parts = self._codec.encode_clip(video, sound).parts
             made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
         if self.image is not None:
-            made |= self._image_tensors(video[:, :1], self.image)
+            made |= self._image_tensors(video[:, :1], frames, self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
                 where = f"{self.files[number]}: its {part}"
@@ -310,7 +342,7 @@ class _Job:
         if outside.latents is not None and outside.is_checked:
             some = range(0, len(self.files), max(1, len(self.files) // _CHECKED_CLIPS))
             read = (self._read(number) for number in some)
-            latents = (self._stored_as_latents(found[0]) for found in read if not isinstance(found, str))
+            latents = (self._stored_as_latents(found.video) for found in read if not isinstance(found, str))
             check_deviation(latents, self.source.name, were_normalized=outside.is_normalized)
         if captions:
             some = dict.fromkeys(captions[position] for position in (0, len(captions) // 2, -1))
@@ -322,10 +354,10 @@ class _Job:
         most, width = self.folder.text_sizes(self.settings.max_text_tokens)["text"]
         return stored_text(self._outside, self._stored_texts[caption], self.source.name, most=most, width=width)
 
-    def _image_tensors(self, frame: torch.Tensor, image: ImageInput) -> dict[str, torch.Tensor]:
-        """Return what the networks get of a first frame (3, 1, H, W): the VAE encodes it alone, or with gray frames
-        after it; an image encoder, where there is one, gives its features."""
-        gray = frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])
+    def _image_tensors(self, frame: torch.Tensor, frames: int, image: ImageInput) -> dict[str, torch.Tensor]:
+        """Return what the networks get of the first frame (3, 1, H, W) of a clip of so many ``frames``: the VAE encodes
+        it alone, or with gray frames after it; an image encoder, where there is one, gives its features."""
+        gray = frame.new_zeros(3, frames - 1, *frame.shape[2:])
         pixels = frame if image.latents == FIRST_FRAME else torch.cat([frame, gray], dim=1)
         made = {image.latents: self._codec.encode(pixels)}
         if self._image_encoder is not None:
@@ -333,28 +365,36 @@ class _Job:
             made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
-    def _read(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None] | str:
-        """Return a file's frames (3, T, H, W) and, where the encoders take it, its sound; or why to leave it out."""
+    def _read(self, number: int) -> _Read | str:
+        """Read a file, or return the reason to leave it out."""
         name = self.files[number]
         file = self._outside.videos.get(name, self.source.folder / name)
         try:
             if self._outside.latents is not None:
-                return self._stored_latents(name), None
+                return _Read(self._stored_latents(name), None, 0)
             if isinstance(file, Path) and not file.is_file():  # a pipe would never end
                 return "is not a file" if file.exists() else "is missing"
             if not self.source.has_latents:
-                return read_clip(file, replace(self.clip, num_frames=1)), None
-            video, sound = read_clip(file, self.clip), self.folder.sound_format(self.clip)
-            return video, None if sound is None else read_sound(file, sound, silence=self.settings.silence == "zero")
+                return _Read(read_clip(file, replace(self.clip, num_frames=1)), None, self.clip.num_frames)
+            clip = self.clip
+            if self.settings.buckets is None:
+                video = read_clip(file, clip)
+            else:
+                video, clip = read_largest_part(file, self.settings.clips)
+            sound = self.folder.sound_format(clip)
+            if sound is not None:
+                sound = read_sound(file, sound, silence=self.settings.silence == "zero")
+            return _Read(video, sound, clip.num_frames)
         except ClipError as error:
             return str(error)
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 
     def _stored_latents(self, name: str) -> torch.Tensor:
-        latents, shape = self._outside.latents(name), self.folder.latent_shape(self.clip)
-        if latents.shape != shape:
-            raise ClipError(f"has latents of shape {list(latents.shape)}, not {list(shape)}")
+        latents, shapes = self._outside.latents(name), [self.folder.latent_shape(clip) for clip in self.settings.clips]
+        if latents.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ClipError(f"has latents of shape {list(latents.shape)}, not {wanted}")
         if not latents.isfinite().all():
             raise ClipError("has latents that are not finite")
         return latents

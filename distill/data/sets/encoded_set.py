@@ -21,7 +21,8 @@ import torch
 from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json, write_json
 from fsdp_cp.errors import UserError
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""Format of a set whose clips have one size, and of one whose clips have several."""
 SET, INDEX, DAMAGED, LEFT_OUT = "set.json", "index.safetensors", "damaged.json", "left_out.csv"
 KINDS = ("clips", "texts")
 COMMAND = "python -m distill.encode"
@@ -38,18 +39,18 @@ def tensor_name(number: int, part: str) -> str:
 
 
 class Captions(Sequence[str]):
-    """The distinct captions of a set, read on demand."""
+    """Captions of some texts of a set, read on demand."""
 
-    def __init__(self, encoded: EncodedSet, count: int) -> None:
-        self._set, self._count = encoded, count
+    def __init__(self, encoded: EncodedSet, texts: Sequence[int]) -> None:
+        self._set, self._texts = encoded, texts
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._texts)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self._set.caption(i) for i in range(self._count)[index]]
-        return self._set.caption(range(self._count)[index])
+            return [self._set.caption(int(text)) for text in self._texts[index]]
+        return self._set.caption(int(self._texts[index]))
 
 
 class EncodedSet:
@@ -59,8 +60,11 @@ class EncodedSet:
         self.path, self.where = Path(path), where
         try:
             self.about = read_json(self.path / SET)
-            if self.about.get("format") != FORMAT:
-                raise UserError(f"{where} has format {self.about.get('format')}, not {FORMAT}; make it with {COMMAND}")
+            if self.about.get("format") not in FORMATS:
+                made = self.about.get("format")
+                raise UserError(
+                    f"{where} has format {made}, not {' or '.join(map(str, FORMATS))}; make it with {COMMAND}"
+                )
             self._columns = Columns(self.path / INDEX)
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
@@ -68,7 +72,10 @@ class EncodedSet:
         except Damaged as error:
             raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
         self.negative, self.empty = self.about["negative"], self.about["empty"]
-        self.parts: dict[str, tuple[str, list[int]]] = {name: tuple(part) for name, part in self.about["parts"].items()}
+        self.parts: dict[str, tuple[str, list[list[int]]]] = {
+            name: (dtype, shapes) for name, (dtype, *shapes) in self.about["parts"].items()
+        }
+        """Type of each part of a clip, and its shape in each bucket."""
         self.text_widths: dict[str, int] = self.about["text_widths"]
 
     def __len__(self) -> int:
@@ -77,7 +84,7 @@ class EncodedSet:
     @property
     def captions(self) -> Captions:
         """Distinct captions of the rows, in the order of their first rows."""
-        return Captions(self, self.about["counts"]["captions"])
+        return Captions(self, range(self.about["counts"]["captions"]))
 
     def fingerprint(self) -> str:
         """Return a hash of all content, which does not depend on where the set and its encoders are."""
@@ -108,16 +115,39 @@ class EncodedSet:
         """Return the text of a row."""
         return self._columns.get("row.text", row)
 
-    def first_row(self, text: int) -> int | None:
-        """Return the first row with this text, or ``None``."""
-        rows = np.flatnonzero(self._columns.column("row.text") == text)
-        return int(rows[0]) if len(rows) else None
+    def first_row(self, text: int, bucket: int = 0) -> int | None:
+        """Return the first row with this text and a clip of this bucket, or ``None``."""
+        rows = np.flatnonzero(self.row_texts() == text)
+        return next((int(row) for row in rows if self.bucket_of(self.clip_of(row)) == bucket), None)
+
+    def row_texts(self) -> np.ndarray:
+        """Return the text of each row."""
+        return self._columns.column("row.text")
+
+    def row_buckets(self) -> np.ndarray:
+        """Return the bucket of the clip of each row."""
+        clips = self._columns.column("row.clip")
+        return self._columns.column("clip.bucket")[clips] if self._has_buckets else np.zeros_like(clips)
+
+    @property
+    def _has_buckets(self) -> bool:
+        return self.about["format"] == 2
+
+    def bucket_with(self, shape: Sequence[int]) -> int | None:
+        """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
+        _, shapes = self.parts.get("latents", ("", []))
+        return shapes.index(list(shape)) if list(shape) in shapes else None
+
+    def bucket_of(self, clip: int) -> int:
+        """Return the bucket of a clip, in the order of :attr:`parts`."""
+        return self._columns.get("clip.bucket", clip) if self._has_buckets else 0
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
+        bucket = self.bucket_of(clip)
         return {
-            part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
-            for part, (dtype, shape) in self.parts.items()
+            part: self._tensor("clip", clip, part, dtype, tuple(shapes[bucket])).float()
+            for part, (dtype, shapes) in self.parts.items()
             if part not in leave
         }
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -61,8 +61,12 @@ def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collect
         wrong = f"makes latents of {folder.channels} channels, and {where} has {channels}"
         raise UserError(f"data.encoders={settings.encoders} {wrong}; give the folder of that VAE")
     frames, *sides = sizes
-    found = {"num_frames": folder.temporal * (frames - 1) + 1}
+    found: dict[str, Any] = {"num_frames": folder.temporal * (frames - 1) + 1}
     found |= dict(zip(("height", "width"), (folder.spatial * side for side in sides), strict=True))
+    if settings.buckets == "auto":
+        raise UserError(f"data.buckets=auto: {where} holds latents, whose sizes are fixed; list these sizes")
+    if settings.buckets is not None:
+        found = {}
     for key, value in found.items():
         if key in given and getattr(settings, key) != value:
             raise UserError(f"data.{key}={getattr(settings, key)}: the latents of {where} have {value}; leave it out")

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch
 
 from distill.data.sets.encoded_set import (
     DAMAGED,
-    FORMAT,
+    FORMATS,
     INDEX,
     KINDS,
     LEFT_OUT,
@@ -170,7 +171,7 @@ class SetWriter:
         known = {text: number for number, text in enumerate(texts)}
 
         def work() -> None:
-            columns, first = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
+            columns, clip_parts, text_widths = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
             content = packed(columns, {})
             table = io.StringIO(newline="")
             csv.writer(table, lineterminator="\n").writerows([("name", "reason"), *left_out])
@@ -178,9 +179,9 @@ class SetWriter:
             counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
             description = {
                 "encoders": encoders if parse_hub_name(encoders) else str(find_shipped(encoders).absolute()),
-                "format": FORMAT,
-                "parts": {part: (place.dtype, list(place.shape)) for part, place in first["clips"].items()},
-                "text_widths": {part: place.shape[1] for part, place in first["texts"].items()},
+                "format": FORMATS["clip.bucket" in columns],
+                "parts": {part: [places[0].dtype, *(p.shape for p in places)] for part, places in clip_parts.items()},
+                "text_widths": text_widths,
                 "negative": known[negative],
                 "empty": known[""],
                 "counts": counts,
@@ -199,30 +200,44 @@ class SetWriter:
 
     def _columns(
         self, rows: Sequence[tuple[int, int]], texts: Sequence[str]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Place]]]:
-        """Return the columns of the index, and by kind the first place of each part."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, list[Place]], dict[str, int]]:
+        """Return the columns of the index, a place of each part of a clip in each bucket, and the widths of texts."""
         encoded = [text.encode() for text in texts]
         columns: dict[str, Any] = defaultdict(list)
         columns["row.clip"], columns["row.text"] = zip(*rows, strict=True)
         columns["caption.end"] = np.cumsum([len(text) for text in encoded])
         columns["caption.order"] = sorted(range(len(encoded)), key=encoded.__getitem__)
-        first: dict[str, dict[str, Place]] = {kind: {} for kind in KINDS}
+        buckets: dict[tuple, int] = {}
+        clip_parts: dict[str, list[Place]] = defaultdict(list)
+        text_widths: dict[str, int] = {}
         for kind in KINDS:
             shards, one = self._shards(kind), kind[:-1]
             columns[f"{kind}.size"] = [file.stat().st_size for file, _, _ in shards]
             for shard, (_, header, notes) in enumerate(shards):
-                members = {name.split(".")[0] for name in header}
-                columns[f"{one}.shard"] += [shard] * len(members)
-                for name, place in sorted(header.items()):  # in the order of the members
-                    part = name.split(".")[1]
-                    first[kind].setdefault(part, place)
-                    columns[f"{one}.{part}.offset"].append(place.offset)
-                    columns[f"{one}.{part}.crc32"].append(notes["crc32"][name])
+                for _, names in groupby(sorted(header), key=lambda name: name.split(".")[0]):
+                    columns[f"{one}.shard"].append(shard)
+                    member = {name.split(".")[1]: name for name in names}
+                    for part, name in member.items():
+                        columns[f"{one}.{part}.offset"].append(header[name].offset)
+                        columns[f"{one}.{part}.crc32"].append(notes["crc32"][name])
+                    places = {part: header[name] for part, name in member.items()}
                     if kind == "texts":
-                        columns[f"text.{part}.tokens"].append(place.shape[0])
+                        for part, place in places.items():
+                            columns[f"text.{part}.tokens"].append(place.shape[0])
+                            text_widths[part] = place.shape[1]
+                        continue
+                    shapes = tuple((part, place.shape) for part, place in places.items())
+                    if shapes not in buckets:
+                        buckets[shapes] = len(buckets)
+                        for part, place in places.items():
+                            clip_parts[part].append(place)
+                    columns["clip.bucket"].append(buckets[shapes])
             columns[f"{one}.shard"] += []  # there may be no shard
+        if len(buckets) < 2:  # not always: sets of before must stay
+            columns.pop("clip.bucket", None)
         made = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
-        return made | {"caption": torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())}, first
+        made["caption"] = torch.tensor(np.frombuffer(b"".join(encoded), np.uint8).copy())
+        return made, clip_parts, text_widths
 
 
 _LEFT_BEHIND = (".encoding.tmp.json", ".encoding.json.tmp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -103,6 +103,46 @@ def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
         video = _read(file, clip, in_order=True)
         logger.warning("%s: %s; its frames are taken in order, at its average rate", file, error)
         return video
+
+
+def read_largest_part(file: str | Path | FilePart, clips: Sequence[ClipFormat]) -> tuple[torch.Tensor, ClipFormat]:
+    """Return a clip by :func:`read_clip` in that one of several formats which keeps most of its pixels x frames.
+
+    A format that would enlarge the file's frames, or needs more of them than it has, does not fit. Of formats that keep
+    as much, the one with more pixels counts, then the earlier one. ``ClipError`` if none fits.
+    """
+    height, width, aspect = _frame_size(file)
+    kept = {}
+    for clip in clips:
+        tall, wide = _crop(height, width, clip.height, clip.width, aspect)
+        if tall >= clip.height and wide >= clip.width:
+            kept[clip] = tall * wide * clip.num_frames, clip.height * clip.width
+    problem, most = ClipError(f"has {width} x {height} pixels, too few for any size"), MAX_SIZE
+    for clip in sorted(kept, key=kept.__getitem__, reverse=True):
+        if clip.num_frames <= most:
+            try:
+                return read_clip(file, clip), clip
+            except _TooShort as error:
+                problem, most = error, error.frames
+    raise problem
+
+
+def _frame_size(file: str | Path | FilePart) -> tuple[int, int, Fraction]:
+    """Return height and width of the first frame as it is shown, and the width of a pixel over its height."""
+    with opened(file) as (container, stream):
+        frame = next(container.decode(stream), None)
+        if frame is None:
+            raise ClipError("holds no frame that can be decoded")
+        aspect = Fraction(stream.sample_aspect_ratio or 1)
+        return (frame.width, frame.height, 1 / aspect) if is_turned(frame) else (frame.height, frame.width, aspect)
+
+
+class _TooShort(ClipError):
+    """A clip has only so many ``frames``."""
+
+    def __init__(self, message: str, frames: int) -> None:
+        super().__init__(message)
+        self.frames = frames
 
 
 class _TimesError(Exception):
@@ -217,7 +257,7 @@ def _pick(
     if wanted < clip.num_frames:
         needs = (clip.num_frames - 1) * step
         needs = f"{clip.num_frames} frames at {clip.fps:g} fps need more than {float(needs):.2f} s"
-        raise ClipError(f"is too short: {decoded} frames, {float(end):.2f} s; {needs}")
+        raise _TooShort(f"is too short: {decoded} frames, {float(end):.2f} s; {needs}", wanted)
 
 
 def _timed(
@@ -242,15 +282,22 @@ def _timed(
         yield frame, time - start
 
 
+def _crop(
+    source_height: int, source_width: int, height: int, width: int, pixel_aspect: Fraction
+) -> tuple[Fraction, Fraction]:
+    """Return height and width, in source pixels, of the largest part of a frame with the aspect of the given size."""
+    aspect = Fraction(width, height) / pixel_aspect
+    return min(Fraction(source_height), source_width / aspect), min(Fraction(source_width), source_height * aspect)
+
+
 def crop_and_resize(
     rgb_HWC: torch.Tensor, height: int, width: int, pixel_aspect: Fraction = Fraction(1)
 ) -> torch.Tensor:
     """Return the largest centered part of uint8 ``rgb_HWC`` of the wanted aspect, resized: float32 (3, height, width),
     from -1 to 1."""
     source_height, source_width = rgb_HWC.shape[:2]
-    aspect = Fraction(width, height) / pixel_aspect  # in source pixels
-    crop_width = min(source_width, max(1, round(source_height * aspect)))
-    crop_height = min(source_height, max(1, round(source_width / aspect)))
+    sides = _crop(source_height, source_width, height, width, pixel_aspect)
+    crop_height, crop_width = (max(1, round(side)) for side in sides)
     top, left = (source_height - crop_height) // 2, (source_width - crop_width) // 2
     # Cropped while still uint8: a float copy of a whole 4K frame is 100 MB.
     crop = rgb_HWC[top : top + crop_height, left : left + crop_width].permute(2, 0, 1)[None].float()
