@@ -83,13 +83,7 @@ def caption_parts(caption: str) -> tuple[str | None, str, str]:
 
 
 def draw_scene(
-    caption: str,
-    rng: np.random.Generator,
-    *,
-    num_frames: int,
-    height: int,
-    width: int,
-    colour: str | None = None,
+    caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int, colour: str | None = None
 ) -> Scene:
     """Return the content of a clip of ``caption``. ``rng`` draws all that it leaves open, except the ``colour``."""
     named, shape, motion = caption_parts(caption)

@@ -117,12 +117,7 @@ def sampling_batch(roles: Iterable[Role], shapes: PartShapes, mesh: Mesh, device
 
 
 def generate(
-    method: Method,
-    role: str,
-    *,
-    captions: list[str],
-    advance: Callable[[int], object] | None = None,
-    **options: Any,
+    method: Method, role: str, *, captions: list[str], advance: Callable[[int], object] | None = None, **options: Any
 ) -> Sample:
     """Return the latents of all ``captions`` that :func:`sample_batches` makes; it takes ``options`` too. A collective.
 

@@ -125,11 +125,7 @@ def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simul
 
 
 def run_steps(
-    config: Config,
-    plan: RunPlan,
-    tensors: AbstractContextManager,
-    *,
-    every_micro_batch: bool = False,
+    config: Config, plan: RunPlan, tensors: AbstractContextManager, *, every_micro_batch: bool = False
 ) -> Simulation:
     """Run the steps of :func:`simulate` in the existing process group.
 
@@ -196,14 +192,7 @@ def _planned_pools(method: Method, storages: LiveStorages) -> Iterator[bool]:
 class _Run:
     """The part of the trainer that allocates memory: a step with accumulation, clipping, update and EMA."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: RunPlan,
-        method: Method,
-        watch: Watch,
-        sent: CollectiveCounter,
-    ):
+    def __init__(self, config: Config, plan: RunPlan, method: Method, watch: Watch, sent: CollectiveCounter):
         self.config, self.plan, self.method, self.watch = config, plan, method, watch
         self.storages, self.sent, self.copied = watch.storages, sent, 0
         self.lengths = _Lengths()

@@ -21,13 +21,7 @@ from distill.report.verdict import ReportRow, label
 from fsdp_cp.files.json_lines import finite_number, read_objects
 
 
-def page(
-    data: Mapping[str, Any],
-    *,
-    rows: Sequence[ReportRow],
-    records: Sequence[Mapping],
-    fps: float,
-) -> str:
+def page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], records: Sequence[Mapping], fps: float) -> str:
     """Return the page of `report.json` and `metrics.jsonl` as text; `rows` are those of `data`, with their clips."""
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]

@@ -59,9 +59,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     if rank() == 0:
         if role.adapters is not None and whole:
             log.info(
-                "skipped export/student_lora: an adapter file cannot hold %s and %d others",
-                whole[0],
-                len(whole) - 1,
+                "skipped export/student_lora: an adapter file cannot hold %s and %d others", whole[0], len(whole) - 1
             )
         if has_average and weights == "raw":
             log.info("export.weights=raw: exporting the raw student; samples and report use the average")

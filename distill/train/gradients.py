@@ -27,12 +27,7 @@ class Losses(NamedTuple):
 
 
 def accumulate_gradients(
-    method: Method,
-    step: int,
-    micro_batches: Sequence[Batch],
-    *,
-    share: float,
-    random: Callable[[int], StepRandom],
+    method: Method, step: int, micro_batches: Sequence[Batch], *, share: float, random: Callable[[int], StepRandom]
 ) -> Losses:
     """Run the backward of every loss of this rank's micro-batches, for the role that trains at the 0-based ``step``.
 

@@ -185,12 +185,7 @@ class Source:
 
 
 def encode(
-    source: Source,
-    settings: Encoding,
-    device: torch.device,
-    *,
-    out: Path | None = None,
-    cache: Path | None = None,
+    source: Source, settings: Encoding, device: torch.device, *, out: Path | None = None, cache: Path | None = None
 ) -> Path:
     """Encode what is missing of ``source`` into the folder ``out``, or one in ``cache`` whose name is a hash of all
     that a set depends on; return that folder, with the encoders freed. A collective, whose errors all ranks raise."""

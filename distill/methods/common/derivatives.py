@@ -18,13 +18,7 @@ Mode = Literal["exact", "finite_difference"]
 
 @torch.no_grad()
 def directional_derivative(
-    function: Callable[[Sample, Tensor], Sample],
-    x: Sample,
-    t: Tensor,
-    direction: Sample,
-    *,
-    mode: str,
-    step: float,
+    function: Callable[[Sample, Tensor], Sample], x: Sample, t: Tensor, direction: Sample, *, mode: str, step: float
 ) -> Sample:
     """Return ``d/dh function(x + h direction, t + h)`` at ``h = 0``, without a graph.
 
