@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
+from distill.methods.common.chunks import check_same_chunks, chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
@@ -66,15 +66,9 @@ class Dcm(FewStepMethod):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
-
-        def draw(purpose: str) -> Tensor:
-            # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last node.
-            return (settings.grid_steps * random.uniform(purpose, torch.float64)).long()
-
-        node = chunk_draws(student, batch.frames, draw, "dcm/node")
-        grid = torch.tensor(
-            euler_times(settings.grid_steps, settings.shift), dtype=batch.dtype, device=batch.latents.device
-        )
+        node = chunk_integers(student, batch.frames, settings.grid_steps, random, "dcm/node")
+        times = euler_times(settings.grid_steps, settings.shift)
+        grid = torch.tensor(times, dtype=batch.dtype, device=batch.latents.device)
         t, next_t = grid[node], grid[node + 1]
         noise = batch.noise(random, "dcm/noise", student)
         x, clean = add_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "dcm/context")

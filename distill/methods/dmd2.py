@@ -139,11 +139,8 @@ class Dmd2(FewStepMethod):
         super().check_files(config, causal)
         from_teacher = config.student.checkpoint in (None, config.teacher.checkpoint)
         if config.method.data_forcing and from_teacher and rank() == 0:
-            log.warning(
-                "method.data_forcing=%s: the student starts from the teacher, from which this failed in the paper; give"
-                " student.checkpoint=RUN/export/student of a run of method=dmd2",
-                config.method.data_forcing,
-            )
+            hint = "give student.checkpoint=RUN/export/student of a run of method=dmd2"
+            log.warning("method.data_forcing failed in the paper for a student that starts from the teacher; %s", hint)
 
     def trained_role(self, step: int) -> str:
         return "fake" if step % (self.settings.fake_updates_per_student_update + 1) else "student"

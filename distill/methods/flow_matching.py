@@ -107,11 +107,7 @@ class FlowMatching(Method):
         student, purpose = self.roles["student"], "flow_matching/time"
         if student.causal is None:
             return draw_times(self._draw, random, purpose, batch.dtype, [(student,)], student)[0]
-
-        def draw(name: str) -> Tensor:
-            return self._draw(random, name, batch.dtype)[0]
-
-        return Times(chunk_draws(student, batch.frames, draw, purpose))
+        return Times(chunk_draws(student, batch.frames, lambda name: self._draw(random, name, batch.dtype)[0], purpose))
 
     def evaluations(self, role: str, steps: int) -> int:
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.data import EncodedSettings
 from distill.methods.base import Batch, Loss
-from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history
+from distill.methods.common.chunks import check_same_chunks, chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_latents, squared_error
 from distill.methods.common.schedules import denoise, widen
@@ -90,12 +90,7 @@ class OdeRegression(FewStepMethod):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         times, student = self.settings.student_times(), self.roles["student"]
-
-        def draw(purpose: str) -> Tensor:
-            # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
-            return (len(times) * random.uniform(purpose, torch.float64)).long()
-
-        index = chunk_draws(student, batch.frames, draw, "ode_regression/step")
+        index = chunk_integers(student, batch.frames, len(times), random, "ode_regression/step")
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
         x = batch.latents.map(
             lambda x0, states: states.gather(1, widen(index, x0).expand_as(x0)[:, None])[:, 0], batch.states

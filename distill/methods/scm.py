@@ -156,11 +156,9 @@ class Scm(FewStepMethod):
             evaluated = [(), (student, teacher)]
             (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
             return Times(t, at)
-
-        def draw(purpose: str) -> Tensor:
-            return self._draw_time(random, purpose, batch.dtype)[0]
-
-        return Times(chunk_draws(student, batch.frames, draw, "scm/time"))
+        return Times(
+            chunk_draws(student, batch.frames, lambda name: self._draw_time(random, name, batch.dtype)[0], "scm/time")
+        )
 
 
 def consistency_tangent(

@@ -79,11 +79,7 @@ def require_plannable(config: Config) -> None:
         load_hardware(config.planning.hardware)
     names = METHODS[config.method.name][0].roles_needed(config.method)
     if fp8 := [f"{name}.fp8={getattr(config, name).fp8}" for name in names if getattr(config, name).fp8 != "none"]:
-        log.warning(
-            "%s: planned without fp8. Rates of fp8 products are unknown, so times are those of bf16, longer than the"
-            " run's; gathers count in the dtype of compute, also with fp8_gather",
-            ", ".join(fp8),
-        )
+        log.warning("%s: planned as bf16, gathers too; rates of fp8 are unknown, and times longer", ", ".join(fp8))
 
 
 def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> Prediction:

@@ -81,13 +81,9 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     axes = Axes.from_config(config, typed)
     cores, memory = len(os.sched_getaffinity(0)), available_host_memory()
     processes = cores if memory is None else max(1, min(cores, int(memory // _PROCESS_BYTES)))
-    log.info(
-        "plan=suggest on %s of %s: cp %s, one plan after another on %s (a minute or more each)",
-        counted(world_of(config), "rank"),
-        config.planning.hardware,
-        ", ".join(map(str, axes.cp)),
-        counted(processes, "process", "processes"),
-    )
+    ranks, cp = counted(world_of(config), "rank"), ", ".join(map(str, axes.cp))
+    text = "plan=suggest on %s of %s: cp %s, plans of a minute or more each on %s"
+    log.info(text, ranks, config.planning.hardware, cp, counted(processes, "process", "processes"))
 
     def evaluate(candidates: list[Words]) -> list[Outcome]:
         outcomes = []

@@ -92,9 +92,8 @@ class WeightsAndBiases:
         try:
             work()
         except Exception as error:  # errors come from W&B's service process and can be of any kind
-            log.warning(
-                "Weights & Biases failed (%s); %s", " ".join(str(error).split()) or type(error).__name__, instead
-            )
+            reason = " ".join(str(error).split()) or type(error).__name__
+            log.warning("Weights & Biases failed (%s); %s", reason, instead)
             return False
         return True
 

@@ -58,9 +58,8 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     on_first_rank(lambda: export_schedulers(run_dir / "export", student.schedulers()))
     if rank() == 0:
         if role.adapters is not None and whole:
-            log.info(
-                "skipped export/student_lora: an adapter file cannot hold %s and %d others", whole[0], len(whole) - 1
-            )
+            others = whole[0], len(whole) - 1
+            log.info("skipped export/student_lora: an adapter file cannot hold %s and %d others", *others)
         if has_average and weights == "raw":
             log.info("export.weights=raw: exporting the raw student; samples and report use the average")
         merged = "" if role.adapters is None else ", merged into its base,"

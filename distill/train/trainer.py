@@ -139,11 +139,10 @@ class Trainer:
         """Write export, samples and report; refuse a last loss that is not finite: no such student is a result."""
         for name, loss in self.last_loss.items():
             if not math.isfinite(loss):
-                raise UserError(
-                    f"the run ended at step {self.step} with a loss of the {name} that is not finite"
-                    f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr"
-                    " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
-                )
+                why = f"the run ended at step {self.step} with a loss of the {name} that is not finite"
+                skipped = f"{self.skipped[name]} of its updates were skipped, and nothing is exported"
+                hint = f"lower optim.{name}.lr and begin again with checkpoint.resume=never, or an earlier checkpoint"
+                raise UserError(f"{why}: {skipped}; {hint}")
         if self.config.export.at_end:
             export_student(self.config, self.method, self.trained_of("student"), self.step)
         if self.config.sample.at_end:
@@ -404,9 +403,8 @@ class Trainer:
         for network in self.trained_of(name):
             network.optimizer.clear_gradients()
         if rank() == 0:
-            log.warning(
-                "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where
-            )
+            text = "step %d: the gradient norm of %s is %s, first in %s; update skipped"
+            log.warning(text, self.step + 1, name, norm, where)
         count = self.skipped_in_a_row[name]
         if count < self.config.optim.max_skipped:
             self.skipped[name] += 1
@@ -415,11 +413,10 @@ class Trainer:
         # and counts it then.
         self._save()
         self.checkpoints.wait()
-        raise UserError(
-            f"{count} updates of {name} in a row had a non-finite gradient (optim.max_skipped), the first at"
-            f" {self.first_skipped[name]}; stopped at step {self.step + 1}, and the state after step {self.step}, with"
-            f" the weights from before them, is saved; lower optim.{name}.lr or resume from an earlier checkpoint"
-        )
+        first = f"had a non-finite gradient (optim.max_skipped), the first at {self.first_skipped[name]}"
+        saved = f"stopped at step {self.step + 1}; the state from before them is saved as step {self.step}"
+        hint = f"lower optim.{name}.lr or resume from an earlier checkpoint"
+        raise UserError(f"{count} updates of {name} in a row {first}; {saved}; {hint}")
 
     def memory(self) -> dict[str, float]:
         """Return peak memory and, on CUDA, reserved memory in GiB: the maximum over all ranks. A collective."""
@@ -439,10 +436,9 @@ class Trainer:
         for name, role in self.roles.items():
             broken = sum(not local_shard(weight).isfinite().all() for weight in role.weights().values())
             if all_reduce_scalars([float(broken)], self.mesh.world)[0]:
-                raise UserError(
-                    f"step {self.step}: weights of the {name} are not finite and are not saved; lower optim.{name}.lr"
-                    " and resume from an earlier checkpoint, or start again with checkpoint.resume=never"
-                )
+                why = f"step {self.step}: weights of the {name} are not finite and are not saved"
+                hint = "resume from an earlier checkpoint, or start again with checkpoint.resume=never"
+                raise UserError(f"{why}; lower optim.{name}.lr and {hint}")
         with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
             self.checkpoints.save(self.step, self.saved_tensors(), self._saved_state())
         self.saved_step = self.step

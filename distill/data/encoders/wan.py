@@ -344,10 +344,8 @@ def check_statistics(vae: Mapping[str, Any], channels: int, file: str) -> None:
     """Raise ``UserError`` unless a VAE's ``config.json`` has a mean and a standard deviation for each channel."""
     mean, std = vae["latents_mean"], vae["latents_std"]
     if mean is None or std is None or not len(mean) == len(std) == channels or min(std) <= 0:
-        raise UserError(
-            f"{file} has latents_mean={shown(mean)}, latents_std={shown(std)}; give {channels} numbers each, above 0"
-            " for latents_std"
-        )
+        given = f"latents_mean={shown(mean)}, latents_std={shown(std)}"
+        raise UserError(f"{file} has {given}; give {channels} numbers each, deviations above 0")
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:

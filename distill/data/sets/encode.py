@@ -79,10 +79,8 @@ class Encoding(ClipSettings):
             except UserError as error:
                 raise UserError(str(error) if self.buckets is None else f"data.buckets: {size}: {error}") from error
         if self.vae_precision not in folder.vae_precisions:
-            raise UserError(
-                f"data.vae_precision={self.vae_precision} does not fit the VAE of {self.encoders}; use"
-                f" {' or '.join(folder.vae_precisions)}"
-            )
+            fit = " or ".join(folder.vae_precisions)
+            raise UserError(f"data.vae_precision={self.vae_precision} does not fit {self.encoders}; use {fit}")
         if self.silence is not None and folder.sound_format(self.clip) is None:
             raise UserError(f"data.silence={self.silence} is for encoders of sound, not {self.encoders}; leave it out")
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
@@ -234,14 +232,9 @@ class _Job:
                 logger.warning("%s", remark)
             captions = len({row.caption for row in source.rows})
             total = self._clip_bytes * len(self.files) + self._text_bytes * captions / _TEXT_FILL
-            logger.info(
-                "%s and %s take about %.2f GB; a million clips take %.3g TB, a million captions at most %.3g TB",
-                counted(len(self.files), "clip"),
-                counted(captions, "caption"),
-                total / 1e9,
-                self._clip_bytes / 1e6,
-                self._text_bytes / 1e6,
-            )
+            text = "%s and %s take about %.2f GB; a million clips take %.3g TB, a million captions at most %.3g TB"
+            counts, sizes = (len(self.files), "clip"), (self._clip_bytes / 1e6, self._text_bytes / 1e6)
+            logger.info(text, counted(*counts), counted(captions, "caption"), total / 1e9, *sizes)
         self._texts: list[str] = []
         self._outside = source.outside or OutsideSet(format="", rows=())
 

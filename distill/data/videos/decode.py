@@ -206,9 +206,8 @@ def _read(file: str | Path | FilePart, clip: ClipFormat, *, in_order: bool) -> t
                 small = crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
             frames.append(small)
         if stream.average_rate and stream.average_rate < clip.fps * 0.999:
-            logger.warning(
-                "%s: its %.3g fps are below data.fps=%g, frames repeat", file, float(stream.average_rate), clip.fps
-            )
+            rate = float(stream.average_rate)
+            logger.warning("%s: its %.3g fps are below data.fps=%g, frames repeat", file, rate, clip.fps)
     return torch.stack(frames, dim=1)
 
 

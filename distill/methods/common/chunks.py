@@ -62,6 +62,12 @@ def chunk_draws(role: Role, frames: int, draw: Callable[[str], Tensor], purpose:
     return torch.cat([draw(f"{purpose}/{i}")[:, None].expand(-1, count) for i, count in enumerate(chunks)], dim=1)
 
 
+def chunk_integers(role: Role, frames: int, count: int, random: StepRandom, purpose: str) -> Tensor:
+    """Draw an integer below ``count`` per chunk and sample, as :func:`chunk_draws`."""
+    # Draw in fp64: fp32 could round a draw just below 1 up to 1.
+    return chunk_draws(role, frames, lambda name: (count * random.uniform(name, torch.float64)).long(), purpose)
+
+
 def split_chunks(role: Role, x: Sample) -> list[Sample]:
     """Return the chunks of ``x``; for a bidirectional role ``x`` alone."""
     if role.causal is None:
