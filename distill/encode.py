@@ -29,7 +29,7 @@ from distill.data.sets.write_set import verify
 from distill.data.sources.choose import read_outside
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
-from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
+from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, refuse_separate_worlds
 from fsdp_cp.progress import log_to_console
 from models.files.hub import encoder_files, resolve
 
@@ -131,11 +131,10 @@ def run(arguments: argparse.Namespace) -> None:
     settings.encoders = resolve({"--encoders": (settings.encoders, encoder_files)}).get("--encoders", settings.encoders)
     with process_group(device):
         source, settings = check_local(lambda: _source(path, settings, arguments, given))
-        if rank() == 0 and source.outside is not None:
+        if source.outside is not None:
             log.info("%s is in the format of %s", path, source.outside.format)
         encode(source, settings, device, out=out)
-    if rank() == 0:
-        log.info("%s is complete; train with data=encoded data.path=%s", out, out)
+    log.info("%s is complete; train with data=encoded data.path=%s", out, out)
 
 
 def main(argv: list[str] | None = None) -> int:

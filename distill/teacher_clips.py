@@ -38,7 +38,7 @@ from distill.run.open import open_device, open_mesh
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
-from fsdp_cp.launch import end_process, exit_code, rank
+from fsdp_cp.launch import end_process, exit_code
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
@@ -63,7 +63,6 @@ class _Sampling:
             raise UserError(f"{have}; use data=captions or video_folder with encoders of the teacher's family")
 
     def described(self) -> dict[str, Any]:
-        """Return everything that the set depends on."""
         method = self.config.method
         sources = find_sources(self.config, self.plan.roles)
         teacher = {
@@ -89,8 +88,7 @@ class _Sampling:
         rows = [(i, captions[i % len(captions)]) for i in range(self.count)]
         texts = texts_of(rows, self.settings.negative_prompt)
         bytes_per_clip = self.settings.clip_bytes(1 + len(self.arguments.states))
-        if rank() == 0:
-            log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
+        log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
         batch = sampling_batch([teacher], self.data.latent_shapes, mesh, device)
 
         def make_clips(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
@@ -182,8 +180,7 @@ def run(arguments: argparse.Namespace) -> None:
             if not is_whole:
                 roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
                 sampling.write(writer, teacher=roles["teacher"], mesh=mesh, device=device)
-    if rank() == 0:
-        log.info("%s in %s; train with data=encoded data.path=%s", counted(sampling.count, "clip"), out, out)
+    log.info("%s in %s; train with data=encoded data.path=%s", counted(sampling.count, "clip"), out, out)
 
 
 def _times(text: str) -> list[float]:

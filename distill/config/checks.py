@@ -59,7 +59,6 @@ def check_images(config: Config) -> None:
 
 
 def micro_batch_size(config: Config, dp_size: int) -> int:
-    """Return the number of samples per data-parallel rank and forward."""
     if config.batch_size % dp_size:
         fit = f"batch_size={max(1, config.batch_size // dp_size) * dp_size}"
         raise UserError(f"batch_size={config.batch_size} is not a multiple of {dp_size} data-parallel ranks; use {fit}")

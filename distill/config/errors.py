@@ -34,7 +34,6 @@ def sized_data() -> dict[str, list[str]]:
 
 
 def choices(group: str) -> list[str]:
-    """Return the names that a user can choose from a group, sorted."""
     if group == "data":
         return sorted([*DATA, *sized_data()])
     return sorted(METHODS) if group == "method" else [path.stem for path in group_files(group)]
@@ -108,5 +107,4 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
 
 
 def short(text: str) -> str:
-    """Truncate typed text to 200 characters."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

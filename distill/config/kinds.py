@@ -47,12 +47,10 @@ class Setting:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the setting takes a mapping."""
         return typing.get_origin(self.types[0]) is dict
 
     @property
     def group(self) -> bool:
-        """Whether the setting is a group of settings."""
         return dataclasses.is_dataclass(self.types[0])
 
     def words(self, name: str) -> str:

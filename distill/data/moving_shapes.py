@@ -1,11 +1,8 @@
-"""`data=moving_shapes`: short clips of one moving shape, rendered on the fly, in pixel space.
+"""`data=moving_shapes`: short clips of one moving shape, rendered on the fly, in pixel space, with a tone if ``sound``.
 
-A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What the caption leaves open is drawn for each
-clip: position, size, amount of growth, start and speed of the fall; with ``colour_shares`` the colour too, so that a
+A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What it leaves open is drawn for each clip:
+position, size, amount of growth, start and speed of the fall; with ``colour_shares`` the colour too, so that a
 caption's clips have eight modes of known weight. There is no VAE: latents are pixels scaled to [-1, 1].
-
-With ``sound`` a tone goes with the shape: as high as its center, as loud as it is large. Its latents are levels of
-bands.
 """
 
 from __future__ import annotations

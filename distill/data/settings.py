@@ -1,7 +1,6 @@
 """The settings of the data sets, ``data=NAME``: each knows its own shapes, checks, and how it is built.
 
-A further data set is a file with a class of :mod:`distill.data.base`, a settings class here and a line in ``DATA``;
-docs/extending.md shows it. Nothing heavy is imported before a data set is asked for.
+docs/extending.md shows how to add one. Nothing heavy is imported before a data set is asked for.
 """
 
 from __future__ import annotations
@@ -178,7 +177,6 @@ class VideoFolderSettings(DataSettings, ClipSettings):
         return _encoding(self)
 
     def source(self) -> Source:
-        """Return the rows of the table, without opening a clip."""
         from distill.data.sets.encode import Source
 
         return Source.read(self.path, self.columns, has_clips=self.has_clips)
@@ -249,7 +247,6 @@ class EncodedSettings(DataSettings):
         return encoded, encoding_of(encoded, self.encoders, **changes)
 
     def open(self) -> EncodedSet:
-        """Open the set, without reading a clip."""
         from distill.data.sets.encoded_set import EncodedSet
 
         if self.path is None:

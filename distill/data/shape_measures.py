@@ -1,10 +1,8 @@
-"""Measures of `moving_shapes` clips, computed from their pixels and their sound.
+"""Measures of `moving_shapes` clips, computed from their pixels and their sound, each with a standard error.
 
-*Caption accuracy*: an analytic detector reads color and motion off each clip. A clip that is blurred, incoherent or
-fits no caption is undecided, which counts as wrong. *Distances*: the Wasserstein distance
-(scipy.stats.wasserstein_distance) between the distributions of an analytic feature over the clips and over held-out
-renders, in standard deviations of the renders' feature. *Pitch correlation* and *lateness* tell whether the sound
-follows the picture. Every measure has a standard error.
+*Caption accuracy*: an analytic detector reads color and motion off each clip; what is blurred, incoherent or fits no
+caption counts as wrong. *Distances*: the Wasserstein distance of an analytic feature over the clips from that over
+held-out renders, in standard deviations of the latter. *Pitch correlation* and *lateness*: whether sound follows.
 
 Shapes: clips are uint8 (n, T, H, W, 3), their sounds float32 (n, C, samples). Coverage (n, T, H, W) is the share of
 each pixel that the foreground covers.

@@ -1,7 +1,4 @@
-"""Scenes of ``data=moving_shapes``: what a caption says, what a clip of it shows, its pixels and its sound.
-
-Pixel coordinates run from 0 to the side length, with pixel centres at .5.
-"""
+"""Scenes of ``data=moving_shapes``: captions, clips of them, their pixels (with centres at .5) and their sound."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ class Shares:
     """Ranks that work; by default all."""
 
     def assigned(self, count: int) -> range:
-        """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
 

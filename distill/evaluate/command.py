@@ -113,11 +113,9 @@ class Plan:
 
     @property
     def prompts(self) -> list[str]:
-        """Return the prompts in their order."""
         return list(self.counts)
 
     def clips_of(self, name: str) -> dict[tuple[str, int], Path]:
-        """Return the videos of a participant by prompt and seed."""
         return {
             (prompt, seed): self.folder("clips", name) / f"{i:05d}-{seed}.mp4"
             for i, (prompt, count) in enumerate(self.counts.items())
@@ -134,7 +132,6 @@ class Plan:
         return {name: _facts(network) for name, network in self.networks.items()}
 
     def folder(self, kind: str, name: str) -> Path:
-        """Return the folder of a participant's ``latents`` or ``clips``."""
         number = list(self.networks).index(name)
         return self.out / kind / f"{number}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[-60:]}"
 

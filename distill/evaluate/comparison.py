@@ -73,12 +73,10 @@ def verdict(difference: Result) -> str:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ."""
     return [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
 
 
 def in_words(result: Result | None) -> str:
-    """Format a value with its interval."""
     if result is None or result["value"] is None:
         return ""
     bounds = "" if result["low"] is None else f" [{result['low']:.4g}, {result['high']:.4g}]"
@@ -138,7 +136,6 @@ def _made(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparison_lines(found: Mapping[str, Any], where: str) -> list[str]:
-    """Describe :func:`compare` in lines."""
     if found["protocol"]:
         return [f"no verdict against {where}: another {', '.join(found['protocol'])}"]
     lines = []

@@ -90,7 +90,6 @@ def settings_of_run(run_dir: Path, device: str | None = None, cp: int = 1) -> Co
 
 
 def exported_student(run_dir: Path) -> Path:
-    """Return the folder of the student that a run exported."""
     folder = run_dir / "export" / "student"
     if not folder.is_dir():
         reason = f"{run_dir} has no export/student: the run has not ended, or export.at_end=false"
@@ -116,7 +115,6 @@ def sampled_as(config: Config, student: Path, chosen: Literal["student", "run"] 
 
 
 def teacher_of(config: Config) -> str:
-    """Return the checkpoint of the teacher that ``config`` distills."""
     if not isinstance(config.method, FewStepSettings) or config.teacher.checkpoint is None:
         raise UserError(f"method={config.method.name} has no teacher with a checkpoint to sample")
     return config.teacher.checkpoint
@@ -134,7 +132,6 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
 
 
 def check_number(setting: str, value: int, least: int, most: float = math.inf) -> None:
-    """Raise ``UserError`` unless ``value`` is within the bounds."""
     if not least <= value <= most:
         limit = "" if most == math.inf else f" and at most {most}"
         raise UserError(f"{setting} {value} must be at least {least}{limit}")

@@ -122,7 +122,6 @@ def link_clips(clips: Mapping[tuple[str, int], Path], folder: Path, *, flickerin
 
 
 def command(python: str | Path, request: Mapping[str, Any]) -> list[str]:
-    """Return the words of the command that computes a dimension."""
     # -P: `import vbench` must not find this file, which is next to the script.
     return [str(python), "-P", str(Path(__file__).with_name("vbench_process.py")), json.dumps(request)]
 

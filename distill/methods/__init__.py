@@ -65,6 +65,5 @@ def add_installed_methods() -> None:
 
 
 def build_method(settings: Any, roles: Mapping[str, Role]) -> Method:
-    """Build the method ``settings.name`` on ``roles``."""
     method, _ = METHODS[settings.name]
     return method(settings, roles)

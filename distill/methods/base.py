@@ -42,12 +42,10 @@ class Batch:
 
     @property
     def shapes(self) -> PartShapes:
-        """Shape ``(C, T, ...)`` of each part of one sample."""
         return self.latent_shapes if self.latents is None else self.latents.shapes
 
     @property
     def frames(self) -> int:
-        """Number of latent frames of the video."""
         return self.shapes[VIDEO][1]
 
     def noise(self, random: StepRandom, purpose: str, role: Role | None = None) -> Sample:

@@ -99,7 +99,6 @@ class Dmd2Settings(StepListSettings):
 
     @property
     def gan(self) -> bool:
-        """Whether a GAN is trained."""
         return self.gan_weight_student > 0
 
 

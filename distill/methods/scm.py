@@ -86,7 +86,6 @@ class Scm(FewStepMethod):
         return "teacher"
 
     def student_updates(self, step: int) -> int:
-        """Return the number of student updates before ``step``."""
         return step
 
     def sampling_times(self, steps: int) -> list[float]:

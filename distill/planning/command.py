@@ -179,7 +179,6 @@ _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b
 
 
 def in_words(prediction: Prediction) -> list[str]:
-    """Return the lines that ``plan=true`` prints."""
     largest = "" if prediction.size is None else f" of the size {prediction.size}, the largest of data.buckets"
     lines = [
         f"plan for {prediction.mesh.world} ranks: nothing is loaded, trained or sent",

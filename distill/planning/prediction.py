@@ -53,7 +53,6 @@ class Hardware:
 
 
 def hardware_names() -> list[str]:
-    """Return the valid values of ``planning.hardware``."""
     return sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 
 
@@ -111,12 +110,10 @@ class Prediction:
 
     @property
     def peak_phase(self) -> str:
-        """Phase with the largest peak, encoding included."""
         return max(self.peaks, key=lambda name: self.peaks[name].bytes)
 
     @property
     def most_gib(self) -> float:
-        """Memory allocated in :attr:`peak_phase`."""
         return self.peaks[self.peak_phase].bytes / GIB
 
     @property
@@ -168,7 +165,6 @@ class Prediction:
         return {kind: max(peak.by.get((role, kind), 0) for peak in self.peaks.values()) / GIB for kind in KINDS}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of ``plan.json``."""
         names = (
             *("tokens", "size", "allocated_gib", "device_gib", "fits", "peak_phase", "host_gib"),
             *("seconds_per_step", "mfu", "flops_per_step", "gpu_hours"),

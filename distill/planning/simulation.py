@@ -1,8 +1,6 @@
 """Simulation of a method's steps on fake tensors: the training code runs as rank 0 of a fake world.
 
-Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/measure/fake_world.py),
-but tensors have no values. The simulation counts the memory that these operations allocate. Formulas cover only memory
-that kernels and backends allocate internally.
+Memory is counted as these operations allocate it. Formulas cover only what kernels and backends allocate internally.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class StepCost:
     """Bytes of activations that move to host memory and back (``activation_offload``)."""
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
-        """Return ``self + times * other``."""
         return StepCost(
             flops=self.flops + times * other.flops,
             recomputed=self.recomputed + times * other.recomputed,
@@ -84,7 +81,6 @@ class Simulation:
 
     @property
     def peak(self) -> Peak:
-        """Largest peak of any phase."""
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
 
@@ -240,7 +236,6 @@ class _Run:
         )
 
     def step(self, step: int, batches: list[Batch]) -> None:
-        """Run one step of the run on ``batches``."""
         name = self.method.trained_role(step)
         role = self.method.roles[name]
         with self.storages.labelled((name, "activations")):

@@ -1,7 +1,4 @@
-"""``train.py plan=suggest``: search for the fastest mesh, checkpointing, micro-batch and strategy that fit.
-
-Each candidate is planned like ``plan=true``, in worker processes. Settings on the command line stay fixed.
-"""
+"""``train.py plan=suggest``: search for the fastest mesh, checkpointing, micro-batch and strategy that fit."""
 
 from __future__ import annotations
 
@@ -224,7 +221,6 @@ def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
 
 
 def in_words(outcomes: Sequence[Outcome], typed: Sequence[str]) -> list[str]:
-    """Return the table that ``plan=suggest`` prints."""
     ordered = ranked(outcomes)
     fitting = [outcome for outcome in ordered if outcome.fits]
     kept = [word for word in typed if not word.startswith("world=")]  # a run refuses world=

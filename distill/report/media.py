@@ -1,7 +1,6 @@
-"""Clips as files: mp4 videos, contact sheets and small pictures for pages.
+"""Clips as files: mp4 videos, contact sheets and small pictures for pages. Clips are uint8 RGB, (T, H, W, 3) each.
 
-Clips are uint8 RGB arrays: one clip is (T, H, W, 3), several are (n, T, H, W, 3). Tiny clips (the quickstart's are 16
-pixels wide) are enlarged by whole factors without smoothing, so that pictures show the model's pixels.
+Tiny clips (the quickstart's are 16 pixels wide) are enlarged by whole factors without smoothing, to show the pixels.
 """
 
 from __future__ import annotations

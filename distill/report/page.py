@@ -57,7 +57,6 @@ def evaluation_page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], fps: 
 
 
 def render(template: str, **context: Any) -> str:
-    """Render a file of ``templates/``."""
     return _templates().get_template(template).render(context)
 
 

@@ -1,8 +1,4 @@
-"""Files of a distillation run's report: `report.html`, `report.json`, and a picture for a README.
-
-The page starts with a verdict, computed from the numbers: whether the student beats the teacher at the same number of
-steps. The clips, the measures, the training curves and the facts of the run follow.
-"""
+"""Files of a run's report: `report.html`, `report.json`, and a picture for a README. The verdict comes first."""
 
 from __future__ import annotations
 

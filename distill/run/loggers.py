@@ -1,7 +1,6 @@
-"""Logging services that show a run's metrics and clips, one small class each.
+"""Logging services that show a run's metrics and clips, one small class each, on rank 0; see docs/extending.md.
 
-To add a service, write a class here and add a line to :func:`open_services`; see docs/extending.md. Services exist on
-rank 0 only. Steps are 1-based, and a metric without a value is ``None``.
+Steps are 1-based, and a metric without a value is ``None``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 
 
 def check_services(settings: LogSettings) -> None:
-    """Raise ``UserError`` for a service that is not installed."""
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")

@@ -86,8 +86,7 @@ class Run:
 
         with recorded_end(run_dir), watch_for_hangs(progress):
             yield
-        if rank() == 0:
-            log.info("finished %s; all output is in %s", counted(step(), "step"), run_dir)
+        log.info("finished %s; all output is in %s", counted(step(), "step"), run_dir)
 
 
 @contextmanager

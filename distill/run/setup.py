@@ -229,7 +229,6 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
 
 
 def has_adapters(role: RoleSettings) -> bool:
-    """Return whether the role trains adapters, new or loaded from a file."""
     return role.lora.enabled or find_adapters(role.checkpoint) is not None
 
 

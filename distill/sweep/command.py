@@ -205,7 +205,6 @@ _PANELS = {"tokens/s of all ranks": "tokens_per_second", "MFU": "mfu", "peak mem
 
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one row per point, with unrounded numbers."""
     keys = list(rows[0]["overrides"])
     with atomic_path(file) as temporary, temporary.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")

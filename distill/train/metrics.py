@@ -1,7 +1,4 @@
-"""Metrics of a step: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log line.
-
-Only rank 0 writes. The services of loggers.py get the same numbers.
-"""
+"""Metrics of a step, which rank 0 writes: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log line."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class MetricsLog:
         self._services = open_services(run_dir, settings, config, step)
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Log ``metrics`` of the 1-based ``step``."""
         _write(self._file, _line(step, metrics))
         for service in self._services:
             service.write(step, metrics)
@@ -56,7 +52,6 @@ class MetricsLog:
             service.show(step, sheet, videos, measures)
 
     def close(self) -> None:
-        """Flush and close everything."""
         self._file.close()
         for service in self._services:
             service.close()

@@ -102,7 +102,6 @@ class RoleOptimizer:
         )
 
     def clear_gradients(self) -> None:
-        """Clear the gradients without an update."""
         for parameter in self.role.parameters():
             parameter.grad = None
 
@@ -132,7 +131,6 @@ class Trained:
         return self.single.weights()
 
     def rate(self) -> float:
-        """Return the learning rate of the next update."""
         return learning_rate(self.optimizer.settings, self.updates, self.all_updates)
 
     def update(self, scale: float = 1.0) -> None:

@@ -167,8 +167,7 @@ class Trainer:
             self.trained[name].updates = count
         self.branch_of = self.branch_of or state.get("branch_of")
         self.saved_step = self.step
-        if rank() == 0:
-            log.info("resumed from step %d (%s)", self.step, folder)
+        log.info("resumed from step %d (%s)", self.step, folder)
 
     def saved_tensors(self) -> dict[str, Any]:
         """Return the trained networks' tensors, by network. The teacher is left out, since it does not change."""
@@ -176,11 +175,9 @@ class Trainer:
 
     @property
     def updates(self) -> dict[str, int]:
-        """Number of updates so far, by trained network."""
         return {name: network.updates for name, network in self.trained.items()}
 
     def trained_of(self, role: str) -> list[Trained]:
-        """Return the trained networks of ``role``."""
         return [network for network in self.trained.values() if network.role.name == role]
 
     def _saved_state(self) -> dict[str, Any]:

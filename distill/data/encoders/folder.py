@@ -1,7 +1,4 @@
-"""Parts of a diffusers pipeline folder (``vae/``, ``text_encoder/``): their settings and weights, never their code.
-
-Nothing is unpickled, fetched or run from a folder.
-"""
+"""Parts of a diffusers pipeline folder: settings and weights. Nothing is unpickled, fetched or run from a folder."""
 
 from __future__ import annotations
 

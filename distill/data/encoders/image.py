@@ -1,9 +1,6 @@
 """Image inputs: which tensors a pipeline folder makes of a first image for its network, and its image encoder.
 
-A folder of Wan's has ``image_encoder/`` (CLIP's vision transformer) and ``image_processor/``. A folder of HunyuanVideo
-1.5's has SigLIP's ``image_encoder/`` and ``feature_extractor/``.
-
-Shape legend: H W pixels, N features of an image, D width of a feature.
+Wan's is CLIP's vision transformer, HunyuanVideo 1.5's SigLIP. H W pixels, N features of an image, D their width.
 """
 
 from __future__ import annotations

@@ -214,7 +214,6 @@ class Ltx2EncoderFolder(EncoderFolder):
 
     @property
     def bands(self) -> int:
-        """F."""
         return self.mel_bins // self.ratio
 
     @property

@@ -1,7 +1,4 @@
-"""Encoded sets as data sets: ``data=encoded``, and ``data=video_folder`` and ``data=captions``, which encode first.
-
-Shape legend: C t h w latents, L tokens, D width of an embedding.
-"""
+"""Encoded sets as data sets: ``data=encoded``, and ``data=video_folder`` and ``data=captions``, which encode first."""
 
 from __future__ import annotations
 

@@ -177,7 +177,6 @@ class Source:
         return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
 
     def table_hash(self) -> str:
-        """Return a hash of the rows."""
         rows = [(row.file, row.caption, row.problem) for row in self.rows]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
@@ -263,7 +262,6 @@ class _Job:
         release_memory(self.device)
 
     def run(self) -> None:
-        """Write clips, texts and index."""
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
         if source.outside is not None:
             on_first_rank(self._check_stored)
@@ -403,7 +401,6 @@ class _Job:
 
 
 def load_codec(folder: EncoderFolder, settings: Encoding, device: torch.device) -> VideoCodec:
-    """Return the VAE, newly loaded."""
     return folder.codec(device=device, dtype=VAE_PRECISIONS[settings.vae_precision], tiling=settings.vae_tiling)
 
 

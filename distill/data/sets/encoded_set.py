@@ -94,7 +94,6 @@ class EncodedSet:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     def caption(self, text: int) -> str:
-        """Return the caption of a text."""
         begin = self._columns.get("caption.end", text - 1) if text else 0
         return self._columns.bytes("caption", begin, self._columns.get("caption.end", text)).decode()
 
@@ -108,11 +107,9 @@ class EncodedSet:
         return text if text is not None and self.caption(text) == caption else None
 
     def clip_of(self, row: int) -> int:
-        """Return the clip of a row."""
         return self._columns.get("row.clip", row)
 
     def text_of(self, row: int) -> int:
-        """Return the text of a row."""
         return self._columns.get("row.text", row)
 
     def first_row(self, text: int, bucket: int = 0) -> int | None:
@@ -190,12 +187,10 @@ class EncodedSet:
         return np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), shards)).tolist()
 
     def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:
-        """Return the shards that hold these clips and texts."""
         shards = {(kind, self._columns.get(f"{kind[:-1]}.shard", n)) for kind in KINDS for n in damaged[kind]}
         return [self.path / shard_name(kind, number) for kind, number in sorted(shards)]
 
     def rows_without(self, damaged: Mapping[str, Sequence[int]]) -> list[int]:
-        """Return the rows that need none of these clips and texts."""
         bad = [np.isin(self._columns.column(f"row.{kind[:-1]}"), list(damaged[kind])) for kind in KINDS]
         return np.flatnonzero(~(bad[0] | bad[1])).tolist()
 
@@ -210,7 +205,6 @@ class EncodedSet:
         return wrong
 
     def shard_count(self, kind: str) -> int:
-        """Return the number of shards of ``clips`` or ``texts``."""
         return self._columns.length(f"{kind}.size")
 
     def write_damaged(self, damaged: Mapping[str, Sequence[int]]) -> None:

@@ -1,7 +1,6 @@
 """Files of an encoded set: tensors with checksums, columns of integers, and JSON, each published atomically.
 
-A tensor file is a safetensors file with one metadata entry, ``set``: a JSON object with the checksum of each tensor
-(``crc32``) and further notes. Equal tensors and notes give equal bytes.
+A tensor file is safetensors with one metadata entry, ``set``: JSON with each tensor's checksum (``crc32``) and notes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def publish(file: Path, content: bytes) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Publish ``value`` as JSON with sorted keys."""
     publish(file, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
@@ -123,19 +121,15 @@ class Columns:
         self._stream = file.open("rb")
 
     def length(self, name: str) -> int:
-        """Return the number of entries of a column."""
         return self._places[name].shape[0]
 
     def get(self, name: str, index: int) -> int:
-        """Return one entry of a column of int64."""
         return int.from_bytes(self._read(self._places[name].offset + 8 * index, 8), "little", signed=True)
 
     def bytes(self, name: str, begin: int, end: int) -> bytes:
-        """Return a part of a column of bytes."""
         return self._read(self._places[name].offset + begin, end - begin)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a whole column."""
         place = self._places[name]
         return np.frombuffer(self._read(place.offset, place.size), np.int64 if place.dtype == "I64" else np.uint8)
 

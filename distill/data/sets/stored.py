@@ -1,7 +1,4 @@
-"""Latents and embeddings that another project stored, in place of the encoders' output: sizes and checks.
-
-Shape legend: C t h w latents, L tokens, D width of an embedding.
-"""
+"""Latents (C, t, h, w) and embeddings (L, D) that another project stored, in place of the encoders': their checks."""
 
 from __future__ import annotations
 

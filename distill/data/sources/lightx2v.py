@@ -1,8 +1,7 @@
 """LightX2V's caches of Wan: ``metadata.jsonl``, or ``metadata_rankNN.jsonl``, that name ``.pt`` files by row.
 
-The format is that of ``lightx2v_train/data_process/wan/build_latent_dataset.py``: ``video_latent_path`` holds latents
-(C, t, h, w) that are normalized, with their frame rate; ``condition_path`` holds the embedding of the caption, filled
-up with zeros. Either may be left out.
+See ``lightx2v_train/data_process/wan/build_latent_dataset.py``: ``video_latent_path`` holds normalized latents
+(C, t, h, w) with their frame rate, ``condition_path`` the embedding of the caption. Either may be left out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ LATENT, CONDITION, SOUND = "video_latent_path", "condition_path", "audio_latent_
 
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read the tables."""
     found: dict[str, dict[str, Any] | None] = {}
     for file in sorted([*path.glob("metadata.jsonl"), *path.glob("metadata_rank*.jsonl")]):
         for number, line in enumerate(read_text(file, f"data.path: {file}").split("\n"), start=1):

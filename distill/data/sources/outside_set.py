@@ -1,7 +1,4 @@
-"""A data set in the format of another project, as the readers of this folder return it.
-
-A reader is a function of a path and the names of a table's columns. It returns ``None`` for another format.
-"""
+"""A data set in the format of another project, as the readers of this folder return it (``None`` for other formats)."""
 
 from __future__ import annotations
 

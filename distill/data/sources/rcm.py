@@ -1,7 +1,6 @@
-"""rCM's tar shards: ``N.latent.pt``, ``N.embed.pt`` and ``N.prompt.txt`` of each clip.
+"""rCM's tar shards: ``N.latent.pt`` (C, t, h, w), normalized, ``N.embed.pt`` (512, D), and ``N.prompt.txt`` of a clip.
 
-The format is that of ``rcm/datasets/build_synthetic_dataset.py`` of NVlabs/rcm: latents (C, t, h, w) that a teacher
-sampled, so normalized, and embeddings (512, D) filled up with zeros, both bf16.
+See ``rcm/datasets/build_synthetic_dataset.py`` of NVlabs/rcm. Both tensors are bf16.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ LATENT, EMBEDDING, PROMPT = "latent.pt", "embed.pt", "prompt.txt"
 
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read the prompts and the places of the tensors."""
     _, first = next(samples(path), ("", {}))
     if LATENT not in first:
         return None

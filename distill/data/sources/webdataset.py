@@ -12,7 +12,6 @@ from distill.data.videos.video_folder import ListedClip
 
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read the captions and the places of the videos."""
     files = archives(path)
     if not files:
         return None

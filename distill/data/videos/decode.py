@@ -1,7 +1,4 @@
-"""Decode one video file into a clip of fixed length and size (PyAV, no process group, no cache).
-
-Shape legend: T frames, H height, W width, 3 channels in the order red, green, blue.
-"""
+"""Decode one video file into a clip of T frames of fixed size, H x W, in the channels red, green, blue (PyAV)."""
 
 from __future__ import annotations
 

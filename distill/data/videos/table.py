@@ -1,7 +1,7 @@
-"""Tables of captions: a strict reader of comma-separated files and of JSON lines, and of files of captions alone.
+"""Tables of captions: a strict reader of comma-separated files, JSON lines, and files of captions alone.
 
-A row that would damage a caption is refused by its line. Python's own reader takes whatever comes: a comma too many
-cuts a caption, a quote that nothing closes swallows the rows after it, and both train on.
+Rows that would damage a caption are refused by line: to Python's reader, a comma too many cuts a caption, and a quote
+that nothing closes swallows rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Folders of video files with captions.
-
-The folder holds ``metadata.csv`` or ``metadata.jsonl`` with columns ``file_name,caption`` (the layout that Hugging Face
-``datasets`` calls a video folder), or a ``.txt`` file next to each clip; ``file_name`` is relative to the folder.
-"""
+"""Folders of videos with ``metadata.csv`` or ``metadata.jsonl`` (``file_name,caption``), or ``.txt`` files."""
 
 from __future__ import annotations
 

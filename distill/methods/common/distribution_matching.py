@@ -1,7 +1,4 @@
-"""Distribution matching: losses that push a student's samples along the difference of two scores (Yin et al. 2024).
-
-DMD's loss, the fake score's loss on the student's samples, and samples that several losses share.
-"""
+"""Distribution matching (Yin et al. 2024): DMD's loss, the fake score's, and samples that several losses share."""
 
 from __future__ import annotations
 

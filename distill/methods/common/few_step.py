@@ -49,7 +49,6 @@ class FewStepSettings(PartSettings):
 
     @property
     def sampling_shift(self) -> float:
-        """Time shift of the teacher's sampler."""
         return self.shift if self.teacher_shift is None else self.teacher_shift
 
     def student_times(self) -> list[float]:

@@ -1,7 +1,4 @@
-"""Samplers: Euler and UniPC for a teacher with guidance; re-noising and ODE steps for a few-step student.
-
-A causal role is sampled chunk by chunk: a chunk's samplers see the finished chunks through the role's K/V cache.
-"""
+"""Samplers: Euler and UniPC for a teacher with guidance; re-noising and ODE steps for a few-step student."""
 
 from __future__ import annotations
 
