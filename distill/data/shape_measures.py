@@ -121,15 +121,11 @@ def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def features(clips: np.ndarray) -> dict[str, np.ndarray]:
-    """Return analytic features of uint8 clips (n, T, H, W, 3), each (n, k); NaN for a frame without foreground.
-
-    area: share of the frame that is foreground, (n, T).
-    compactness: 4 pi area / perimeter^2, (n, T); 1 for a disc, 0.79 for a square, less for torn or scattered shapes.
-    edge_sharpness: mean step between neighboring pixels along the outline, (n, T); 1 for a hard edge.
-    displacement: distance that the center moves from a frame to the next, in frame sides, (n, T - 1).
-
-    A clip without any measurable frame has 0 for the last three, so that it cannot drop out of the sample.
-    """
+    """Return analytic features of uint8 clips (n, T, H, W, 3), each (n, T) or less; NaN for a frame without foreground,
+    and 0 for a clip without any, so that it cannot drop out. ``area`` is the foreground's share of the frame;
+    ``compactness`` 4 pi area / perimeter^2 (1 for a disc, 0.79 for a square, less for torn shapes); ``edge_sharpness``
+    the mean step between pixels along the outline (1 for a hard edge); ``displacement`` how far the center moves to the
+    next frame, in frame sides."""
     geometry = geometry_of(clips)
     height, width = geometry.coverage.shape[2:]
     moved = np.diff(geometry.centre, axis=1) / min(height, width)

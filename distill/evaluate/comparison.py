@@ -23,12 +23,9 @@ Result = dict[str, Any]
 
 
 def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Result]]:
-    """Return the results by participant and measure.
-
-    A result has ``value``, ``low`` and ``high`` (of the 95 % interval) and ``standard_error`` of the mean over
-    ``prompts``; ``unsure`` for a share with fewer than 10 clips on one side; and ``difference`` from ``reference``,
-    paired by prompt, if both have the measure.
-    """
+    """Return the results by participant and measure: ``value``, ``low`` and ``high`` (95 %) and ``standard_error`` of
+    the mean over ``prompts``; ``unsure`` for a share with fewer than 10 clips on one side; ``difference`` from
+    ``reference``, paired by prompt, if both have the measure."""
     results: dict[str, dict[str, Result]] = {}
     for name, measures in values.items():
         results[name] = {}
@@ -107,12 +104,9 @@ def markdown(results: Mapping[str, Mapping[str, Result]]) -> str:
 
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare two contents of ``evaluation.json``.
-
-    Returns:
-        ``protocol``: the locked settings that differ; then there is no verdict. ``participants``: for each pair of one
-        of ``ours`` and one of ``theirs``, teachers with teachers, the facts that differ and the paired differences.
-    """
+    """Compare two contents of ``evaluation.json``: ``protocol``, the locked settings that differ, and without any,
+    ``participants``: for each pair of ``ours`` and ``theirs``, teachers with teachers, differing facts and paired
+    differences."""
     found: dict[str, Any] = {"protocol": differing(ours["protocol"], theirs["protocol"]), "participants": []}
     if found["protocol"]:
         return found

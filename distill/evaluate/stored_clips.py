@@ -28,11 +28,9 @@ def stored_file(config: Config, steps: int) -> Path | None:
 def read_clips(
     config: Config, data: ClipDataset, *, steps: int, captions: Sequence[str], seed: int
 ) -> tuple[np.ndarray, str] | None:
-    """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
-
-    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs. There is
-    one caption per clip, and ``captions`` must be the first of the stored ones.
-    """
+    """Return the stored clips of ``captions``, one each, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them;
+    ``None`` without any, or with a line if anything that defines them differs. ``captions`` must be the first of the
+    stored ones."""
     file = stored_file(config, steps)
     if file is None or not file.is_file():
         return None

@@ -202,11 +202,9 @@ class Method(ABC):
         return "student"
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
-        """Return steps of a run of ``steps`` whose weighted mean cost is that of all steps that train ``role``.
-
-        Weights by step have the sum 1, the most expensive step first. They are empty if the role never trains. By
-        default only the last step counts: steps differ only in the integers that they draw.
-        """
+        """Return steps of a run of ``steps``, the most expensive first, with weights (sum 1) whose mean cost is that of
+        all steps that train ``role``; empty if none does. By default the last one: steps differ only in integers that
+        they draw."""
         last = next((step for step in reversed(range(steps)) if self.trained_role(step) == role), None)
         return {} if last is None else {last: 1.0}
 
@@ -216,10 +214,8 @@ class Method(ABC):
 
     @abstractmethod
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        """Yield the losses of the role that trains at ``step``. Each gets its own backward, which frees its graph.
-
-        Only the closures call roles or read tensors of the batch. A run also lists the losses of :data:`ANY_SAMPLE`.
-        """
+        """Yield the losses of the role that trains at ``step``, each with its own backward. Only the closures call
+        roles or read tensors of the batch: a run also lists the losses of :data:`ANY_SAMPLE`."""
 
     @property
     def few_steps(self) -> dict[str, Any] | None:
@@ -240,11 +236,9 @@ class Method(ABC):
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
     ) -> Iterator[Sample]:
-        """Sample clean latents chunk by chunk: yield each chunk once finished.
-
-        ``noise`` has the noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`). A bidirectional role
-        has one chunk, the whole clip. ``steps`` is the number of steps of the role's sampler per chunk.
-        """
+        """Sample clean latents chunk by chunk, in ``steps`` steps each: yield each chunk once finished. ``noise`` has
+        that of each (:func:`distill.methods.common.chunks.chunk_noise`); a bidirectional role has one chunk, the whole
+        clip."""
 
 
 Guidance = float | tuple[float, float] | Mapping[str, Any]
@@ -262,11 +256,9 @@ def guided_velocity(
     *,
     clean: Sample | None = None,
 ) -> Sample:
-    """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call.
-
-    ``guidance`` is ``w``; if it is 1, only the conditional velocity is computed. ``u`` gets the ``null`` of
-    ``condition``. The other arguments are those of :meth:`models.roles.role.Role.velocity`.
-    """
+    """Return the velocity ``u + w (c - u)`` of classifier-free guidance (Ho & Salimans 2022), in one network call, or
+    the conditional alone if ``guidance``, ``w``, is 1. ``u`` gets the ``null`` of ``condition``. The rest is as in
+    :meth:`models.roles.role.Role.velocity`."""
     w = guidance_at(role, guidance, at)
     if not is_guided(w):
         return role.velocity(x, t, condition, at=at, clean=clean)

@@ -163,11 +163,9 @@ class Scm(FewStepMethod):
 def consistency_tangent(
     prediction: Sample, teacher: Sample, derivative: Sample, x: Sample, t: Tensor, r: float, *, form: str
 ) -> Sample:
-    """Return ``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), not yet normalized.
-
-    ``prediction`` is the student's ``F``, ``teacher`` the teacher's, and ``derivative`` is ``cos t sin t dF/dt`` along
-    the trajectory. ``r`` is the warm-up factor (section 4.2); at 1 both forms are equal.
-    """
+    """Return ``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), not yet normalized, from the
+    student's ``F``, the teacher's, and ``derivative``, ``cos t sin t dF/dt``. ``r`` is the warm-up factor (section
+    4.2); at 1 both forms are equal."""
     cos, sin = torch.cos(t), torch.sin(t)
     if form == "rcm":
         scale = cos * torch.sqrt(1 - (r * sin).square())
@@ -176,11 +174,7 @@ def consistency_tangent(
 
 
 def normalise_tangent(g: Tensor) -> Tensor:
-    """Return ``sqrt(N) g / (||g|| + 0.1)``, with the norm over each sample's N elements (Lu & Song 2024, section 4.2).
-
-    A causal student's tangent is normalized chunk by chunk, since each chunk has its own time.
-
-    Without the root, the gradient of the mean would shrink with the resolution, finally below Adam's epsilon.
-    """
+    """Return ``sqrt(N) g / (||g|| + 0.1)``, with the norm over each sample's (or chunk's) N elements (Lu & Song 2024,
+    section 4.2). Without the root, the gradient of the mean would shrink with the resolution, below Adam's epsilon."""
     norm = g.flatten(1).norm(dim=1)
     return g * widen(g[0].numel() ** 0.5 / (norm + 0.1), g)

@@ -31,11 +31,8 @@ from models.sample import VIDEO
 
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """Return the peak memory of the phases ``encode/...`` and ``decode`` on a rank's device; empty for rendered data.
-
-    An encoded set has only ``decode``. Each encoder is alone on the device, before the networks
-    are built, and takes single captions or clips. The decoder takes single samples next to the networks, whose memory
-    is not included. Without ``data.encoders``, the student's family provides published encoders.
-    """
+    An encoder is alone on the device, before the networks, and takes single captions or clips; the decoder takes single
+    samples next to the networks, not included. Without ``data.encoders``, the family has published ones."""
     parts, _ = shapes
     data = config.data
     if isinstance(data, EncodedSettings):

@@ -20,14 +20,10 @@ from models.roles.role_plan import RolePlan
 
 
 def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu", at_once: bool = False) -> Simulation:
-    """Simulate a run like :func:`simulate`; extrapolate deep networks from the two depths of :func:`shallow_depths`.
-
-    Networks are simulated whole if their blocks differ (by family, or because only some blocks have GAN heads or
-    adapters) or if the roles have different depths. Extrapolation assumes that a phase peaks at the same moment at both
-    depths, as it does with equal blocks; tests compare the result with whole simulations.
-
-    With ``at_once``, the second simulation runs in a separate process, which imports the main module.
-    """
+    """Simulate a run like :func:`simulate`; extrapolate deep networks from :func:`shallow_depths`, assuming that a
+    phase peaks at the same moment at both, as with equal blocks (tests compare whole simulations). Networks whose
+    blocks differ (by family, GAN heads or adapters) or roles of different depths are simulated whole. With ``at_once``,
+    the second simulation runs in a separate process, which imports the main module."""
     depths = {role.family.layers(role.config) for role in plan.roles}
     low, high = shallow_depths(plan)
     whole = (

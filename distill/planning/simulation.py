@@ -123,11 +123,9 @@ def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simul
 def run_steps(
     config: Config, plan: RunPlan, tensors: AbstractContextManager, *, every_micro_batch: bool = False
 ) -> Simulation:
-    """Run the steps of :func:`simulate` in the existing process group.
-
-    ``tensors`` is a ``FakeTensorMode``, or an empty context to measure real tensors with random weights. With
-    ``every_micro_batch``, run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
-    """
+    """Run the steps of :func:`simulate` in the existing process group. ``tensors`` is a ``FakeTensorMode``, or an empty
+    context for real ones. With ``every_micro_batch``, run all of a step; otherwise one and two, and extrapolate the
+    cost."""
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = LiveStorages(place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True)
     sent, watch = CollectiveCounter(), Watch(storages)
@@ -168,10 +166,8 @@ def run_steps(
 @contextmanager
 def _planned_pools(method: Method, storages: LiveStorages) -> Iterator[bool]:
     """Record the collectives' buffers of networks that pool them, and plan the pools on exit. Yield whether any pools.
-
-    Every kind of step must run in this context with a second micro-batch: fake tensors that share memory do not show
-    which buffers are alive at the same time. A pool's memory counts for the first role that uses it.
-    """
+    Every kind of step must run here with a second micro-batch, to show which buffers are alive at once. A pool's memory
+    counts for the first role that uses it."""
     networks = {name: role.network for name, role in method.roles.items()}
     pools = {
         id(pool): (name, pool) for name, network in reversed(networks.items()) if (pool := pool_at(network)) is not None
@@ -277,12 +273,9 @@ class _Run:
         return mean
 
     def _mean_of_lengths(self, step: int, every_micro_batch: bool) -> StepCost:
-        """Return the mean cost over the integers that a step draws; the cost of a rollout is linear in its length.
-
-        The cost of one more micro-batch is that of two minus that of one, since a step may reduce gradients or gather
-        weights only once. A longer rollout adds the same cost to every micro-batch, so two micro-batches run with the
-        shortest rollout alone.
-        """
+        """Return the mean cost over the integers that a step draws; it is linear in a rollout's length. One more
+        micro-batch costs two minus one, since a step may reduce gradients or gather weights only once; longer rollouts
+        add the same to each, so two run with the shortest alone."""
         few = self.batches if every_micro_batch else self.batches[:1]
         more = self.accumulation - len(few)
         self.lengths.shortest, self.lengths.differ = True, False

@@ -158,13 +158,10 @@ class Axes:
 
 
 def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list[Outcome]:
-    """Try candidates, and return the outcomes of all.
-
-    For every ``mesh.cp``, find the least checkpointing that fits, since more only costs time. Then vary the fastest
-    two: larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. If no candidate
-    fits, try one sample per forward, and then the smallest candidate with the trained roles' states in host memory.
-    ``evaluate`` returns the outcomes of candidates, in their order.
-    """
+    """Try candidates by ``evaluate``; return all outcomes. For every ``mesh.cp``, find the least checkpointing that
+    fits, since more only costs time. Then vary the fastest two: larger micro-batches, ring attention within ``cp``,
+    parameters that stay gathered. If none fits, try one sample per forward, then the smallest with states in host
+    memory."""
     tried: list[Outcome] = []
     left = list(axes.cp)
     for words in axes.checkpointing:

@@ -70,11 +70,9 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> AbstractContextMana
 
 
 def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:
-    """Write the record of this start, ``config.yaml`` and the log so far. All ranks call it; rank 0 writes.
-
-    Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
-    moves an earlier run's files to ``previous``. ``step`` is that of the checkpoint ``resume_from``, or 0.
-    """
+    """Write the record of this start, ``config.yaml`` and the log so far, on rank 0, after all checks: a refused run
+    must not change an earlier one's files. A run from scratch moves these to ``previous``. ``step`` is that of
+    ``resume_from``, or 0."""
 
     def write() -> None:
         with writing(f"run_dir={run_dir}", "use another"):
@@ -140,12 +138,9 @@ def _commit() -> dict[str, Any]:
 
 
 def resume_setting(config: Config, run_dir: Path) -> str:
-    """Return ``checkpoint.resume`` for this start. All ranks must call this.
-
-    torchrun's ``--max-restarts`` starts the same command again after a rank has died. ``never`` applies only to the
-    first of these starts: otherwise, every restart would begin from scratch. The newest record of a start tells whether
-    this torchrun has started the run before.
-    """
+    """Return ``checkpoint.resume`` for this start; a collective. torchrun's ``--max-restarts`` starts the same command
+    again after a rank has died, and ``never`` applies only to the first start of a torchrun, as the newest record
+    tells."""
 
     def decide() -> str:
         if config.checkpoint.resume == "never" and _torchrun() is not None:
@@ -211,13 +206,10 @@ def run_log() -> Iterator[None]:
 
 @contextmanager
 def recorded_end(run_dir: Path) -> Iterator[None]:
-    """Write ``status.json`` on entering and on leaving the context, on rank 0.
-
-    The file holds this process's ``exit_code``, since torchrun exits with 1 for every failure of a worker. ``state`` is
-    ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
-    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest saved step, ``job`` the job id
-    of SLURM or torchrun.
-    """
+    """Write ``status.json`` on entering and on leaving the context, on rank 0, with this process's ``exit_code``, since
+    torchrun exits with 1 for every failure. ``state`` is ``running`` (also after a kill), ``finished``, ``stopped`` (by
+    a signal; the same command resumes) or ``failed``, with the reason in ``error``. ``checkpoint`` is the newest saved
+    step, ``job`` the job id of SLURM or torchrun."""
     if rank() != 0:
         yield
         return

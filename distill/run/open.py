@@ -91,18 +91,10 @@ class Run:
 
 @contextmanager
 def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: list[str]) -> Iterator[Run]:
-    """Open the run of ``config`` on all ranks.
-
-    Each of these steps may refuse the run:
-
-    1. Start the process group and the mesh.
-    2. Read the data's table, compare the checkpoint to resume with the settings and with the files that they name, and
-       check the disk space for checkpoints.
-    3. Make and lock the run directory. No other run may have added a checkpoint since step 2.
-
-    The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
-    a refused run does not change the files of an earlier one.
-    """
+    """Open the run of ``config`` on all ranks: start process group and mesh; read the data's table, compare the
+    checkpoint to resume with settings and files, and check the disk; lock the directory, to which no other run may have
+    added a checkpoint meanwhile. Each may refuse. Log, start and status follow in :meth:`Run.started`, once networks
+    are built: a refused run does not change files of an earlier one."""
     with open_mesh(config, plan, device) as mesh:
         checkpoints = plan.run_dir / "checkpoints"
         resume, existing = resume_setting(config, plan.run_dir), saved_steps(checkpoints)

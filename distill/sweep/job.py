@@ -88,12 +88,9 @@ def classify(exit_code: int, output: str) -> tuple[str, str | None]:
 
 
 def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
-    """Return the measured columns of a finished run: rates over ``measured`` steps after the first ``warm_up``.
-
-    Rates are weighted by the seconds of their steps, which gives totals divided by the total time.
-    ``allocated_gib`` is the largest peak of any rank in the whole run: torch's allocated memory on CUDA, and the growth
-    of resident memory since the start on a CPU. Values that the files lack are ``None``.
-    """
+    """Return the measured columns of a finished run, ``None`` where missing: rates over ``measured`` steps after
+    ``warm_up``, weighted by their seconds. ``allocated_gib`` is the largest peak of any rank in the whole run:
+    allocated memory on CUDA, growth of resident memory on a CPU."""
     records = read_objects(run_dir / "metrics.jsonl")
     chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]
     seconds = [finite_number(record.get("perf/seconds_per_step")) for record in chosen]

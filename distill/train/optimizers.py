@@ -38,17 +38,10 @@ def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> flo
 
 
 class RoleOptimizer:
-    """AdamW over a role's sharded masters. Torch's update runs on each rank's local shards, as plain tensors.
-
-    On DTensors, torch's AdamW propagates placements through lists of all parameters; for a thousand parameters the
-    first update takes twenty seconds. The update is elementwise, so local shards suffice.
-
-    Each update looks up parameters and their local shards by name, since FSDP2 replaces the shards (see
-    :func:`fsdp_cp.reduce.local_shards`) and loading may replace the parameters.
-
-    Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
-    has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.
-    """
+    """AdamW over a role's sharded masters, on each rank's local shards as plain tensors: the update is elementwise, and
+    on DTensors torch propagates placements for twenty seconds. Parameters and shards are looked up by name at each
+    update, since FSDP2 replaces shards (:func:`fsdp_cp.reduce.local_shards`) and loading parameters. Adam's state,
+    sharded alike, is allocated here: a checkpoint before the first update has the same entries."""
 
     def __init__(self, role: Role, settings: OptimizerSettings):
         self.role, self.settings = role, settings

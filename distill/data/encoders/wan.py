@@ -33,11 +33,8 @@ _IDENTITY = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 
 
 class VideoCodec:
-    """A Wan VAE between pixels and the normalized latents that the transformer sees.
-
-    Latents are ``(z - latents_mean) / latents_std``, which ``WanPipeline.__call__`` undoes before it decodes.
-    ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it.
-    """
+    """A Wan VAE between pixels and latents ``(z - latents_mean) / latents_std``, which ``WanPipeline.__call__`` undoes
+    before it decodes. ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it."""
 
     vae_class = "AutoencoderKLWan"
 
@@ -262,11 +259,9 @@ class EncoderFolder:
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        """Return the tensors that the pipeline makes of an image, without loading weights.
-
-        Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
-        image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
-        """
+        """Return the tensors that the pipeline makes of an image, without loading weights. Wan 2.2's TI2V
+        (``expand_timesteps``) puts the frame in the noisy one's place, and its I2V A14B has no image encoder; Wan 2.1's
+        I2V has one, as has a folder without ``model_index.json``."""
         index = part_settings(self.path, ".", where, "model_index.json", optional=True)
         in_place = index.get("expand_timesteps")
         if in_place is not None and type(in_place) is not bool:

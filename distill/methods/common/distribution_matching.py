@@ -35,18 +35,11 @@ def distribution_matching(
     last_step: Tensor | None = None,
     real_sample: Sample | None = None,
 ) -> Sample:
-    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8), of
-    each part.
-
-    The teacher of ``method``, with guidance, gives ``x_real``; its fake score, without, ``x_fake``. Observes
-    ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``) of each part.
-
-    Args:
-        sample: ``x_G``, of the captions of ``batch``.
-        times: times at which the scores are compared, with this ``noise``.
-        last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
-        real_sample: what the teacher scores, if not ``sample``: real clips of the same captions (data forcing).
-    """
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` of each part (Yin et al. 2024b, eq.
+    7 and 8) of ``sample``, ``x_G``, whose scores are compared at ``times`` with ``noise``. The teacher of ``method``,
+    with guidance, gives ``x_real``, by ``real_sample`` (data forcing) if given; its fake score, without, ``x_fake``,
+    conditioned on ``last_step`` ``(B,)`` if given. Observes ``dmd_gradient`` (root mean square of ``g``) and
+    ``dmd_normaliser`` (``q``)."""
     (t, at), teacher, fake, observations = times, method.roles["teacher"], method.roles["fake"], method.observations
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)

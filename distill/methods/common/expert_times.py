@@ -48,14 +48,9 @@ def draw_times(
     roles: Sequence[Sequence[Role]],
     trains: Role | None = None,
 ) -> list[Times]:
-    """Draw times by ``draw``, each in one range of the roles that are evaluated at it.
-
-    Args:
-        draw: pure function: the same streams and purpose must give the same times.
-        purpose: name of the draw; redraws are named ``PURPOSE/again_N``.
-        roles: roles that are evaluated at each of the times.
-        trains: role that trains at the last of the times; perhaps only some of its experts.
-    """
+    """Draw times by ``draw``, a pure function of streams and purpose, each in one range of the ``roles`` that are
+    evaluated at it. Redraws are named ``PURPOSE/again_N``. ``trains`` is the role that trains at the last of the times,
+    perhaps only some of its experts."""
     if not any(role.has_experts for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
     pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")

@@ -48,12 +48,9 @@ def guided_states(
     guidance: Guidance,
     states: Sequence[float] = (),
 ) -> Iterator[list[Sample]]:
-    """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`).
-
-    With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
-    call. A chunk takes ``steps`` calls, and one more adds it to the cache. For ``sampler``, ``shift`` and ``states``
-    see :func:`integrate`, whose results this yields.
-    """
+    """Sample a role along the guided velocity, chunk by chunk (:func:`by_chunks`), and yield the results of
+    :func:`integrate`. With guidance, the caches of both branches are halves of one batch: a chunk takes ``steps``
+    network calls, and one more to enter the cache."""
     how: dict[str, Any] = {"sampler": sampler, "steps": steps, "shift": shift, "states": states}
     if role.causal is None:
         return (integrate(guided(role, condition, guidance), x, **how) for x in noise)
@@ -80,17 +77,11 @@ def by_chunks(
     sample: Callable[[int, Sample, Cache], list[Sample]],
     states: Sequence[float] = (),
 ) -> Iterator[list[Sample]]:
-    """Sample a causal role chunk by chunk, without gradient. A chunk is yielded once it is finished.
-
-    A finished chunk enters the cache when the next one begins. A first frame in the condition is the first chunk, which
-    a new cache holds already; its states lie on the line from its noise.
-
-    Args:
-        cache: new cache of the role, for the B samples or for several branches of them (guidance).
-        noise: noise of each chunk; read when the chunk begins.
-        purpose: the noise on finished chunk i, for a ``context_time`` above 0, has the name ``PURPOSE/i``.
-        sample: function of a chunk's number, noise and cache that returns its ``states``, and last its clean latents.
-    """
+    """Sample a causal role chunk by chunk, without gradient; yield each once it is finished. It enters ``cache``, new
+    for the B samples or several branches of them (guidance), when the next begins, with noise named ``PURPOSE/i`` for a
+    ``context_time`` above 0. A first frame in the condition is the first chunk, cached already; its states lie on the
+    line from its noise. ``sample`` gets a chunk's number, noise and cache, and returns its ``states`` and last its
+    latents."""
     causal, finished = cache.role.causal, None
     frame = cache.condition.tensors.get(FIRST_FRAME)
     for i, x in enumerate(noise):
@@ -124,14 +115,10 @@ def integrate(
 
 @torch.no_grad()
 def unipc_sample(velocity: Velocity, noise: Sample, *, steps: int, shift: float) -> Sample:
-    """Sample by UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8).
-
-    This uses diffusers' scheduler with Wan's settings, but calls the network at the exact time of its state, as in
-    training. diffusers' pipelines truncate ``1000 t`` to an integer for the network. On Gaussians, truncation keeps the
-    error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
-
-    ``steps`` counts network calls. Wan's ``shift`` is 3 at 480p, 5 at 720p.
-    """
+    """Sample by UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8) in ``steps`` network calls, by
+    diffusers' scheduler with Wan's settings, but at the exact time of each state, as in training. diffusers' pipelines
+    truncate ``1000 t`` to an integer, which on Gaussians keeps the error above about 0.1% for any number of steps; with
+    exact times it keeps falling (tests/unit/test_samplers.py)."""
     from diffusers import UniPCMultistepScheduler
 
     def scheduler(part: str) -> UniPCMultistepScheduler:
@@ -180,12 +167,9 @@ def last_input(
     *,
     sampler: StudentSampler,
 ) -> Sample:
-    """Return the input ``x_t`` of the last of a few-step student's ``steps``, without gradient.
-
-    The first input is the noise times the first time. The step to the next time ``t'`` is ``(1 - t') x0 + t' e`` with
-    fresh noise ``e``, the k-th named ``PURPOSE_k`` (``renoise``, DMD2), or ``x0 + t' v``, Euler's step along the
-    student's velocity (``ode``, FastGen).
-    """
+    """Return the input ``x_t`` of the last of a few-step student's ``steps``, without gradient. The first is the noise
+    times the first time. The step to the next time ``t'`` is ``(1 - t') x0 + t' e`` with fresh noise ``e``, the k-th
+    named ``PURPOSE_k`` (``renoise``, DMD2), or ``x0 + t' v``, Euler's along its velocity (``ode``, FastGen)."""
     x = part_times(steps[0].t, noise) * noise
     for k, (step, (next_t, _)) in enumerate(pairwise(steps), start=1):
         v = velocity(x, step)
@@ -220,12 +204,9 @@ def rollout_chunks(
     sampler: StudentSampler,
     last_steps: list[LastStep] | None = None,
 ) -> Iterator[Sample]:
-    """Sample a causal few-step student chunk by chunk (:func:`by_chunks`), each as :func:`rollout` samples a clip.
-
-    ``times`` returns the times of a chunk by its number. The k-th fresh noise of chunk i has the name
-    ``PURPOSE/renoise/i_k``, and the noise on its finished latents ``PURPOSE/context/i``. ``last_steps`` receives the
-    last step of each chunk that is sampled.
-    """
+    """Sample a causal few-step student by :func:`by_chunks`, each chunk as :func:`rollout` samples a clip, at ``times``
+    of its number. The k-th fresh noise of chunk i is named ``PURPOSE/renoise/i_k``, that on its finished latents
+    ``PURPOSE/context/i``. ``last_steps`` receives the last step of each."""
 
     def sample(i: int, noise: Sample, cache: Cache) -> list[Sample]:
         def velocity(x: Sample, step: Times) -> Sample:
