@@ -51,7 +51,11 @@ def write_report(
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
         "troubles": wrong,
         "verdict": verdict(ordered, comparisons),
-        "rows": [_row_json(row) for row in ordered],
+        "rows": [
+            {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")}
+            | {"measures": row.measures and {name: asdict(measure) for name, measure in row.measures.items()}}
+            for row in ordered
+        ],
         "comparisons": [asdict(c) for c in comparisons],
         "captions": list(captions),
         "run": dict(config_summary),
@@ -68,11 +72,6 @@ def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Sort rows: held-out renders, teacher, student; each role from many steps to few."""
     roles = list(ROLE_COLORS)
     return sorted(rows, key=lambda row: (roles.index(row.role), -(row.steps or 0)))
-
-
-def _row_json(row: ReportRow) -> dict[str, Any]:
-    measures = row.measures and {name: asdict(measure) for name, measure in row.measures.items()}
-    return {name: getattr(row, name) for name in ("name", "role", "steps", "evaluations")} | {"measures": measures}
 
 
 def finite(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json, write_json
+from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
 from fsdp_cp.errors import UserError
 
 FORMATS = (1, 2)
@@ -206,7 +206,3 @@ class EncodedSet:
 
     def shard_count(self, kind: str) -> int:
         return self._columns.length(f"{kind}.size")
-
-    def write_damaged(self, damaged: Mapping[str, Sequence[int]]) -> None:
-        """Record what a verification found, for all later readers."""
-        write_json(self.path / DAMAGED, {"index": self.about["index"], **damaged})

@@ -287,5 +287,5 @@ def verify(path: Path, where: str) -> dict[str, list[int]]:
     for (kind, _), numbers in zip(work, wrong, strict=True):
         damaged[kind] += numbers
     with written(where):
-        on_first_rank(lambda: encoded.write_damaged(damaged))
+        on_first_rank(lambda: write_json(path / DAMAGED, {"index": encoded.about["index"], **damaged}))
     return damaged
