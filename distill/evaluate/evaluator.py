@@ -56,10 +56,7 @@ class Shown(NamedTuple):
 
 
 class Evaluator:
-    """Samples of student and teacher, every ``sample.every`` steps and at the end, and the report.
-
-    All ranks call each method; rank 0 writes.
-    """
+    """Samples of student and teacher during a run, and its report. All ranks call each method; rank 0 writes."""
 
     def __init__(
         self,
@@ -85,10 +82,8 @@ class Evaluator:
         return max(self.micro_batch_size, sampling_batch(self.method.roles.values(), shapes, self.mesh, self.device))
 
     def clips(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Clips | None:
-        """Sample clips: return them on rank 0, and ``None`` on the other ranks or if they are not finite.
-
-        An image-conditioned network takes the images of the data set's ``items``, if given.
-        """
+        """Sample clips, with the images of the data's ``items`` if given: return them on rank 0, ``None`` elsewhere or
+        if they are not finite."""
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
             return Clips(stored) if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
@@ -134,11 +129,8 @@ class Evaluator:
         return clips
 
     def write_samples(self, step: int) -> Shown | None:
-        """Write clips of student and teacher, of fixed captions and noise, to ``samples/``; return them on rank 0.
-
-        Each clip becomes ``step_00000100_student_4steps_I.mp4`` or, once per run, ``teacher_50steps_I.mp4``.
-        ``step_00000100.png`` shows all clips.
-        """
+        """Write clips of fixed captions and noise to ``samples/``, as ``step_00000100_student_4steps_I.mp4``,
+        ``step_00000100.png`` with all and, once per run, ``teacher_50steps_I.mp4``; return them on rank 0."""
         chosen = self.config.sample
         captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
         rows, videos, folder, shown = {}, {}, self.run_dir / "samples", None
@@ -182,10 +174,8 @@ class Evaluator:
         return [(role, n) for role, n in dict.fromkeys(wanted) if role in self.method.roles]
 
     def write_report(self, facts: dict[str, Any]) -> None:
-        """Write ``report.html``, ``report.json`` and ``report.png``. A :class:`MeasuredDataset` measures them.
-
-        The page shows ``facts``; ``steps`` is the number of steps trained.
-        """
+        """Write ``report.html``, ``report.json`` and ``report.png``, with measures of a :class:`MeasuredDataset`, and
+        ``facts``, whose ``steps`` are those trained."""
         is_measured = isinstance(self.data, MeasuredDataset)
         # Without measures, clips beyond the shown ones would only cost time.
         count = self.config.sample.report_clips if is_measured else min(8, self.config.sample.report_clips)

@@ -26,11 +26,8 @@ class Interval(NamedTuple):
 
 
 def bootstrap_t(values: np.ndarray) -> Interval:
-    """Return the intervals of the means over the first axis.
-
-    Args:
-        values: one finite number per prompt, ``(n,)``; or ``(n, m)`` for m measures, which share the draws. n >= 2.
-    """
+    """Return the intervals of the means over prompts, the first axis of finite ``values``, ``(n,)`` or ``(n, m)`` for m
+    measures, which share the draws; n >= 2."""
     count = len(values)
     x = values - values.mean(axis=0)  # centered, so that the variances below do not cancel
     error = x.std(axis=0, ddof=1) / np.sqrt(count)

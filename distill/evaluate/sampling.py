@@ -119,10 +119,8 @@ def sampling_batch(roles: Iterable[Role], shapes: PartShapes, mesh: Mesh, device
 def generate(
     method: Method, role: str, *, captions: list[str], advance: Callable[[int], object] | None = None, **options: Any
 ) -> Sample:
-    """Return the latents of all ``captions`` that :func:`sample_batches` makes; it takes ``options`` too. A collective.
-
-    ``advance`` is called with the number of clips, over all ranks, that were finished since the last call.
-    """
+    """Return the latents of all ``captions`` by :func:`sample_batches`, with its ``options``. ``advance`` is called
+    with numbers of finished clips."""
     made = []
     for positions, latents in sample_batches(method, role, captions=captions, **options):
         made.append(latents)
@@ -153,11 +151,9 @@ def sample_batches(
     A collective. A causal role makes its chunks one after another. Finished chunks wait in host memory.
 
     Args:
-        captions, data: one caption per clip, and the data set that embeds them.
-        mesh: the mesh, whose ``dp`` ranks share the clips.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: number of clips per forward on a rank; by default what fits (:func:`sampling_batch`).
-        clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
+        clips: items of ``data`` that give the images, one per caption; see ``ClipDataset.condition``.
         latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
         chunk_done: called after each chunk, or each clip of a bidirectional role.
         finished: positions that are not needed. A batch of them alone is left out; the other batches do not change.

@@ -129,11 +129,8 @@ def command(python: str | Path, request: Mapping[str, Any]) -> list[str]:
 def score(
     dimension: str, *, python: Path | None, videos: Path, info: Path, out: Path, device: str
 ) -> dict[str, Any] | None:
-    """Compute a dimension, or read it if it is there. Without ``python``, print the command that is left.
-
-    Returns:
-        ``value`` of the package, ``low`` and ``high`` of our interval by prompt, and ``note``.
-    """
+    """Compute a dimension, or read it: the package's ``value``, ``low`` and ``high`` by prompt, and ``note``. Without
+    ``python``, print its command."""
     note = ""
     if dimension == FLICKERING:
         videos, note = _filtered(videos, python, device)

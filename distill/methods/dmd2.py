@@ -241,11 +241,9 @@ class Dmd2(FewStepMethod):
         return [shift_time(t, settings.shift).clamp(settings.min_time, settings.max_time)]
 
     def _head_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
-        """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
-
-        Means are over all logits. ``x_t`` are the clips, noised to the same times as the samples ``x_G`` of their
-        captions. A discriminator that is conditioned on the ``last`` step gets the samples' value for both.
-        """
+        """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``, over all
+        logits. ``x_t`` are the clips, noised to the times of the samples of their captions, whose ``last`` steps they
+        share."""
         t, at = times
         inputs = [
             add_noise(x, batch.noise(random, purpose), t)

@@ -112,10 +112,8 @@ class _Draws(StepRandom):
 
 
 def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simulation:
-    """Run some steps of ``config`` on fake tensors, without GPU, weights or clips. No process group may exist.
-
-    ``stands_for`` is the device type whose tile sizes attention's forward-mode derivative uses.
-    """
+    """Run some steps of ``config`` on fake tensors, without GPU, weights, clips or a process group, with the tile sizes
+    of the device type ``stands_for`` in attention's derivative."""
     with fake_world(plan.mesh.world, stands_for) as fakes:
         return run_steps(config, plan, fakes)
 

@@ -42,11 +42,9 @@ _AAC_RATE = 48000
 
 
 def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float, sound: Sound | None = None) -> None:
-    """Write one clip as an mp4 (H.264, yuv420p, plays everywhere), enlarged to at least 256 pixels on the longer side.
-
-    `frames` is uint8 (T, H, W, 3), T >= 1. `fps`, frames per second, may be fractional. An odd side repeats its last
-    row or column, since yuv420p has one color sample for 2 x 2 pixels. `sound` begins with the first frame (AAC).
-    """
+    """Write one clip, uint8 (T, H, W, 3), as an mp4 (H.264, yuv420p, plays everywhere) of at least 256 pixels on the
+    longer side, at ``fps``, perhaps fractional. An odd side repeats its last row or column, since yuv420p has one color
+    sample for 2 x 2 pixels. `sound` begins with the first frame (AAC)."""
     import av  # lazily: training without samples does not need FFmpeg
 
     scale = max(1, -(-256 // max(frames.shape[1:3])))
@@ -134,11 +132,8 @@ def contact_sheet(
     frames: int = 8,
     width: int = 1600,
 ) -> Image.Image:
-    """Write a labeled PNG of clips, one row per model and one column per clip, and return the picture.
-
-    ``rows`` are (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay
-    empty). Each clip shows at most ``frames`` frames, evenly spaced. ``width`` is approximate, in pixels.
-    """
+    """Write a labeled PNG of about ``width`` pixels, one row per model (label, clips uint8 (n, T, H, W, 3), whose sizes
+    may differ) and one column per clip with at most ``frames`` evenly spaced frames; return the picture."""
     margin, gap, frame_gap, label_width = 24, 24, 3, 240
     picked = [clips[:, pick_frames(clips.shape[1], frames)] for _, clips in rows]
     columns, most = (max(clips.shape[axis] for clips in picked) for axis in (0, 1))

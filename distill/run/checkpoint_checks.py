@@ -91,11 +91,9 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
 def check_resume(
     config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (), sources: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
-
-    Trained ``roles`` must have the checkpoint's networks. Return ``sources``, the result of :func:`find_sources`, for
-    later checkpoints. An accepted difference has the former source as ``earlier``.
-    """
+    """Compare the checkpoint's ``state.json`` with settings and trained ``roles``, and log the allowed changes. Return
+    ``sources`` (:func:`find_sources`) for later checkpoints, with the former one as ``earlier`` of an accepted
+    difference."""
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:

@@ -24,10 +24,8 @@ from models.roles.role import Role
 
 
 def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:
-    """Return the learning rate of the ``update``-th (0-based) of ``updates`` updates of a role.
-
-    The rate warms up linearly from ``lr / warmup``, then stays constant or follows half a cosine to ``final_lr * lr``.
-    """
+    """Return the rate of the 0-based ``update`` of a role's ``updates``: a linear warm-up from ``lr / warmup``, then
+    constant or half a cosine to ``final_lr * lr``."""
     if update < settings.warmup:
         return settings.lr * (update + 1) / settings.warmup
     if settings.schedule == "constant":

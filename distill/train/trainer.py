@@ -295,11 +295,8 @@ class Trainer:
         )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
-        """Update the role whose turn it is and return its metrics. All except times are equal on all ranks.
-
-        The host's clock measures the step's time, on CUDA too: the host waits for the reduced metrics at the end of the
-        step, after the optimizer's kernels.
-        """
+        """Update the role whose turn it is and return its metrics, equal on all ranks but for times. The host's clock
+        has these: it waits for the reduced metrics at the end of the step, after the optimizer's kernels."""
         started, batching = time.perf_counter(), self.batching
         name = self.method.trained_role(self.step)
         for role in self.method.roles.values():
@@ -361,10 +358,8 @@ class Trainer:
                 self.log.write_norms(step, name, values)
 
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
-        """Return a step's loss and operations, and the means of its losses and observations. A collective.
-
-        Call it after the gradient norm: the host waits for each, and on CUDA the norm's kernels would be launched late.
-        """
+        """Return a step's loss and operations, and the means of its losses and observations. A collective, after the
+        gradient norm: the host waits for each, and on CUDA the norm's kernels would be launched late."""
         values = {name: float(value) for name, value in losses.sums.items()}
         total = sum(losses.weights[name] * value for name, value in values.items())
         # Sum over data-parallel ranks only: the ranks of a cp group hold the same loss.

@@ -83,9 +83,8 @@ def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
     """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
 
     The picked frame is the one nearest in time to ``k / fps`` after the first frame (of two equally near, the earlier),
-    so variable frame rates and rounded time stamps sample evenly. A source slower than ``fps`` repeats frames. Frames
-    are resized one at a time as they are decoded: memory holds the small clip and a few source frames, whatever the
-    source. Where the times of frames do not grow, frames count in the decoder's order at the average rate.
+    so variable frame rates and rounded time stamps sample evenly. A source slower than ``fps`` repeats frames. Where
+    the times of frames do not grow, frames count in the decoder's order at the average rate.
 
     Colors follow the stream's own matrix and range; an untagged stream is read as BT.601 limited range, as swscale (so
     ffmpeg, imageio and diffusers' ``export_to_video``) writes and reads it. HDR and wide-gamut colors are converted.

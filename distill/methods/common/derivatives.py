@@ -20,11 +20,9 @@ Mode = Literal["exact", "finite_difference"]
 def directional_derivative(
     function: Callable[[Sample, Tensor], Sample], x: Sample, t: Tensor, direction: Sample, *, mode: str, step: float
 ) -> Sample:
-    """Return ``d/dh function(x + h direction, t + h)`` at ``h = 0``, without a graph.
-
-    ``exact`` is one dual forward. ``finite_difference`` is two plain forwards, with ``h = step`` to both sides. Its
-    error is of order ``step^2``, plus the rounding error of the output divided by ``step``.
-    """
+    """Return ``d/dh function(x + h direction, t + h)`` at ``h = 0``, without a graph: by one dual forward (``exact``),
+    or by two plain ones with ``h = step`` to both sides (``finite_difference``), whose error is of order ``step^2``,
+    plus rounding divided by ``step``."""
     if mode == "exact":
         with norms_keep_tangent_dtypes(), forward_ad.dual_level():
             out = function(x.map(forward_ad.make_dual, direction), forward_ad.make_dual(t, torch.ones_like(t)))

@@ -35,11 +35,13 @@ def distribution_matching(
     last_step: Tensor | None = None,
     real_sample: Sample | None = None,
 ) -> Sample:
-    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` of each part (Yin et al. 2024b, eq.
-    7 and 8) of ``sample``, ``x_G``, whose scores are compared at ``times`` with ``noise``. The teacher of ``method``,
-    with guidance, gives ``x_real``, by ``real_sample`` (data forcing) if given; its fake score, without, ``x_fake``,
-    conditioned on ``last_step`` ``(B,)`` if given. Observes ``dmd_gradient`` (root mean square of ``g``) and
-    ``dmd_normaliser`` (``q``)."""
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` of each part of ``sample``, ``x_G`` (Yin et al. 2024b, eq. 7 and 8).
+
+    ``g = (x_fake - x_real) / q`` compares two estimates at ``times``, with ``noise``. ``x_real`` is the teacher's, with
+    guidance, of ``real_sample`` where that is given (data forcing). ``x_fake`` is the fake score's, without guidance,
+    conditioned on ``last_step`` ``(B,)`` where that is given. Observes ``dmd_gradient`` (root mean square of ``g``) and
+    ``dmd_normaliser`` (``q``).
+    """
     (t, at), teacher, fake, observations = times, method.roles["teacher"], method.roles["fake"], method.observations
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
@@ -60,11 +62,8 @@ def distribution_matching(
 def fake_score_error(
     fake: Role, sample: Sample, times: Times, noise: Sample, condition: Condition, last_step: Tensor | None = None
 ) -> Sample:
-    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample and part ``(B,)``, without
-    guidance.
-
-    ``sample`` is ``x_G``, without a gradient; ``noise`` is ``e``. For ``last_step`` see :func:`distribution_matching`.
-    """
+    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of ``sample``, ``x_G``, and ``noise``, ``e``, for
+    each sample and part ``(B,)``, without guidance."""
     t, at = times
     v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
     return squared_error(v, noise - sample)

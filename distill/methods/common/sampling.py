@@ -77,11 +77,13 @@ def by_chunks(
     sample: Callable[[int, Sample, Cache], list[Sample]],
     states: Sequence[float] = (),
 ) -> Iterator[list[Sample]]:
-    """Sample a causal role chunk by chunk, without gradient; yield each once it is finished. It enters ``cache``, new
-    for the B samples or several branches of them (guidance), when the next begins, with noise named ``PURPOSE/i`` for a
-    ``context_time`` above 0. A first frame in the condition is the first chunk, cached already; its states lie on the
-    line from its noise. ``sample`` gets a chunk's number, noise and cache, and returns its ``states`` and last its
-    latents."""
+    """Sample a causal role chunk by chunk, without gradient; yield each once it is finished.
+
+    A finished chunk enters ``cache`` (of the B samples, or of several branches of them) when the next begins, with the
+    noise ``PURPOSE/i`` for a ``context_time`` above 0. A first frame in the condition is the first chunk, cached
+    already; its states lie on the line from its noise. ``sample`` gets a chunk's number, noise and cache, and returns
+    its ``states``, and last its clean latents.
+    """
     causal, finished = cache.role.causal, None
     frame = cache.condition.tensors.get(FIRST_FRAME)
     for i, x in enumerate(noise):

@@ -47,11 +47,9 @@ def trig_field(
     *,
     clean: Sample | None = None,
 ) -> Sample:
-    """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
-
-    This form avoids 0/0 at ``t -> 0``. ``at`` and ``clean`` are a rectified-flow time and state
-    (:meth:`models.roles.role.Role.velocity`).
-    """
+    """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``, ``dx_t/dt`` along the network's trajectory,
+    without 0/0 at ``t -> 0``. ``at`` and ``clean`` are a rectified-flow time and state
+    (:meth:`models.roles.role.Role.velocity`)."""
     k = per_sample(torch.cos(t) + torch.sin(t), x)
     v = guided_velocity(role, x / k, flow_time(t), condition, guidance, at, clean=clean)
     return (per_sample(torch.cos(t) - torch.sin(t), x) * x + v) / k
