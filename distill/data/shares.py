@@ -21,14 +21,16 @@ _MOST_THREADS = 4  # a clip of 81 frames at 720p is 0.9 GB as the VAE takes it
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Assignment of items to ``ranks``, the same on every rank: ``ranks[i % len(ranks)]`` does item i."""
+    """Assignment of items to ``ranks``, the same on every rank. Each does neighbors, which often share a file."""
 
     ranks: Sequence[int] = field(default_factory=lambda: range(world_size()))
     """Ranks that work; by default all."""
 
     def assigned(self, count: int) -> range:
-        size = len(self.ranks)
-        return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
+        if rank() not in self.ranks:
+            return range(0)
+        place, size = self.ranks.index(rank()), len(self.ranks)
+        return range(count * place // size, count * (place + 1) // size)
 
     @classmethod
     def one_per_node(cls) -> Shares:
@@ -39,16 +41,14 @@ class Shares:
     def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
         """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank. The
         ranks meet after every few items, so that failures are heard soon and no wait exceeds the group's timeout."""
-        results: list[T] = []
-        assigned, size = self.assigned(count), len(self.ranks) * _ROUND
-        for first in range(0, count, size):
-            mine = [i for i in assigned if first <= i < first + size]
+        results: dict[int, T] = {}
+        assigned, most = self.assigned(count), -(-count // len(self.ranks))
+        for first in range(0, most, _ROUND):
+            mine = assigned[first : first + _ROUND]
             parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
-            merged = {i: result for part in parts for i, result in part.items()}
-            results += [merged[i] for i in sorted(merged)]
-            advance(len(merged))
-        assert len(results) == count
-        return results
+            advance(sum(map(len, parts)))
+            results |= {i: result for part in parts for i, result in part.items()}
+        return [results[i] for i in range(count)]
 
 
 def first_of_each(nodes: Sequence[Hashable]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from distill.run.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
 from tests.oracles import tiny_minimax_h3
 
-WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
+WORDS = ("experiment=quickstart", "batch_size=8", "plan=true")
 slow, long = pytest.mark.slow, pytest.mark.long
 ROLES = ("teacher", "student", "fake")
 
@@ -129,6 +129,18 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
     for name, cost in measured.steps.items():
         assert predicted.steps[name].flops == cost.flops > 0 and predicted.steps[name].sent == cost.sent
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
+
+
+@slow
+def test_no_size_takes_more_than_the_one_that_is_planned(pools):
+    sizes = [[8, 16, 16], [6, 16, 32], [7, 32, 16]]
+    data = ("data=video_folder", "data.path=x", "data.encoders=assets/quickstart_teacher", "data.max_text_tokens=4")
+    predicted = simulate(*_planned(1, (*data, "mesh.cp=1", f"data.buckets={sizes}")))
+    words = [(*data, "mesh.cp=1", f"data.buckets=[{size}]") for size in sizes]
+    measured = [pools[1].run(_measured, 1, one)[0] for one in words]
+    assert max(measured, key=lambda one: one.peak.bytes) is measured[2]
+    for name, peak in predicted.peaks.items():
+        assert max(one.peaks[name].bytes for one in measured) == pytest.approx(peak.bytes, rel=0.001), name
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -106,6 +107,32 @@ def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
         assert torch.equal(made.text(made.text_of(i))["text"], text)
 
 
+@pytest.mark.parametrize("kind", ["clips", "texts", "index"])
+def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monkeypatch):
+    """The next run continues: finished entries stay, and all files equal those of an undisturbed run."""
+    outside_sets.rcm(clips, tmp_path / "source")
+    assert encoded(tiny, tmp_path / "source", tmp_path / "whole", "--fps", "8") == 0
+    replace, made = os.replace, []
+
+    def killed(source, target):
+        if Path(target).name.startswith(kind):
+            made.append(target)
+            if len(made) == 3 or kind == "index":
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 130
+    monkeypatch.undo()
+    assert not (tmp_path / "set" / "set.json").exists() and made
+    there = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").glob("clips-*.safetensors")}
+    assert bool(there) == (kind != "clips")
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 0
+    assert all(file.stat().st_mtime_ns == time for file, time in there.items()), "nothing is made again"
+    files = {file.name: file.read_bytes() for file in (tmp_path / "set").iterdir() if file.name != ".lock"}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir() if file.name != ".lock"}
+
+
 def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
     """A clip of another length, one that is damaged and one that would run code are left out, and named."""
     source, mark = tmp_path / "source", tmp_path / "mark"
@@ -129,6 +156,11 @@ def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
     left_out = (tmp_path / "set" / "left_out.csv").read_text()
     assert all(f"more.tar:{name}," in left_out for name in "5678") and left_out.count("\n") == 5
     assert len(EncodedSet(tmp_path / "set", "SET")) == 5
+    sizes = "[[9,32,48],[5,32,48]]"
+    assert encoded(tiny, source, tmp_path / "sizes", "--fps", "8", "--buckets", sizes) == 0
+    data = open_set(tmp_path / "sizes", cache=tmp_path / "cache")
+    assert [list(bucket.items) for bucket in data.buckets] == [[1, 2, 3, 4, 5], [0]]
+    assert torch.equal(data[0]["latents"], clips[0].latents[:, :2])
 
 
 def other_encoder(tiny, folder):
@@ -160,6 +192,8 @@ def test_mistakes_with_stored_tensors(tiny, clips, tmp_path, capsys):
         ("channels", tiny, ("--fps", "8"), "channels"),
         ("long", tiny, ("--fps", "8"), "tokens"),
         ("raw", tiny, ("--fps", "8"), "--normalized"),
+        ("good", tiny, ("--fps", "8", "--buckets", "auto"), "--buckets"),
+        ("good", tiny, ("--fps", "8", "--buckets", "[[9,32,40]]"), "--buckets"),
     ):
         capsys.readouterr()
         assert encoded(encoders, tmp_path / source, tmp_path / "set", *options) == 2, (source, named)

@@ -24,7 +24,10 @@ def test_every_item_has_one_rank(monkeypatch, count, ranks):
     for number in range(4):
         monkeypatch.setattr(shares, "rank", lambda number=number: number)
         own += [(item, number) for item in Shares(ranks=ranks).assigned(count)]
-    assert sorted(own) == [(item, ranks[item % len(ranks)]) for item in range(count)]
+    assert [item for item, _ in sorted(own)] == list(range(count))
+    assert [number for _, number in sorted(own)] == sorted(number for _, number in own), "a run of neighbors each"
+    shares_of_all = [sum(number == rank for _, number in own) for rank in ranks]
+    assert max(shares_of_all) - min(shares_of_all) <= 1
 
 
 def test_items_are_read_by_threads_and_no_further_ahead_than_there_are(monkeypatch):

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -41,6 +41,8 @@ from models.sample import PartShapes, part_name
 logger = logging.getLogger(__name__)
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
+_Read = tuple[torch.Tensor, torch.Tensor | None, int]
+"""Frames (3, T, H, W) of a clip or stored latents (C, t, h, w), its sound, and its length where only one is read."""
 _MOST_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds")
 """Parts of a clip that its image gives."""
@@ -96,14 +98,13 @@ class Encoding(ClipSettings):
         return self.bucket_shapes()[0]
 
     def clip_bytes(self, latents: int = 1) -> int:
-        """Return the stored bytes of the largest clip with so many ``latents`` (0 for captions with images, more for
-        states)."""
-
-        def numbers(parts: PartShapes, made: Mapping[str, tuple[int, ...]]) -> int:
+        """Return the stored bytes of the largest clip with so many ``latents``: 0 for captions with images, more for
+        states."""
+        most = 0
+        for parts, made in self.bucket_shapes():
             shapes = [*parts.values()] * latents + [made[name] for name in IMAGE_TENSORS if name in made]
-            return sum(torch.Size(shape).numel() for shape in shapes)
-
-        return max(numbers(*shapes) for shapes in self.bucket_shapes()) * VAE_PRECISIONS[self.latents].itemsize
+            most = max(most, sum(torch.Size(shape).numel() for shape in shapes))
+        return most * VAE_PRECISIONS[self.latents].itemsize
 
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
@@ -202,17 +203,6 @@ def encode(
         if not is_whole:
             _Job(writer, source, settings, device).run()
     return out
-
-
-class _Read(NamedTuple):
-    """Content of a clip that is to be encoded."""
-
-    video: torch.Tensor
-    """Frames (3, T, H, W), or stored latents (C, t, h, w)."""
-    sound: torch.Tensor | None
-    """Sound, where the encoders take it."""
-    frames: int
-    """Frames of the clip in training; more than T if only the first is read."""
 
 
 class _Job:
@@ -328,7 +318,7 @@ class _Job:
         if outside.latents is not None and outside.is_checked:
             some = range(0, len(self.files), max(1, len(self.files) // _CHECKED_CLIPS))
             read = (self._read(number) for number in some)
-            latents = (self._stored_as_latents(found.video) for found in read if not isinstance(found, str))
+            latents = (self._stored_as_latents(found[0]) for found in read if not isinstance(found, str))
             check_deviation(latents, self.source.name, were_normalized=outside.is_normalized)
         if captions:
             some = dict.fromkeys(captions[position] for position in (0, len(captions) // 2, -1))
@@ -357,20 +347,19 @@ class _Job:
         file = self._outside.videos.get(name, self.source.folder / name)
         try:
             if self._outside.latents is not None:
-                return _Read(self._stored_latents(name), None, 0)
+                return self._stored_latents(name), None, 0
             if isinstance(file, Path) and not file.is_file():  # a pipe would never end
                 return "is not a file" if file.exists() else "is missing"
             if not self.source.has_latents:
-                return _Read(read_clip(file, replace(self.clip, num_frames=1)), None, self.clip.num_frames)
+                return read_clip(file, replace(self.clip, num_frames=1)), None, self.clip.num_frames
             clip = self.clip
             if self.settings.buckets is None:
                 video = read_clip(file, clip)
             else:
                 video, clip = read_largest_part(file, self.settings.clips)
-            sound = self.folder.sound_format(clip)
-            if sound is not None:
-                sound = read_sound(file, sound, silence=self.settings.silence == "zero")
-            return _Read(video, sound, clip.num_frames)
+            form, silence = self.folder.sound_format(clip), self.settings.silence == "zero"
+            sound = None if form is None else read_sound(file, form, silence=silence)
+            return video, sound, clip.num_frames
         except ClipError as error:
             return str(error)
         except OSError as error:

@@ -124,11 +124,7 @@ class EncodedSet:
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
         clips = self._columns.column("row.clip")
-        return self._columns.column("clip.bucket")[clips] if self._has_buckets else np.zeros_like(clips)
-
-    @property
-    def _has_buckets(self) -> bool:
-        return self.about["format"] == 2
+        return self._columns.column("clip.bucket")[clips] if self.about["format"] == 2 else np.zeros_like(clips)
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -137,7 +133,7 @@ class EncodedSet:
 
     def bucket_of(self, clip: int) -> int:
         """Return the bucket of a clip, in the order of :attr:`parts`."""
-        return self._columns.get("clip.bucket", clip) if self._has_buckets else 0
+        return self._columns.get("clip.bucket", clip) if self.about["format"] == 2 else 0
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
