@@ -59,10 +59,8 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse numbers, or lists of numbers, outside of a range. ``None`` and a missing value (``"???"``) pass.
-
-    ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones. ``where`` prefixes names.
-    """
+    """Refuse numbers, or lists of them, outside of inclusive (``least``, ``most``) or exclusive bounds; not ``None``,
+    ``???``."""
     all_bounds = (
         ("at least", operator.ge, least), ("above", operator.gt, above),
         ("at most", operator.le, most), ("below", operator.lt, below),
@@ -107,10 +105,7 @@ def add_installed(
 
 
 def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:
-    """Import the object that a package registers as ``name`` in an entry-point group, and ``make`` a part of it.
-
-    ``word`` is the setting and its value, for messages.
-    """
+    """Import the object that a package registers as ``name``, and ``make`` a part of it; ``word`` is for messages."""
     (point, *_) = (point for point in entry_points(group=group) if point.name == name)
     try:
         return make(point.load())

@@ -38,11 +38,7 @@ def inside_dual_level() -> bool:
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """Return whether ``x`` may have a tangent (:func:`inside_dual_level`).
-
-    Raises:
-        RuntimeError: while Dynamo compiles the caller.
-    """
+    """Return whether ``x`` may have a tangent; raise ``RuntimeError`` while Dynamo compiles the caller."""
     if not inside_dual_level():
         return False
     if torch.compiler.is_compiling():

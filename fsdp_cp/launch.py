@@ -247,10 +247,7 @@ def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def write_error(message: str, callstack: str | None = None) -> None:
-    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``).
-
-    torchrun shows ``callstack``, a traceback, instead of the ``message`` of one line.
-    """
+    """Write torchrun's error file if it requests one; it shows ``callstack`` instead of the ``message`` of one line."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return

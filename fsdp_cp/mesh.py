@@ -162,10 +162,7 @@ class Mesh:
     _within: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def within(self, ranks: int) -> DeviceMesh:
-        """Return a mesh of copies of ``ranks`` neighbors each (world / ranks x ranks). Called by all ranks.
-
-        With 1 all ranks are replicas, for networks that are not sharded.
-        """
+        """Return a mesh of copies of ``ranks`` neighbors each; with 1 all ranks are replicas. Called by all ranks."""
         if ranks not in self._within:
             sizes = self.world.size() // ranks, ranks
             names = ("copies", f"shard_{ranks}") if ranks > 1 else ("dp_replicate", "dp_shard_cp")

@@ -62,10 +62,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
 
 def gathered(work: Callable[[], T]) -> list[T] | None:
-    """Run ``work`` on every rank; return the results in rank order on rank 0, ``None`` elsewhere.
-
-    Use it for large results: :func:`on_all_ranks` sends all of them to every rank. Raises like :func:`on_all_ranks`.
-    """
+    """Run ``work`` as :func:`on_all_ranks` does; return large results on rank 0 alone, ``None`` elsewhere."""
     made: list[T] = []
     on_all_ranks(lambda: made.append(work()))
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -138,13 +135,10 @@ def _sum_over_shards(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Gather a DTensor in full on every rank, on its mesh's device; return another tensor unchanged. A collective.
-
-    Shards that are offloaded to the CPU are moved first: the mesh may have only NCCL.
-    """
+    """Gather a DTensor in full on every rank, on its mesh's device; return another tensor unchanged. A collective."""
     if not isinstance(x, DTensor):
         return x
-    moved = cast(DTensor, x.to(x.device_mesh.device_type))
+    moved = cast(DTensor, x.to(x.device_mesh.device_type))  # offloaded shards: the mesh may have only NCCL
     # On one rank clone, since a gather copies too: the caller must not be able to change the weights.
     return moved.to_local().clone() if x.device_mesh.size() == 1 else moved.full_tensor()
 
@@ -171,10 +165,7 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the square of the Euclidean norm of each plain tensor, of at least one, computed in fp64: ``(n,)``.
-
-    They are on one device, of any dtypes, and may be empty.
-    """
+    """Return the squared norm of each plain tensor of one device (some may be empty), computed in fp64: ``(n,)``."""
     # Do not split fake tensors: each piece is one call, and the planner of a 14B network would make half a million.
     if tensors[0].device.type != "cpu" or isinstance(tensors[0], FakeTensor):
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
@@ -217,10 +208,7 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
 
 
 def first_non_finite(named: Mapping[str, nn.Parameter], world: DeviceMesh) -> str:
-    """Return the name of the first parameter whose gradient is not finite on some rank. Called by all ranks.
-
-    Return ``no parameter`` if all are finite. Each rank checks its shards; ``world`` is the mesh of all ranks.
-    """
+    """Return the first parameter with a gradient that is not finite on some rank, or ``no parameter``. A collective."""
     grads = ((index, parameter.grad) for index, parameter in enumerate(named.values()))
     broken = (index for index, grad in grads if grad is not None and not local_shard(grad).isfinite().all())
     first = all_reduce_scalars([float(next(broken, math.inf))], world, dist.ReduceOp.MIN)[0]

@@ -80,10 +80,8 @@ class CausalSettings:
         return sum(self.chunks(frames)[:-1])
 
     def mask(self, frames: int, tokens: int, *, clean: bool = False) -> BlockMask:
-        """Return the attention mask of a whole clip of ``frames`` latent frames, each of ``tokens`` tokens.
-
-        With ``clean``, a clean clip of the same frames comes first and is the history.
-        """
+        """Return the mask of a clip of latent frames of ``tokens`` tokens each, with ``clean`` after its clean
+        history."""
         from fsdp_cp.attention.mask import block_causal, teacher_forcing  # settings alone need no attention
 
         blocks = [tokens * size for size in self.chunks(frames)]

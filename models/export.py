@@ -118,10 +118,8 @@ def exported_weights(setting: str, has_average: bool) -> str:
 def _trained(
     checkpoint: Path, role: str, boundaries: Sequence[float], chosen: str | None, setting: str
 ) -> tuple[dict[int, Weights], str]:
-    """Return a role's weights in a checkpoint, by position, and whether they are ``raw`` or ``ema``.
-
-    They are the ``chosen`` ones, or by default those that a run with ``export.weights=setting`` exports.
-    """
+    """Return a role's ``chosen`` weights in a checkpoint (by default as ``export.weights=setting``), and ``raw`` or
+    ``ema``."""
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
     names = [f"{role}.{expert}" for expert in EXPERTS] if boundaries else [role]
@@ -151,10 +149,7 @@ def _trained(
 
 
 def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) -> str:
-    """Export a role of a training checkpoint without a process group, with at most one output file in memory.
-
-    ``options`` are those of the command. Return a description of the export.
-    """
+    """Export a role of a training checkpoint by the command's ``options``, file by file; return a description."""
     role, kind, expert = options.role, options.format, options.expert
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)

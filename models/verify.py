@@ -250,10 +250,7 @@ def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
 
 
 def compare(ours: Result, truth: Result, changed: int) -> tuple[dict[str, float], str]:
-    """Return a mesh's relative errors against the plain network, and the parameter with the largest gradient error.
-
-    ``changed``, the number of tensors in which loading, sharding and writing changed any bit, counts as an error.
-    """
+    """Return a mesh's errors, ``changed`` weights too, and the parameter with the largest gradient error."""
     gradients = gradient_errors(ours.gradients, truth.gradients)
     worst = max(sorted(gradients), key=gradients.__getitem__)
     errors = {name: relative_error(value, truth.values[name]) for name, value in ours.values.items()}
@@ -270,11 +267,7 @@ def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool =
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
 ) -> Iterator[tuple[Case, dict[str, float], str]]:
-    """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
-
-    Arguments are those of :class:`Case`; ``causal`` compares a causal role in all :data:`HISTORIES`, with itself on one
-    rank.
-    """
+    """Compare on meshes of at most ``ranks`` ranks; ``causal`` compares a causal role with itself on one rank."""
     plan = planned(folder, family, expert)
     size = sum(p.numel() for p in plan.network.parameters())
     # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.

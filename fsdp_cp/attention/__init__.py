@@ -241,10 +241,7 @@ def contiguous_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
-    """Check that q, k and v fit each other. Return them in the dtype of autocast for scaled_dot_product_attention.
-
-    Messages prefix a tensor's name with ``where``.
-    """
+    """Check that q, k and v (with ``where`` as a prefix in messages) fit; return them in the dtype of autocast."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
             raise UserError(f"{where}{name} must be (batch, tokens, heads, head_dim) with no size 0, got {summary(x)}")

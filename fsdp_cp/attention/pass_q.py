@@ -100,10 +100,7 @@ def pass_q_backward(
 def pass_q_dual(
     duals: Sequence[Tensor], scale: float, ring: Ring, attention_dual: Callable[..., Dual]
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention as :func:`pass_q_forward` without ``past``, and its derivative along the tangents.
-
-    Arguments and results are those of :func:`fsdp_cp.attention.ring.ring_dual`, without a mask.
-    """
+    """Compute :func:`pass_q_forward` without ``past``, as :func:`fsdp_cp.attention.ring.ring_dual` without a mask."""
     q, k, v, t_q, t_k, t_v = duals
     chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
     queries, t_queries = _from_all(ring, q, t_q)

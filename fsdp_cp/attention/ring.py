@@ -279,10 +279,7 @@ def _add_tile_grads(total: Tensor, chunk: Chunk, tile_grads: TileGrads) -> None:
 
 
 def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, Sequence[Tensor]], TileGrads]) -> Tensor:
-    """Return dK and dV of the rank's own chunk, ``(2, B, S, Hk, D)`` in fp32 (fp64 for fp64), summed over all ranks.
-
-    Each chunk's keys and values travel around the ring, and their gradients after them.
-    """
+    """Return dK and dV of the rank's own chunk over all ranks, ``(2, B, S, Hk, D)`` in fp32 (fp64 for fp64)."""
     layout, me, size = ring.layout, ring.rank, ring.size
     sums, heads_first = accumulation_dtype(k.dtype), _prefers_heads_first(k, backward=True)
     kv = _packed((k, v), heads_first) if size > 1 else None

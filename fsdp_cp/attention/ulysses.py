@@ -21,10 +21,7 @@ from fsdp_cp.mesh import ContextGroups
 
 
 def _begin(x: Tensor, group: str) -> Tensor:
-    """Start to send chunk i of the first dimension to rank i. Read the result only after :func:`_finish`.
-
-    It is a functional collective (``torch.ops._c10d_functional``, private, torch 2.11 to 2.13), which Dynamo can trace.
-    """
+    """Start to send chunk i to rank i, by a functional collective (private, torch 2.11 to 2.13) that Dynamo traces."""
     sizes = [1] * x.shape[0]
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), sizes, sizes, group)
 

@@ -73,10 +73,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Describe the damage of a checkpoint in one line that names the file; return ``None`` if it is whole.
-
-    Reads the plain files and checks the sizes of the others. Does not read tensors.
-    """
+    """Describe a checkpoint's damage in one line; ``None`` if plain files and sizes of others, unread, are right."""
     try:
         read_state(checkpoint)
         reader(checkpoint).read_metadata()

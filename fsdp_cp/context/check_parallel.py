@@ -90,10 +90,7 @@ def check_parallel(
 
 
 def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of ``value - truth`` divided by the norm of ``truth`` or ``floor``, whichever is larger.
-
-    The error is infinite if shapes differ or a value is NaN: a comparison with NaN would not fail.
-    """
+    """Return ``|value - truth|`` by ``|truth|`` or ``floor``, the larger; infinite for other shapes and for NaN."""
     if value.shape != truth.shape:
         return float("inf")
     difference, norm = (value - truth).norm().item(), max(truth.norm().item(), floor)
@@ -103,10 +100,7 @@ def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the relative error of each gradient by name, with a floor of 1e-6 of the norm of all true gradients.
-
-    A missing gradient counts as 0.
-    """
+    """Return each gradient's relative error, with a floor of 1e-6 of the norm of all; a missing one counts as 0."""
     whole = sum(truth.norm().item() ** 2 for truth in truths.values() if truth is not None) ** 0.5
     errors = {}
     for name in truths.keys() | values.keys():

@@ -43,9 +43,6 @@ def writing(where: object, hint: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file by :func:`atomic_path`.
-
-    Lone surrogates become "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
-    """
+    """Write a UTF-8 file by :func:`atomic_path`. Lone surrogates (of paths, or of escapes in JSON) become "?"."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="replace")

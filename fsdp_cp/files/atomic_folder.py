@@ -54,10 +54,8 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
 
 
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
-    """Describe content of ``folder`` that an earlier export did not write, or that changed since; else ``None``.
-
-    With ``about``, the description of the new export, an export of another kind is foreign too.
-    """
+    """Describe content of ``folder`` that no earlier export wrote (with ``about``, none of its kind), or that changed
+    since."""
     first = next(folder.iterdir(), None) if folder.is_dir() else None
     if first is None:
         return None

@@ -79,10 +79,7 @@ def layer_norm(
 
 
 def _tangent(x: Tensor, t: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the tangent of a layer norm whose weights have no tangent, with the same allocations as torch.
-
-    Operands have names, since C++ keeps them alive to the end of an expression.
-    """
+    """Compute the tangent of a layer norm of constant weights; named operands live as long as those of torch's C++."""
     dims = list(range(x.ndim - weight.ndim, x.ndim))
     count = prod(weight.shape)
 

@@ -44,10 +44,7 @@ _at_start: list[float] = []
 
 
 def mark_start(device: torch.device) -> None:
-    """Record the resident memory of Python and its libraries, before data and networks are loaded.
-
-    Only the first call counts. CUDA does not need it: torch's peak excludes libraries.
-    """
+    """Record, once, the resident memory of Python and its libraries, which CUDA's peak excludes."""
     if device.type == "cpu" and not _at_start:
         _at_start.append(resident_gib())
 
@@ -236,10 +233,7 @@ class LiveStorages(TorchDispatchMode):
 
 @contextmanager
 def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Within this context, call ``report`` after each ``UntypedStorage.resize_``.
-
-    FSDP2 frees and refills full parameters with it, and torch dispatches no operation for it.
-    """
+    """Within this context, ``report`` each ``UntypedStorage.resize_``: FSDP2 frees and refills by it, undispatched."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:

@@ -93,19 +93,13 @@ def _watch(reading: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Call :func:`end_with_parent` in a worker of torchrun.
-
-    If torchrun is killed or ends by a signal that it does not handle, its workers would otherwise keep running, in a
-    folder that the next start needs.
-    """
+    """Call :func:`end_with_parent` in a worker of torchrun, which would keep the run's folder if torchrun were
+    killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies. Does nothing outside of Linux.
-
-    Can be called between fork and exec.
-    """
+    """Make Linux send SIGTERM to this process when its parent dies. Can be called between fork and exec."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

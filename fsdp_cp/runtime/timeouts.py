@@ -75,10 +75,7 @@ def keep_timeout(group: dist.ProcessGroup) -> None:
 
 
 def shorten(timeout: timedelta) -> None:
-    """Set ``timeout`` for every group, except inside :func:`long_timeout`. A second call changes nothing.
-
-    All ranks call it at the same place, after a collective that all of them have left.
-    """
+    """Set, once, ``timeout`` for every group outside of :func:`long_timeout`. All ranks call it after a collective."""
     if _state.short == timeout:
         return
     if _state.long is None:

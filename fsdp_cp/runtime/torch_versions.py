@@ -38,10 +38,7 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> N
 
 
 def in_backward() -> bool:
-    """Return whether a backward runs this code: activation checkpointing recomputes a part of a forward.
-
-    ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
-    """
+    """Return whether a backward recomputes a forward here, by ``torch._C._current_graph_task_id`` (private)."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -51,11 +48,8 @@ def compile_options(graphs: int) -> dict[str, Any]:
 
 
 def fsdp_setter(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:
-    """Return a setter of ``FSDPModule`` that torch 2.13 has and 2.11 lacks.
-
-    Raises:
-        UserError: this torch lacks the setter; ``instead`` is a setting that does not need it.
-    """
+    """Return a setter of ``FSDPModule``; without it (torch 2.11) raise a ``UserError`` that names the setting
+    ``instead``."""
     if not hasattr(model, setter):
         raise UserError(f"torch {torch.__version__} has no {setter}; use {instead}, or torch 2.13")
     return getattr(model, setter)
@@ -70,10 +64,8 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 
 def reset_iter_state(root: FSDPModule, units: list[Any]) -> None:
-    """Call ``root.reset_iter_state()``, or reset ``root`` and its ``units`` the same way if torch lacks the method.
-
-    Before torch 2.13, gathered parameters stay gathered.
-    """
+    """Call ``root.reset_iter_state()``; before torch 2.13 reset ``root`` and ``units``, and parameters stay
+    gathered."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -101,10 +93,7 @@ def make_reusable(stager: DefaultStager) -> None:
 
 
 def refuse_tangents_with_gradients(model: nn.Module) -> None:
-    """Make a sharded ``model`` refuse inputs with tangents if this torch would lose them.
-
-    Without gradients, FSDP2's hooks do not use autograd, so tangents pass through in torch 2.11 too.
-    """
+    """Make a sharded ``model`` refuse tangents with gradients enabled, which FSDP2's hooks lose before torch 2.13."""
     if torch.__version__ >= FORWARD_AD_SINCE:  # type: ignore[operator]  # TorchVersion compares with tuples
         return
 

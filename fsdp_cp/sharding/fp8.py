@@ -41,10 +41,7 @@ _TORCHAO = ("pip install 'fsdp-cp[fp8]'", "torchao", "0.18")
 
 
 def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> None:
-    """Refuse fp8 where it cannot run, before anything is built; ``where`` is the prefix of the setting's name.
-
-    On a CPU torchao emulates fp8: it rounds to fp8 and multiplies in the compute dtype.
-    """
+    """Refuse fp8 where it cannot run. On a CPU torchao emulates it: it rounds, and multiplies in the compute dtype."""
     if settings.fp8 == "none":
         return
     of_te = settings.fp8 == "transformer_engine"
@@ -88,10 +85,7 @@ def apply_fp8(
     device_type: str,
     excluded: Iterable[nn.Module] = (),
 ) -> list[nn.Module]:
-    """Replace the layers that compute in fp8, in place; before units are checkpointed and compiled.
-
-    Return the fp8 layers: new modules with the same parameters under the same names.
-    """
+    """Replace the layers that compute in fp8, in place, before units are wrapped; return the new layers."""
     if settings.fp8 == "none":
         return []
     require_fp8(settings, device_type)
@@ -253,10 +247,7 @@ def _layer_class() -> type[nn.Module]:
 
 @cache
 def compile_refusal() -> str:
-    """Return the clause that says why units with these layers cannot be compiled, or an empty string.
-
-    Before 2.20 each layer breaks the graph. For later versions a small layer is compiled, forward and backward.
-    """
+    """Return why units with these layers cannot be compiled (from 2.20 on a trial decides), or an empty string."""
     if isinstance(package := transformer_engine(at_least="2.20"), str):
         return package
     try:

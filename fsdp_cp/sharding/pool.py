@@ -42,10 +42,7 @@ PATIENCE = 1.0
 
 
 class Buffer:
-    """Memory that one unit requests repeatedly, for one purpose and in one size.
-
-    Two requests that are alive at once (a unit's gradients of two micro-batches) are two buffers.
-    """
+    """Memory that a unit requests repeatedly, for one purpose and size. Requests alive at once are separate buffers."""
 
     def __init__(self, name: str, size: int, device: torch.device) -> None:
         self.name, self.size, self.device = name, size, device
@@ -119,10 +116,8 @@ class BufferPool:
     def allocate(
         self, kind: list[Buffer], name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory for one buffer, as ``torch.empty`` does; ``name`` is for the log.
-
-        ``kind`` holds all buffers of this unit, purpose and size. It grows if more are alive at once than before.
-        """
+        """Return ``torch.empty`` for one of the buffers of a ``kind`` (unit, purpose, size), which grows if all are
+        alive."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -296,10 +291,8 @@ class _ReduceScatter(DefaultReduceScatter):
         """Elements of the latest input and the pool's ``broken_off`` at that time, until its output is requested."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input, which FSDP2 requests first, from the pool, and the output from torch.
-
-        A step that fails between the two requests leaves an input without an output.
-        """
+        """Allocate the input, which FSDP2 requests first (a failed step alone), from the pool, and the output from
+        torch."""
         (count,) = size
         expected, self._input = self._input, None
         if expected == (count * self._ranks, self._pool.broken_off):

@@ -372,10 +372,7 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def discard_step(model: nn.Module) -> None:
-    """Drop an unfinished accumulation: gradients, pending reductions, gathered parameters.
-
-    Every rank must call it, since a collective that one rank left cannot be resumed.
-    """
+    """Drop an unfinished accumulation: gradients, reductions, gathered parameters. Called by all ranks."""
     root = _root(model)
     state.reset_iteration(root)
     state.clear_unsynced_gradients(root)

@@ -70,10 +70,7 @@ def never_gathered_units(model: nn.Module) -> list[ShardedModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free every gathered parameter of ``model``.
-
-    A pending gather is dropped too: its weights would miss the next update.
-    """
+    """Free every gathered parameter of ``model``, and pending gathers, whose weights would miss the next update."""
     for module in gathered_units(model):
         for group in param_groups(module):
             if group._all_gather_result is not None:
@@ -152,18 +149,12 @@ def is_finished(root: ShardedModule) -> bool:
 
 
 def gather_in_compute_stream(model: FSDPModule) -> None:
-    """Let gathers allocate, copy in and copy out in the compute stream; only their communication overlaps.
-
-    With separate streams FSDP2 keeps a unit's staging buffer until the next unit's buffer is copied out.
-    """
+    """Let only the communication of gathers overlap; with streams of their own FSDP2 keeps another staging buffer."""
     model._set_unshard_async_op(True)
 
 
 def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
-    """Return (``FSDPParam``, layer) for the ``weight`` of each of ``layers`` that divides evenly over the ranks.
-
-    FSDP2 does not pad uneven weights that gather themselves.
-    """
+    """Return (``FSDPParam``, layer) for the ``weight`` of each of ``layers`` that divides evenly over the ranks."""
     wanted = {id(layer) for layer in layers}
     infos = [(p, p._module_info) for p in fsdp_params(model)]
     weights = [(p, info.module) for p, info in infos if info.param_name == "weight" and id(info.module) in wanted]

@@ -75,10 +75,8 @@ class GanHead(Addition):
 
     @contextmanager
     def wanted(self, tokens: int) -> Iterator[None]:
-        """Append ``D`` ``(B, K)`` to the network's outputs within this context. Other calls have no extra cost.
-
-        ``tokens`` is the number of tokens of a sample over all ranks of a ``cp`` group.
-        """
+        """Append ``D`` ``(B, K)`` to the network's outputs within this context; a sample has ``tokens`` on all
+        ranks."""
         self._tokens = tokens
         try:
             yield

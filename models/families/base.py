@@ -109,10 +109,8 @@ class FamilyPlanning:
         return {VIDEO: (channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels)}
 
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        """Return ``config.json`` of each encoder, by its sub-folder, for this number of latent channels.
-
-        The VAE's is empty for the defaults of its class; the image encoder's is empty for none.
-        """
+        """Return ``config.json`` of each encoder, by its sub-folder: empty for the VAE's defaults and for no image
+        encoder."""
         return {name: getattr(self, name) for name in ("text_encoder", "text_encoder_2", "vae", "image_encoder")}
 
 
@@ -205,10 +203,8 @@ class Family(ABC):
         return {self.original_name(layer): dict(matrices) for layer, matrices in adapters.items()}
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert adapters from the original code's names to diffusers' and merge their scales; return others as given.
-
-        Raises any exception if diffusers cannot convert the names.
-        """
+        """Convert adapters from the original code's names, merging scales; return others as given. May raise
+        anything."""
         return tensors
 
     # Sizes
@@ -250,18 +246,13 @@ class Family(ABC):
         """Return the shape of each required tensor of one sample's condition; ``text_tokens`` is L, if not fixed."""
 
     def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
-        """Return the shape of each optional tensor of one sample's condition, for plans and ``models.verify``.
-
-        Networks whose configuration does not fix whether an image is given have some, such as a first frame.
-        """
+        """Return the shapes of a sample's optional condition, as a first frame, for plans and ``models.verify``."""
         return {}
 
     @abstractmethod
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
-        """Check that the network accepts parts of these shapes with condition tensors of these names and shapes.
-
-        If its configuration does not fix whether an image is given, ``condition`` decides.
-        """
+        """Check that the network accepts parts and condition tensors of these shapes; these tell whether images are
+        given."""
 
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
         """Return shapes of all parts for a video ``(C, T, H, W)``, for ``models.verify``."""

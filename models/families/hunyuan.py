@@ -283,10 +283,7 @@ def _projected(attn: Attention, tokens: Tensor, *layers: str) -> list[Tensor]:
 
 
 class HunyuanRefinerAttention:
-    """Self-attention of the whole caption, which every rank holds, with forward-mode AD.
-
-    diffusers' processor has no forward-mode AD and cannot run on fake tensors.
-    """
+    """Self-attention of the whole caption, with forward-mode AD and fake tensors, which diffusers' processor lacks."""
 
     def __init__(self, backend: str = "auto"):
         # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.

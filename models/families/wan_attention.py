@@ -72,10 +72,7 @@ def _keys_values(attn: WanAttention, text: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class WanCrossAttention(WanAttnProcessor):
-    """Wan's attention to the text, and to an image's features where the network has projections for them.
-
-    Every rank holds both whole. It is :class:`WanAttnProcessor` with forward-mode AD.
-    """
+    """:class:`WanAttnProcessor` with forward-mode AD, to whole text and, where projected, an image's features."""
 
     def __init__(self, backend: str = "auto"):
         super().__init__()

@@ -188,10 +188,7 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(.*)\.safetensors")
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that identifies the network.
-
-    diffusers also lists the values that were left at their defaults, in an order that differs between processes.
-    """
+    """Return what identifies a network, without diffusers' list of defaults, whose order differs between processes."""
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in config.items()

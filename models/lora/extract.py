@@ -33,10 +33,7 @@ class Extracted:
 def extract(
     full: TransformerFolder, base: TransformerFolder, network: nn.Module, family: Family, settings: LoraSettings
 ) -> Extracted:
-    """Return the best least-squares approximation of the given rank for each layer (Eckart & Young 1936).
-
-    ``network`` has the folders' configuration and is on the meta device.
-    """
+    """Return each layer's best approximation of the rank (Eckart & Young 1936); ``network`` is on the meta device."""
     for folder in (full, base):
         if folder.additions:
             names = ", ".join(sorted(named_additions(folder.additions)))

@@ -67,11 +67,8 @@ def write_file(
     *,
     move_aside: bool = False,
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``. All ranks must call it; rank 0 writes, and all raise.
-
-    ``causal`` and ``schedulers`` are as for :func:`models.export_folder.write_folder`; ``folder``, ``about`` and
-    ``move_aside`` as for :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
-    """
+    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. All ranks call it; rank 0
+    writes."""
 
     def write() -> None:
         try:

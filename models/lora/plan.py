@@ -57,10 +57,7 @@ class LoraPlan:
         return replace(self, saved=None, targets=tuple(name for name in self.targets if name in names))
 
     def inject(self, network: nn.Module, role: str) -> None:
-        """Add the adapters of ``role`` to ``network``, in place.
-
-        ``network`` is on the meta device, plain or with other roles' adapters.
-        """
+        """Add the adapters of ``role`` to ``network`` on the meta device, in place, next to those of other roles."""
         config = LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.settings.rank * self.settings.scale,  # peft divides it by the rank
@@ -94,10 +91,7 @@ class LoraPlan:
 def plan_lora(
     network: nn.Module, family: Family, settings: LoraSettings, role: str, saved: Path | None = None
 ) -> LoraPlan:
-    """Check a role's adapters against its base, a plain ``network`` on any device.
-
-    ``settings.rank`` is above 0 unless ``saved``, the file that the adapters come from, determines it.
-    """
+    """Check a role's adapters against its plain base ``network``; the file ``saved`` gives the rank if it is 0."""
     where, inspected = f"{role}.lora.", None
     if saved is not None:
         inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
@@ -117,10 +111,8 @@ def plan_lora(
 def target_layers(
     network: nn.Module, family: Family, settings: LoraSettings, where: str, *, fresh: bool = True
 ) -> list[str]:
-    """Return the names of the linear layers of a plain ``network`` that get adapters.
-
-    Adapters from a file are not ``fresh``: the largest rank in it can exceed the size of a small layer.
-    """
+    """Return the linear layers of a plain ``network`` that get adapters; those of a file, not ``fresh``, may be of any
+    rank."""
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     names, setting, matched = [*linear], f"{where}targets", set[str]()
     for pattern in (patterns := settings.targets or family.adapter_targets):

@@ -72,10 +72,8 @@ class SavedAdapters:
         return not self.biases.isdisjoint(self.scales)
 
     def read(self) -> dict[str, dict[str, Tensor]]:
-        """Return the fp32 weights of each layer's adapter, by ``A.weight``, ``B.weight`` and ``B.bias`` if it has one.
-
-        The scale is multiplied into B and into the bias.
-        """
+        """Return each layer's fp32 ``A.weight``, ``B.weight`` and perhaps ``B.bias``, the latter two times the
+        scale."""
         tensors, weights = _read(self.file, self.family), {}
         for layer, scale in self.scales.items():
             a, b = tensors[f"{layer}.lora_A.weight"].float(), scale * tensors[f"{layer}.lora_B.weight"].float()

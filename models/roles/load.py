@@ -33,10 +33,7 @@ from models.sample import VIDEO, PartShapes
 
 
 def build_role(plan: RolePlan, *, trainable: bool, **options: Any) -> Role:
-    """Build ``plan`` alone, with the options of :func:`build_roles`.
-
-    ``trainable=False`` stores the role in its compute dtype, without gradients or masters.
-    """
+    """Build ``plan`` alone, by :func:`build_roles`; not ``trainable`` it is stored in its compute dtype."""
     return build_roles([plan], trained=(plan.name,) if trainable else (), **options)[plan.name]
 
 
@@ -182,10 +179,7 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
 
 
 def _reader(path: Path) -> HuggingFaceStorageReader:
-    """Return the reader of a folder's files, or of one file alone: its folder may hold other networks.
-
-    The reader lists its folder with the private ``fs`` (torch 2.11 to 2.13).
-    """
+    """Return the reader of a folder, or of one file (by torch's private ``fs``): its folder may hold other networks."""
     reader = HuggingFaceStorageReader(str(path.parent if path.is_file() else path))
     if path.is_file():
         vars(reader.fs)["ls"] = lambda _: [str(path)]

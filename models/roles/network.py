@@ -18,10 +18,7 @@ from models.owner import owner
 
 @dataclass(kw_only=True, eq=False)
 class Network:
-    """A network that is built, split over the mesh and sharded. Roles that share it hold the same object.
-
-    State of a single role is not here: each role decides in each step which of its parameters train.
-    """
+    """A network that is built, split over the mesh and sharded, without state of the roles that share it."""
 
     family: Family
     config: dict[str, Any]

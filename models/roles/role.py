@@ -137,10 +137,7 @@ class Role:
         return None if self.causal is None else {**asdict(self.causal), "frames": self.trained_frames}
 
     def expert_at(self, time: float | None) -> int:
-        """Return the position of the network that serves ``time``.
-
-        A boundary belongs to the network before it, as in diffusers' pipelines.
-        """
+        """Return the position of the network that serves ``time``. A boundary belongs to the network before it."""
         if not self.has_experts:
             return 0
         if time is None:
@@ -351,10 +348,8 @@ class Role:
             yield
 
     def gather_early(self) -> None:
-        """Begin to gather the parameters that this role's next forward needs first, if its settings enable it.
-
-        Networks that two roles adapt are skipped: a step that freezes parameters frees an early gather.
-        """
+        """Begin to gather what the next forward needs first, if set; a network that two roles adapt would free it
+        again."""
         if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # the next expert is not known yet
             return
         if settings_of(self.network).gather_early:

@@ -123,10 +123,7 @@ def _check_on_all_ranks(
 
 
 def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Compare a forward and a backward of ``kernel`` with plain torch. Return what is wrong, or ``None``.
-
-    The keys are a part of each row's, as in a ring: backward gets the output and log-sum-exp of all keys.
-    """
+    """Compare ``kernel`` with plain torch on a part of the keys, as in a ring; return what is wrong, or ``None``."""
     if reason := kernel.refuses(device, dtype, head_dim, masked=False):
         return reason
     generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run

@@ -217,10 +217,8 @@ class Cudnn(_CudnnKernel):
 
 
 class Efficient(_CudaKernel):
-    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``), the only one that takes fp32.
-
-    It does not support grouped-query attention, so the query heads of a group are folded into the queries.
-    """
+    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``). It takes fp32, but no query
+    groups."""
 
     name = "efficient"
     dtypes = (torch.float32, *_HALF)

@@ -62,10 +62,7 @@ class Kernel(ABC):
         return None
 
     def next_to_messages(self) -> Kernel:
-        """Return the kernel to use while messages are in flight, as in a ring of several ranks.
-
-        It computes the same values. A kernel that occupies every SM returns a variant that leaves some to the messages.
-        """
+        """Return the kernel, or a variant that leaves SMs to messages in flight, as in a ring of several ranks."""
         return self
 
 
