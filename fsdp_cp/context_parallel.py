@@ -168,10 +168,8 @@ class _Forwards:
         fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
         if len(fitting) != 1:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
-            raise ValueError(
-                f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank, but this forward has split"
-                f" {known}; give GatherTokens(source=...)"
-            )
+            gathered = f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank"
+            raise ValueError(f"{gathered}, but this forward has split {known}; give GatherTokens(source=...)")
         return fitting[0]
 
     def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
@@ -291,10 +289,8 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
 
 def _tensor(x: Any, name: str, place: Any) -> Tensor:
     if not isinstance(x, Tensor):
-        raise ValueError(
-            f"{place} of {name!r} must be a tensor, got a {type(x).__name__}; name the sub-module whose output is the"
-            " tensor, or call the model with return_dict=False"
-        )
+        advice = "name the sub-module whose output is the tensor, or call the model with return_dict=False"
+        raise ValueError(f"{place} of {name!r} must be a tensor, got a {type(x).__name__}; {advice}")
     return x
 
 

@@ -70,9 +70,8 @@ def refuse_separate_worlds() -> None:
         if tasks.isdecimal() and int(tasks) > 1:
             command = f"torchrun --standalone --nproc-per-node {tasks} train.py ..."
             raise UserError(
-                f"{name}={tasks}: {launcher} started {tasks} tasks without torchrun, and each would train alone; use"
-                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/running.md on several, or"
-                " export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task"
+                f"{name}={tasks}: each of {launcher}'s {tasks} tasks without torchrun would train alone; use"
+                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, or as docs/running.md says"
             )
 
 

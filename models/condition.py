@@ -87,13 +87,11 @@ class Condition:
         :data:`TEXT_LENGTH` its device."""
 
         def moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                name: value
-                if name == TEXT_LENGTH
-                or (isinstance(device, torch.dtype) and (not value.is_floating_point() or name in EXACT))
-                else value.to(device, non_blocking=non_blocking)
-                for name, value in values.items()
+            is_cast = isinstance(device, torch.dtype)
+            stay = {n for n, x in values.items() if is_cast and (not x.is_floating_point() or n in EXACT)} | {
+                TEXT_LENGTH
             }
+            return {n: x if n in stay else x.to(device, non_blocking=non_blocking) for n, x in values.items()}
 
         return Condition(moved(self.tensors), moved(self.null_values), moved(self.empty_values))
 

@@ -220,11 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.export", description=__doc__.splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="a run folder (its newest checkpoint is taken) or a step_* folder")
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        help="the diffusers transformer folder to write: new, empty, or an earlier export, which is replaced",
-    )
+    parser.add_argument("out", metavar="OUT", help="the folder to write: new, empty, or an earlier export")
     parser.add_argument("--role", default="student", choices=("student", "fake"))
     parser.add_argument("--weights", choices=("raw", "ema"), help="by default those that the run exports")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")

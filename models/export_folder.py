@@ -159,8 +159,6 @@ def _write_texts(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}
-    header = {
-        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # old checkpoints lack it
-        "_diffusers_version": diffusers_version,
-    }
+    name = config.get("_class_name", "WanTransformer3DModel")  # old checkpoints lack it
+    header = {"_class_name": name, "_diffusers_version": diffusers_version}
     (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")

@@ -132,10 +132,8 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
     named = find_checkpoint(setting, "checkpoint.resume")
     if newest is None or named.parent.resolve() == checkpoints.resolve():
         return named
-    raise UserError(
-        f"checkpoint.resume={setting} belongs to another run, but {checkpoints.parent} already has checkpoints (newest:"
-        f" step {steps[-1]}); use another run_dir, or checkpoint.resume=auto to resume from them"
-    )
+    own = f"{checkpoints.parent} has checkpoints of its own (newest: step {steps[-1]})"
+    raise UserError(f"checkpoint.resume={setting} is of another run, but {own}; use another run_dir, or resume=auto")
 
 
 def refuse_overtaken(before: list[int], checkpoints: Path) -> None:

@@ -187,13 +187,9 @@ class Checkpoints:
         hosts = all_gather_objects((needed, available_host_memory()))
         full = [(missing, room) for missing, room in hosts if room is not None and missing + _SPARE > room]
         if full and rank() == 0:
-            missing, room = full[0]
-            log.warning(
-                "a copy of the checkpoint needs %.1f GB of host memory, but only %.1f GB are free; training waits while"
-                " the checkpoint is written",
-                missing / 1e9,
-                room / 1e9,
-            )
+            needed, room = (size / 1e9 for size in full[0])
+            why = "a copy of the checkpoint needs %.1f GB of host memory, but only %.1f GB are free"
+            log.warning(f"{why}; training waits while it is written", needed, room)
         if not full:
             self._staged_bytes = size
         return not full
@@ -204,20 +200,14 @@ class Checkpoints:
         # On a full disk torch's writer only raises "unexpected pos", so add the free space.
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
-        return UserError(
-            f"the checkpoint of step {step} cannot be written to {self.folder} ({first_failure(error)};"
-            f" {free / 1e9:.1f} GB free); the newest complete checkpoint is of step {newest}; make room and repeat the"
-            " command"
-        )
+        reason = f"{first_failure(error)}; {free / 1e9:.1f} GB free; the newest complete one is of step {newest}"
+        return UserError(f"the checkpoint of step {step} cannot be written to {self.folder} ({reason}); make room")
 
 
 def staging(*, on_gpu: bool) -> DefaultStager:
     """Return a stager that keeps its copies: memory is pinned once, and a GPU copies to it at the bus's full rate."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu, use_shared_memory=False, use_async_staging=False
-        )
-    )
+    host = {"use_shared_memory": False, "use_async_staging": False}
+    stager = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu, **host))
     make_reusable(stager)
     return stager
 

@@ -175,12 +175,10 @@ def _floats(output: Any) -> list[Tensor]:
 def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolerance: float) -> float:
     outputs, several = plain["outputs"], len(plain["outputs"]) > 1
     floor = 1e-6 * sum(x.norm().item() ** 2 for x in outputs) ** 0.5
-    errors = {
-        f"output {i} of the model" if several else "the output of the model": max(
-            relative_error(rank["outputs"][i], truth, floor) for rank in ranks
-        )
-        for i, truth in enumerate(outputs)
-    }
+    errors = {}
+    for i, truth in enumerate(outputs):
+        name = f"output {i} of the model" if several else "the output of the model"
+        errors[name] = max(relative_error(rank["outputs"][i], truth, floor) for rank in ranks)
     summed: dict[str, Tensor | None] = {}
     for name in plain["gradients"]:
         shares = [rank["gradients"][name] for rank in ranks if rank["gradients"][name] is not None]

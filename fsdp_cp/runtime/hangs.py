@@ -41,15 +41,9 @@ def watch_for_hangs(progress: Callable[[], str] = str) -> Iterator[None]:
                 reported = False
             elif not reported:
                 reported = True
-                log.error(
-                    "rank %d has spent %.0f s %s; last collective: %s; if it waits for another rank, the timeout of"
-                    " %.0f s ends it",
-                    dist.get_rank(),
-                    seconds,
-                    ", ".join(filter(None, (progress(), where()))),
-                    last_collective() or "unknown",
-                    total,
-                )
+                place, last = ", ".join(filter(None, (progress(), where()))), last_collective() or "unknown"
+                spent = f"rank {dist.get_rank()} has spent {seconds:.0f} s {place}; last collective: {last}"
+                log.error("%s; if it waits for another rank, the timeout of %.0f s ends it", spent, total)
 
     thread = threading.Thread(target=watch, name="watch for hangs", daemon=True)
     thread.start()

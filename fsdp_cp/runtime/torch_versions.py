@@ -100,10 +100,7 @@ def refuse_tangents_with_gradients(model: nn.Module) -> None:
     def check(_module: nn.Module, args: tuple, kwargs: dict) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            raise RuntimeError(
-                "forward-mode AD through a sharded network with gradients enabled needs torch"
-                f" {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"
-                " compute it under torch.no_grad()"
-            )
+            needed = f"torch {'.'.join(map(str, FORWARD_AD_SINCE))} or torch.no_grad(), not {torch.__version__}"
+            raise RuntimeError(f"forward-mode AD through a sharded network with gradients enabled needs {needed}")
 
     model.register_forward_pre_hook(check, with_kwargs=True)

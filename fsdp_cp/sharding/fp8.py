@@ -97,13 +97,9 @@ def apply_fp8(
             raise UserError(f"fp8: the layer {names[id(layer)]} has hooks, which fp8 would drop; add them afterwards")
     emulate = device_type != "cuda"
     if dist.get_rank() == 0:
-        log.info(
-            "fp8%s: %d of the %d linear layers in the blocks of %s",
-            " (emulated: this device has no fp8 products)" if emulate else "",
-            len(chosen),
-            sum(isinstance(module, nn.Linear) for unit in units for module in unit.modules()),
-            type(model).__name__,
-        )
+        layers = sum(isinstance(module, nn.Linear) for unit in units for module in unit.modules())
+        how = "fp8 (emulated: this device has no fp8 products)" if emulate else "fp8"
+        log.info("%s: %d of the %d linear layers in the blocks of %s", how, len(chosen), layers, type(model).__name__)
     of_te = settings.fp8 == "transformer_engine"
     converted = {
         names[id(layer)]: te_linear(layer) if of_te else torchao_linear(layer, emulate=emulate) for layer in chosen
@@ -155,11 +151,8 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: 
 
     weights = evenly_sharded_weights(root, layers)
     if len(weights) < len(layers) and dist.get_rank() == 0:
-        log.info(
-            "fp8_gather: %d of %d weights do not divide evenly over the ranks; gathering them in the compute dtype",
-            len(layers) - len(weights),
-            len(layers),
-        )
+        uneven = f"{len(layers) - len(weights)} of {len(layers)} weights do not divide evenly over the ranks"
+        log.info("fp8_gather: %s; gathering them in the compute dtype", uneven)
     if not weights:
         return
     group = shard_mesh.get_group(shard_mesh.ndim - 1)

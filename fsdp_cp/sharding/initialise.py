@@ -6,6 +6,7 @@ No rank holds more than its shards and one module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,12 +68,10 @@ def _full_values(
     # NaN marks parameters that stay unfilled. Without children the copy cannot change other modules' parameters.
     vars(copied)["_modules"] = {}
     vars(copied)["_buffers"] = {key: None if x is None else x.clone() for key, x in module._buffers.items()}
-    vars(copied)["_parameters"] = {
-        key: None
-        if p is None
-        else nn.Parameter(torch.full(tuple(p.shape), torch.nan, dtype=torch.float32, device="cpu"), False)
-        for key, p in module._parameters.items()
-    }
+    unfilled = partial(torch.full, fill_value=torch.nan, dtype=torch.float32, device="cpu")
+    parameters = module._parameters.items()
+    own = {key: None if p is None else nn.Parameter(unfilled(tuple(p.shape)), False) for key, p in parameters}
+    vars(copied)["_parameters"] = own
     if hasattr(copied, "reset_parameters"):
         try:
             copied.reset_parameters()

@@ -208,15 +208,9 @@ class BufferPool:
             name, self._unforeseen = self._unforeseen, None
             self.plans += 1
         if not isinstance(self._memory, FakeTensor) and not (dist.is_initialized() and dist.get_rank()):
-            log.info(
-                "communication_buffers=pooled: %d buffers of collectives, %.1f MiB in all, share %.1f MiB (plan %d,"
-                " made for %s)",
-                len(buffers),
-                sum(buffer.size for buffer in buffers) / 2**20,
-                total / 2**20,
-                self.plans,
-                name,
-            )
+            whole, shared = (size / 2**20 for size in (sum(buffer.size for buffer in buffers), total))
+            saved = f"{len(buffers)} buffers of collectives, {whole:.1f} MiB in all, share {shared:.1f} MiB"
+            log.info("communication_buffers=pooled: %s (plan %d, made for %s)", saved, self.plans, name)
 
     def _renew(self, total: int, device: torch.device) -> None:
         """Replace the memory by ``total`` bytes. Living buffers keep the old memory alive."""

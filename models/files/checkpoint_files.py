@@ -145,10 +145,8 @@ def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> Tra
         shapes = {name: shapes[other] for name, other in own.items()}
         stored = {name: stored[other] for name, other in own.items()}
     if config is None:
-        raise UserError(
-            f"{where} has no configuration, in its header or next to it, and not the names of Wan's own code; give a"
-            " diffusers folder, or set ROLE.config to a folder with its config.json"
-        )
+        advice = "give a diffusers folder, or set ROLE.config to a folder with its config.json"
+        raise UserError(f"{where} has no configuration, and not the names of Wan's own code; {advice}")
     extra = path / ADDITIONS_FILE
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
@@ -299,11 +297,8 @@ def refuse_pointer(file: Path, where: str) -> None:
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
     """Compare the tensors in the files with the ``expected`` names and shapes; ``setting`` is for messages."""
     shapes = folder.shapes
-    problems = [
-        f"has {name} of shape {shapes[name]}, but the network of its config.json needs {expected[name]}"
-        for name in sorted(expected.keys() & shapes.keys())
-        if expected[name] != shapes[name]
-    ]
+    other = [name for name in sorted(expected.keys() & shapes.keys()) if expected[name] != shapes[name]]
+    problems = [f"has {name} of shape {shapes[name]}, but its config.json needs {expected[name]}" for name in other]
     for problem, names in (
         ("lacks", expected.keys() - shapes.keys()),
         ("has the unexpected", shapes.keys() - expected.keys()),
@@ -312,7 +307,5 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             problems.append(f"{problem} {', '.join(sorted(names)[:3])}{more}")
     if problems:
-        raise UserError(
-            f"{setting}={folder.path} {', and '.join(problems[:3])}; is a file missing, or is it a checkpoint of"
-            " another model, or one with the names of the model's own code?"
-        )
+        advice = "is a file missing, or is it of another model, or has it the names of the model's own code?"
+        raise UserError(f"{setting}={folder.path} {', and '.join(problems[:3])}; {advice}")

@@ -63,7 +63,6 @@ class LoraPlan:
             lora_alpha=self.settings.rank * self.settings.scale,  # peft divides it by the rank
             # Pass one pattern: for a list peft would match every name with one of these endings.
             target_modules="|".join(re.escape(name) for name in self.targets),
-            lora_dropout=0.0,
             init_lora_weights=False,
             lora_bias=self.biased,
         )

@@ -110,12 +110,8 @@ class Role:
             self.trained_experts = tuple(range(len(self.networks)))
         modules = [network.module for network in self.networks]
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        self.second_times = {
-            network: addition
-            for network in self.networks
-            for addition in additions_of(network.module, self.name).values()
-            if isinstance(addition, SecondTime)
-        }
+        added = [(n, addition) for n in self.networks for addition in additions_of(n.module, self.name).values()]
+        self.second_times = {network: addition for network, addition in added if isinstance(addition, SecondTime)}
 
     @property
     def family(self) -> Family:
@@ -156,13 +152,9 @@ class Role:
         """
         expert = self.expert_at(at)
         if self.has_experts and t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
-            wrong = [
-                time
-                for time in t.detach().flatten().tolist()
-                if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond)
-            ]
-            if wrong:
-                raise ValueError(f"{self.name}: time {wrong[0]:g} is not in the range of at={at:g} ({self.boundaries})")
+            for time in t.detach().flatten().tolist():
+                if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond):
+                    raise ValueError(f"{self.name}: time {time:g} is not in the range of at={at:g} ({self.boundaries})")
         return self.networks[expert]
 
     def single(self, index: int) -> Role:
@@ -258,10 +250,8 @@ class Role:
         causal, (network,) = cache.forward(history or cache.history()), self.networks
         samples, frames = len(cache.condition), len(causal.positions)
         if cache.role is not self or (len(x), x.video.shape[2]) != (samples, frames) or t.shape != (samples,):
-            raise ValueError(
-                f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
-                f" samples, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}"
-            )
+            wanted = f"chunk {cache.count} of {cache.role.name} has {frames} latent frames of {samples} samples"
+            raise ValueError(f"{wanted}, but x is {tuple(x.video.shape)} and t {tuple(t.shape)}")
         return self._outputs(Call(self, network, x, t, cache.condition, causal)).velocity.to(x.dtype)
 
     def logits(
