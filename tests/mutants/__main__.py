@@ -1,6 +1,6 @@
 """Put known faults into a copy of the project and run the tests that must fail: ``python -m tests.mutants``.
 
-    python -m tests.mutants list              print name, part, harm and killing test of each fault
+    python -m tests.mutants list              print name, harm and killing test of each fault
     python -m tests.mutants check             check that each fault fits the code in exactly one place
     python -m tests.mutants run [NAME ...]    run each fault's killing test (all faults by default)
     python -m tests.mutants diff NAME         print the fault as a patch, for ``git apply``
@@ -75,7 +75,7 @@ def main(words: list[str]) -> int:
         return int(survivors > 0)
     if words == ["list"]:
         for fault in FAULTS:
-            print(f"{fault.name:28} {fault.room:36} {fault.harm}; {fault.killed_by}")
+            print(f"{fault.name:28} {fault.harm}; {fault.killed_by}")
         return 0
     if words == ["check"]:
         wrong = [fault.name for fault in FAULTS if len(places(fault)) != 1]

@@ -12,8 +12,6 @@ class Fault:
     """One fault: replacing ``old`` by ``new`` makes it."""
 
     name: str
-    room: str
-    """Part of the product that contains the fault."""
     harm: str
     """Consequence for a user."""
     old: str
@@ -25,7 +23,6 @@ class Fault:
 FAULTS = (
     Fault(
         name="empty_rows_grad",
-        room="attention: masks",
         harm="a sample whose keys are all masked gets NaN in dQ, dK, dV (-inf - -inf)",
         old="        lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)\n",
         new="        pass\n",
@@ -33,7 +30,6 @@ FAULTS = (
     ),
     Fault(
         name="ring_dq_dtype",
-        room="attention: backward of the ring",
         harm="bf16: dQ is summed over the ring's chunks in bf16; the error grows with the ring",
         old="dq = torch.zeros_like(q_own, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)",
         new="dq = torch.zeros_like(q_own, dtype=q.dtype, memory_format=torch.contiguous_format)",
@@ -41,7 +37,6 @@ FAULTS = (
     ),
     Fault(
         name="ulysses_head_order",
-        room="attention: ulysses, head groups",
         harm="attention.head_groups > 1: heads come back in another order than they went",
         old='rearrange(x[..., i, :, :], "g p b s h d -> b s (p g h) d")',
         new='rearrange(x[..., i, :, :], "g p b s h d -> b s (g p h) d")',
@@ -49,7 +44,6 @@ FAULTS = (
     ),
     Fault(
         name="dual_merge_shift",
-        room="attention: tangents",
         harm="rcm, scm, meanflow on a ring: the exact derivative of attention is wrong",
         old="            shift = w * (1 - w) * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
         new="            shift = w * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
@@ -57,7 +51,6 @@ FAULTS = (
     ),
     Fault(
         name="mask_window",
-        room="attention: masks",
         harm="causal networks: a chunk sees one chunk of its window too few, unlike when it runs with a cache",
         old="first = 0 if window is None else max(block - window, 0)",
         new="first = 0 if window is None else max(block - window + 1, 0)",
@@ -65,7 +58,6 @@ FAULTS = (
     ),
     Fault(
         name="mask_alone",
-        room="attention: masks",
         harm="a mask that hides the same keys from all queries: backward counts the hidden keys too",
         old="self.tiles(ring_rank, ring_rank) == (Tile((0, queries.size), (0, keys.size)),)",
         new="len(self.tiles(ring_rank, ring_rank)) == 1",
@@ -73,7 +65,6 @@ FAULTS = (
     ),
     Fault(
         name="cached_dq",
-        room="attention: caches",
         harm="causal networks with a cache: dQ ignores all keys but the new chunk's",
         old="dq = dq_part if dq is None else dq.to(sums).add_(dq_part)",
         new="dq = dq_part",
@@ -81,7 +72,6 @@ FAULTS = (
     ),
     Fault(
         name="cross_partial_grad",
-        room="gradients: sums over cp",
         harm="split text: each rank keeps the gradient of keys and values from its own queries alone",
         old="k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()",
         new="k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2).unbind()",
@@ -89,7 +79,6 @@ FAULTS = (
     ),
     Fault(
         name="clip_first_expert",
-        room="gradients: clip norm",
         harm="steps that train both experts clip by (and log) the first one's norm",
         old="norm = grad_norm(chain.from_iterable(network.single.parameters() for network in trained))",
         new="norm = grad_norm(trained[0].single.parameters())",
@@ -97,7 +86,6 @@ FAULTS = (
     ),
     Fault(
         name="reduce_in_bf16",
-        room="sharding: mixed precision",
         harm="reduce_dtype=auto under bf16 sums gradients over ranks in bf16",
         old='reduce_dtype = full_dtype if settings.reduce_dtype == "auto"',
         new='reduce_dtype = compute_dtype if settings.reduce_dtype == "auto"',
@@ -105,7 +93,6 @@ FAULTS = (
     ),
     Fault(
         name="time_embedder_bf16",
-        room="sharding: mixed precision",
         harm="bf16: Wan's time embedder computes in bf16, times of 1000 are rounded to 4",
         old="((full_precision_units, full_dtype), (units, compute_dtype), ((model,), compute_dtype))",
         new="((full_precision_units, compute_dtype), (units, compute_dtype), ((model,), compute_dtype))",
@@ -113,7 +100,6 @@ FAULTS = (
     ),
     Fault(
         name="replicas_by_position",
-        room="sharding: losses that use different parameters",
         harm="DMD2 with a GAN and replicas: gradients of different parameters of the fake score are added up",
         old='reduce_unused=any("gan_head" in role.added for role in roles) and',
         new="reduce_unused=False and",
@@ -122,7 +108,6 @@ FAULTS = (
     ),
     Fault(
         name="fake_not_frozen",
-        room="sharding: frozen roles",
         harm="DMD2 with a GAN: the student's loss leaves gradients (and their memory) in the fake score",
         old='return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()',
         new="return ()",
@@ -130,7 +115,6 @@ FAULTS = (
     ),
     Fault(
         name="accumulate_syncs_first",
-        room="sharding: accumulation",
         harm="optim_grads holds unsharded gradients over a whole step: memory of ZeRO-1 where ZeRO-2 was asked for",
         old='    reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")\n',
         new='    reduces = last or settings.strategy == "optim_grads_params"\n',
@@ -138,7 +122,6 @@ FAULTS = (
     ),
     Fault(
         name="shared_integer_by_position",
-        room="randomness: the shared integer",
         harm="ranks draw rollouts of other lengths: a deadlock, or other losses on another mesh",
         old="generator=stream(self.seed, purpose, self.step, *part)))",
         new="generator=stream(self.seed, purpose, self.step, *self.positions[:1], *part)))",
@@ -146,7 +129,6 @@ FAULTS = (
     ),
     Fault(
         name="dmd_sign",
-        room="methods: dmd2 sign",
         harm="the student is pushed away from the teacher",
         old="        g = (estimate - real) / per_sample(q, sample)\n",
         new="        g = (real - estimate) / per_sample(q, sample)\n",
@@ -154,7 +136,6 @@ FAULTS = (
     ),
     Fault(
         name="guidance_base",
-        room="methods: guidance",
         harm="guidance is one stronger than asked for, everywhere (teacher, samples, trajectories)",
         old="    return unconditional + w * (conditional - unconditional)\n",
         new="    return conditional + w * (conditional - unconditional)\n",
@@ -162,7 +143,6 @@ FAULTS = (
     ),
     Fault(
         name="renoise_repeats",
-        room="methods: renoise",
         harm="every step of a rollout and of a sample gets the same noise: the student learns to rely on it",
         old='noise_like(x, random, f"{purpose}_{k}")',
         new="noise_like(x, random, purpose)",
@@ -170,7 +150,6 @@ FAULTS = (
     ),
     Fault(
         name="rcm_turn",
-        room="methods: fake schedule",
         harm="rCM trains the student four steps of five and the fake score one",
         old='return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"',
         new='return "student" if joint < 0 or joint % self.settings.student_every != 0 else "fake"',
@@ -178,7 +157,6 @@ FAULTS = (
     ),
     Fault(
         name="gan_labels",
-        room="methods: gan label",
         harm="the discriminator learns to call samples real",
         old="        loss = (F.softplus(student) + F.softplus(-real)).mean(1)\n",
         new="        loss = (F.softplus(-student) + F.softplus(real)).mean(1)\n",
@@ -186,7 +164,6 @@ FAULTS = (
     ),
     Fault(
         name="scm_warmup",
-        room="methods: scm terms",
         harm="the unstable part of the tangent is there from the first step: no warm-up",
         old="(prediction - teacher) - r * (per_sample(cos * sin, x) * x + derivative)\n",
         new="(prediction - teacher) - (per_sample(r * cos * sin, x) * x + derivative)\n",
@@ -194,7 +171,6 @@ FAULTS = (
     ),
     Fault(
         name="meanflow_sign",
-        room="methods: meanflow terms",
         harm="the student learns another field; looks like a slow run",
         old="            target = velocity - growth * per_sample(t - r, x) * derivative\n",
         new="            target = velocity + growth * per_sample(t - r, x) * derivative\n",
@@ -202,7 +178,6 @@ FAULTS = (
     ),
     Fault(
         name="ema_counts_steps",
-        room="EMA",
         harm="DMD2's student average counts the steps of both roles: start and the power schedule are 6 times too fast",
         old="            self.average.update(self.updates)\n",
         new="            self.average.update(6 * self.updates)\n",
@@ -210,7 +185,6 @@ FAULTS = (
     ),
     Fault(
         name="lr_over_steps",
-        room="optimizer: lr schedule",
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
         old="name=name, updates=counts[role.name, index])",
         new="name=name, updates=config.steps)",
@@ -218,7 +192,6 @@ FAULTS = (
     ),
     Fault(
         name="adam_beta2",
-        room="optimizer: betas",
         harm="Adam's second moment forgets as fast as the first",
         old="            beta2=float(self.settings.betas[1]),\n",
         new="            beta2=float(self.settings.betas[0]),\n",
@@ -226,7 +199,6 @@ FAULTS = (
     ),
     Fault(
         name="decay_scaled_group",
-        room="optimizer: weight decay",
         harm="optim.ROLE.no_decay is read, checked, and without effect",
         old="self._update(lr * group.lr_scale, group.weight_decay, trained, scale)",
         new="self._update(lr * group.lr_scale, self.settings.weight_decay, trained, scale)",
@@ -234,7 +206,6 @@ FAULTS = (
     ),
     Fault(
         name="resume_position_by_step",
-        room="resume: sampler position",
         harm="a run resumed with another batch_size sees clips twice and skips others",
         old="            first_sample=self.samples,\n",
         new="            first_sample=self.step * self.config.batch_size,\n",
@@ -242,7 +213,6 @@ FAULTS = (
     ),
     Fault(
         name="resume_forgets_updates",
-        room="resume: update counts",
         harm="after a resume warm-up, cosine and EMA schedule start over, and the next checkpoint has the wrong counts",
         old="            self.trained[name].updates = count\n",
         new="            pass\n",
@@ -250,7 +220,6 @@ FAULTS = (
     ),
     Fault(
         name="publish_before_state",
-        room="checkpoints: atomicity",
         harm="a run killed in between has a checkpoint with its name and without its state",
         old=(
             '        with (unfinished / STATE).open("w") as stream:\n'
@@ -273,7 +242,6 @@ FAULTS = (
     ),
     Fault(
         name="lock_shared",
-        room="locks",
         harm="two runs write into one folder and overwrite each other's checkpoints",
         old="fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         new="fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)",
@@ -281,7 +249,6 @@ FAULTS = (
     ),
     Fault(
         name="no_antialias",
-        room="clips: resize",
         harm="large reductions alias; thin lines flicker in the training data",
         old='mode="bicubic", antialias=True, align_corners=False)',
         new='mode="bicubic", antialias=False, align_corners=False)',
@@ -289,7 +256,6 @@ FAULTS = (
     ),
     Fault(
         name="rotation_other_way",
-        room="clips: rotation",
         harm="portrait clips of phones stand on their heads",
         old="for dim, sign in ((0, b + d), (1, a + c)) if sign < 0]",
         new="for dim, sign in ((0, a + c), (1, b + d)) if sign < 0]",
@@ -297,7 +263,6 @@ FAULTS = (
     ),
     Fault(
         name="text_mask_one_more",
-        room="text: mask",
         harm="Hunyuan attends to one empty token after each quotation",
         old='            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],\n',
         new='            "glyph_mask": torch.arange(GLYPH_TOKENS) <= glyphs.shape[0],\n',
@@ -305,7 +270,6 @@ FAULTS = (
     ),
     Fault(
         name="ltx_shift",
-        room="families: LTX coordinates",
         harm="LTX 0.9.5 and later: all frames but the first are a frame too early in the rotary embedding",
         old="        shift = (self.temporal - 1) / clip.fps if self.later else 0.0\n",
         new="        shift = self.temporal / clip.fps if self.later else 0.0\n",
@@ -313,7 +277,6 @@ FAULTS = (
     ),
     Fault(
         name="hunyuan_mask_order",
-        room="families: Hunyuan masks",
         harm="the caption's mask lies over the quotations and the other way round",
         old="torch.cat([image, encoder_attention_mask_2, encoder_attention_mask, video], dim=1)",
         new="torch.cat([image, encoder_attention_mask, encoder_attention_mask_2, video], dim=1)",
@@ -321,7 +284,6 @@ FAULTS = (
     ),
     Fault(
         name="lora_scale",
-        room="LoRA: scale",
         harm="adapters act rank times weaker in training than in what is exported",
         old="            lora_alpha=self.settings.rank * self.settings.scale,",
         new="            lora_alpha=self.settings.scale,",
@@ -329,7 +291,6 @@ FAULTS = (
     ),
     Fault(
         name="wan_lora_alpha",
-        room="LoRA: export keys",
         harm="ComfyUI applies the adapters many times too strongly",
         old="torch.tensor(scale * rank, dtype=torch.float32)",
         new='torch.tensor(scale * len(matrices["B.weight"]), dtype=torch.float32)',
@@ -337,7 +298,6 @@ FAULTS = (
     ),
     Fault(
         name="merge_without_scale",
-        room="LoRA: merge",
         harm="alpha other than the rank: the merged network is not the one that was trained",
         old="        return weight.to(dtype) + scale * difference\n",
         new="        return weight.to(dtype) + difference\n",
@@ -345,7 +305,6 @@ FAULTS = (
     ),
     Fault(
         name="scheduler_stochastic",
-        room="export: scheduler config",
         harm="the exported scheduler samples the student in the other way than it was trained",
         old='            "stochastic": self.settings.student_sampler == "renoise",\n',
         new='            "stochastic": self.settings.student_sampler != "renoise",\n',
@@ -353,7 +312,6 @@ FAULTS = (
     ),
     Fault(
         name="scheduler_expert",
-        room="export: scheduler config",
         harm="a pipeline of two experts runs the expert that was not trained at a time",
         old=" + _CROSSING * crossed\n",
         new="\n",
@@ -361,7 +319,6 @@ FAULTS = (
     ),
     Fault(
         name="forced_noise",
-        room="method: data forcing",
         harm="teacher and fake score see other noise, whose difference drowns that of the scores",
         old="add_noise(real_sample, noise, t)",
         new="add_noise(real_sample, noise.map(lambda part: part.flip(0)), t)",
@@ -369,7 +326,6 @@ FAULTS = (
     ),
     Fault(
         name="coin_by_part",
-        room="method: data forcing",
         harm="parts of a batch disagree on whether the teacher scores clips",
         old="replace(random, part=0).shared.uniform",
         new="random.shared.uniform",
@@ -377,7 +333,6 @@ FAULTS = (
     ),
     Fault(
         name="black_clips",
-        room="evaluation: frames",
         harm="clips that are not finite are written as black ones",
         old="    if not frames.isfinite().all():\n",
         new="    if frames.isinf().all():\n",
@@ -385,7 +340,6 @@ FAULTS = (
     ),
     Fault(
         name="staging_without_ema",
-        room="planner: a missing term",
         harm="the plan's host memory lacks the average: a host that is too small is called fitting",
         old='    saved = ("parameters", "optimizer", "ema", HOST)\n',
         new='    saved = ("parameters", "optimizer", HOST)\n',
@@ -393,7 +347,6 @@ FAULTS = (
     ),
     Fault(
         name="sinks_stay_behind",
-        room="causal roles: sinks",
         harm="in long clips the distance to the sinks grows beyond that of training",
         old="            shift=0 if trained is None else max(0, self.frames - self.settings.last_start(trained)),\n",
         new="            shift=0,\n",
@@ -401,7 +354,6 @@ FAULTS = (
     ),
     Fault(
         name="clean_half_at_noisy_times",
-        room="causal roles: teacher forcing",
         harm="the clean history is read at the times of the noisy half, and not as a cache reads it",
         old="times = torch.cat([torch.full_like(noisy, settings.context_time), noisy], dim=1)",
         new="times = torch.cat([noisy, noisy], dim=1)",
@@ -409,7 +361,6 @@ FAULTS = (
     ),
     Fault(
         name="evicted_a_chunk_early",
-        room="causal roles: window",
         harm="a cache with a window holds one chunk less than the mask shows",
         old="return earlier < self.sink or self.window is None or earlier >= number - self.window",
         new="return earlier < self.sink or self.window is None or earlier > number - self.window",
@@ -417,7 +368,6 @@ FAULTS = (
     ),
     Fault(
         name="sinks_moved_in_place",
-        room="causal roles: streams",
         harm="a stream moves its sinks by the sum of all distances so far",
         old="keys[:, :moved] = rotate(sinks[:, :moved])",
         new="keys[:, :moved] = rotate(keys[:, :moved])",
@@ -425,7 +375,6 @@ FAULTS = (
     ),
     Fault(
         name="slot_too_few",
-        room="causal roles: streams",
         harm="the new chunk of a stream overwrites the oldest chunk that it sees",
         old="slot = turn if settings.window is None else turn % (settings.window + 1)",
         new="slot = turn if settings.window is None else turn % settings.window",
@@ -433,7 +382,6 @@ FAULTS = (
     ),
     Fault(
         name="sweep_counts_warm_up",
-        room="sweep",
         harm="a warm-up step counts in tokens/s",
         old='chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]',
         new='chosen = [record for record in records if warm_up <= record["step"] <= warm_up + measured]',
@@ -441,7 +389,6 @@ FAULTS = (
     ),
     Fault(
         name="refusal_exit_code",
-        room="command line: exit code",
         harm="schedulers that restart on 1 and give up on 2 restart a user's mistake for ever",
         old=("    print(line, file=sys.stderr)\n    return 2\n"),
         new=("    print(line, file=sys.stderr)\n    return 1\n"),
@@ -449,7 +396,6 @@ FAULTS = (
     ),
     Fault(
         name="refused_run_leaves_folder",
-        room="command line: writes before refusal",
         harm="a dry run, or a run that is refused later, leaves an empty folder",
         old="        refuse_foreign_run(plan.run_dir)\n",
         new=("        refuse_foreign_run(plan.run_dir)\n        plan.run_dir.mkdir(parents=True, exist_ok=True)\n"),
@@ -457,7 +403,6 @@ FAULTS = (
     ),
     Fault(
         name="chunk_gradient_partial",
-        room="gradients: chunks of a clip",
         harm="self_forcing with a GAN at cp > 1: a rank's part of the clip's gradient is taken for a chunk's gradient",
         old="        dist.all_reduce(whole, group=mesh.cp.get_group())\n",
         new="        pass\n",
@@ -465,7 +410,6 @@ FAULTS = (
     ),
     Fault(
         name="exit_not_cached",
-        room="methods: self-forcing",
         harm="the history of the next chunk is not the prediction of the exit step",
         old='        finished = context_chunk(causal, chunk[-1], random, f"{purpose}/{i}")\n',
         new='        finished = context_chunk(causal, x, random, f"{purpose}/{i}")\n',
@@ -473,7 +417,6 @@ FAULTS = (
     ),
     Fault(
         name="cached_dq_dtype",
-        room="attention: caches",
         harm="bf16: dQ is summed over cached chunks in bf16; the error grows with the cache",
         old="dq = dq_part if dq is None else dq.to(sums).add_(dq_part)",
         new="dq = dq_part if dq is None else dq.add_(dq_part)",
@@ -481,7 +424,6 @@ FAULTS = (
     ),
     Fault(
         name="samples_per_micro_batch",
-        room="resume: sampler position",
         harm="a resumed run repeats clips and draws",
         old="        self.samples += self.config.batch_size\n",
         new="        self.samples += self.batching.micro_batch_size\n",
@@ -489,7 +431,6 @@ FAULTS = (
     ),
     Fault(
         name="unlogged_replaced",
-        room="metrics: steps between logged lines",
         harm="with log.every > 1 a line lacks the roles that trained before its step",
         old="            self.unlogged |= metrics\n",
         new="            self.unlogged = dict(metrics)\n",
@@ -497,7 +438,6 @@ FAULTS = (
     ),
     Fault(
         name="broken_student_exported",
-        room="export: loss that is not finite",
         harm="a broken student is exported as a result, with exit code 0",
         old="            if not math.isfinite(loss):\n                raise UserError(\n",
         new="            if False:\n                raise UserError(\n",
@@ -505,7 +445,6 @@ FAULTS = (
     ),
     Fault(
         name="export_dtype",
-        room="export: dtype",
         harm="export.dtype=bf16 writes fp32",
         old='full.to(device="cpu", dtype=dtype)',
         new='full.to(device="cpu")',
@@ -513,7 +452,6 @@ FAULTS = (
     ),
     Fault(
         name="ltx_negative_time",
-        room="families: LTX coordinates",
         harm="LTX 0.9.5 and later: the first frame gets a negative position in the rotary embedding",
         old="(frames - spacing[:, 3:]).clamp_min(0)",
         new="(frames - spacing[:, 3:])",
@@ -521,7 +459,6 @@ FAULTS = (
     ),
     Fault(
         name="cached_at_time_0",
-        room="causal roles: context time",
         harm="a finished chunk is noised to the context time, and read as if it were clean",
         old="        t = torch.full((len(x0),), self.settings.context_time, dtype=dtype, device=x0.device)\n",
         new="        t = torch.full((len(x0),), 0.0, dtype=dtype, device=x0.device)\n",
@@ -529,7 +466,6 @@ FAULTS = (
     ),
     Fault(
         name="sinks_evicted",
-        room="causal roles: sinks",
         harm="a cache drops the sinks that the mask of training shows",
         old="return earlier < self.sink or self.window is None",
         new="return self.window is None",
@@ -537,7 +473,6 @@ FAULTS = (
     ),
     Fault(
         name="one_noise_for_all_chunks",
-        room="causal methods: noise per chunk",
         harm="every chunk of a clip begins with the same noise",
         old='draw_noise(random, f"{purpose}/{i}", {VIDEO',
         new="draw_noise(random, purpose, {VIDEO",
@@ -545,7 +480,6 @@ FAULTS = (
     ),
     Fault(
         name="exit_is_the_last_step",
-        room="methods: self-forcing",
         harm="the first chunk is always denoised to its last step, and learns there only",
         old="            return chosen[: random.shared_integer(purpose, 1, len(chosen))]\n",
         new="            return chosen\n",
@@ -553,7 +487,6 @@ FAULTS = (
     ),
     Fault(
         name="replayed_backwards",
-        room="methods: self-forcing",
         harm="a chunk is replayed with the gradient of another one",
         old="            step, gradient = replay.pop(0)\n",
         new="            (step, _), (_, gradient) = replay[0], replay.pop()\n",
@@ -561,7 +494,6 @@ FAULTS = (
     ),
     Fault(
         name="sound_from_the_containers_start",
-        room="data: sound of clips",
         harm="an mp4 whose picture begins late has its sound late by as much",
         old="start = round((piece.pts * piece.time_base - begin) * rate)",
         new="start = round(piece.pts * piece.time_base * rate)",
@@ -585,7 +517,6 @@ FAULTS = (
     ),
     Fault(
         name="padded_rows_kept",
-        room="data: sets of other projects",
         harm="zeros that fill a stored embedding up count as tokens",
         old="    text = text[: int(rows[-1]) + 1 if len(rows) else 0]\n",
         new="",
@@ -593,7 +524,6 @@ FAULTS = (
     ),
     Fault(
         name="minimax_h3_audio_time",
-        room="families: MiniMax-H3",
         harm="sound rows are modulated by the video's time",
         old="[torch.zeros_like(texts), torch.ones_like(audios), torch.zeros_like(videos)]",
         new="[torch.zeros_like(texts), torch.zeros_like(audios), torch.zeros_like(videos)]",
@@ -601,7 +531,6 @@ FAULTS = (
     ),
     Fault(
         name="minimax_h3_gate_order",
-        room="families: MiniMax-H3",
         harm="ComfyUI adds the adapters of gate and value to each other's rows",
         old='torch.cat(matrices["B.weight"].chunk(2)[::-1])',
         new='matrices["B.weight"]',
