@@ -44,11 +44,7 @@ def build_tiny_hunyuan_pipeline(folder: str | Path, seed: int = 0, *, image: boo
 
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
-        settings = {
-            "latent_channels": CHANNELS,
-            "block_out_channels": (8, 8, 16, 16, 16),
-            "layers_per_block": 1,
-        }
+        settings = {"latent_channels": CHANNELS, "block_out_channels": (8, 8, 16, 16, 16), "layers_per_block": 1}
         vae = AutoencoderKLHunyuanVideo15(**settings).eval()
         noise = torch.randn(1, 3, 3, 4, 4)
         video = torch.nn.functional.interpolate(noise, size=(9, 64, 64), mode="trilinear").clamp(-1, 1)
@@ -96,10 +92,7 @@ def _image_parts() -> dict[str, Any]:
         patch_size=14,
     )  # fmt: skip
     size = {"height": 42, "width": 42}
-    return {
-        "image_encoder": SiglipVisionModel(config).eval(),
-        "feature_extractor": SiglipImageProcessor(size=size),
-    }
+    return {"image_encoder": SiglipVisionModel(config).eval(), "feature_extractor": SiglipImageProcessor(size=size)}
 
 
 def _tokenizer() -> Any:

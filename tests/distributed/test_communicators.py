@@ -87,9 +87,7 @@ def _shared_with_fsdp(sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"cp": 4}, {"cp": 4, "ring": 4}, {"cp": 4, "ring": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}],
-    ids=str,
+    "sizes", [{"cp": 4}, {"cp": 4, "ring": 4}, {"cp": 4, "ring": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}], ids=str
 )
 def test_ring_and_ulysses_never_share_a_group_with_fsdp(pools, sizes):
     assert pools[4].run(_shared_with_fsdp, sizes) == [[]] * 4

@@ -19,14 +19,7 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import (
-    ARCHITECTURE,
-    LATENT_SHAPE,
-    TEXT_SHAPE,
-    text_condition,
-    tiny_role,
-    write_checkpoints,
-)
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role, write_checkpoints
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
 """Three, so that scores are compared within their common refinement."""

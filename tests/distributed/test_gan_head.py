@@ -51,10 +51,7 @@ def oracle(checkpoints):
     [
         pytest.param({"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=pytest.mark.long),
         {"cp": 3, "micro_batch_size": 2, "activation_checkpointing": True},
-        pytest.param(
-            {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2},
-            marks=pytest.mark.long,
-        ),
+        pytest.param({"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

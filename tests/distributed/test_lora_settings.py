@@ -122,11 +122,7 @@ def _first_values(path, architecture):
         "mesh": mesh, "device": torch.device("cpu"), "shapes": {"video": LATENT_SHAPE},
         "condition_shapes": CONDITION_SHAPES, "seed": 5,
     }  # fmt: skip
-    adapters = {
-        "teacher": None,
-        "student": LoraSettings(rank=8),
-        "fake": LoraSettings(rank=8),
-    }
+    adapters = {"teacher": None, "student": LoraSettings(rank=8), "fake": LoraSettings(rank=8)}
     plans = [plan_role(n, checkpoint=path, architecture=architecture, lora=lora) for n, lora in adapters.items()]
     roles = build_roles(plans, trained=("student", "fake"), **where)
     assert roles["teacher"].network is roles["student"].network is roles["fake"].network

@@ -110,10 +110,7 @@ def _with_lowest_peaks(pools, world, words, predicted):
     return measured
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=long if case in LONG else slow) for case in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=long if case in LONG else slow) for case in CASES])
 def test_what_is_predicted_is_what_real_tensors_take(pools, case):
     world, *words = CASES[case]
     predicted = simulate(*_planned(world, words))

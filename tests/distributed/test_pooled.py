@@ -168,9 +168,7 @@ ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(ran
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes",
-    [{"dp_shard": 2}, {"dp_shard": 2, "lora": ADAPTERS}],
-    ids=["three networks", "adapters on one base"],
+    "sizes", [{"dp_shard": 2}, {"dp_shard": 2, "lora": ADAPTERS}], ids=["three networks", "adapters on one base"]
 )
 def test_teacher_student_and_fake_score_share_it(pools, checkpoints, sizes):
     """DMD2 runs 8 steps with clips of two lengths, and samples between them."""

@@ -207,10 +207,7 @@ def _unfinished(strategy):
     for _ in range(2):  # an unfinished step leaves no state
         with microbatch(model, is_first=True, is_last=False):
             model(torch.randn(3, 6)).sum().backward()
-        with (
-            pytest.raises(RuntimeError, match="is_last=True"),
-            microbatch(model, is_first=False, is_last=True),
-        ):
+        with pytest.raises(RuntimeError, match="is_last=True"), microbatch(model, is_first=False, is_last=True):
             pass
     assert all(p.grad is None for p in model.parameters())
     return True

@@ -123,10 +123,7 @@ def _check(setup, pools, checkpoints, oracles):
 
 @pytest.mark.parametrize(
     "row",
-    [
-        *ROWS,
-        *(pytest.param(row, marks=pytest.mark.long) for row in LONG),
-    ],
+    [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_parity(pools, checkpoints, oracles, row):

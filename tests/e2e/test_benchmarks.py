@@ -44,10 +44,7 @@ def test_a_student_of_other_settings_is_not_taken(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("main", "words"),
-    [(planning.main, ["--quick"]), (fp8.main, ["--tiny"])],
-)
+@pytest.mark.parametrize(("main", "words"), [(planning.main, ["--quick"]), (fp8.main, ["--tiny"])])
 def test_a_bound_is_kept_in_small(capsys, main, words):
     assert main(words) == 0
     assert "BROKEN" not in capsys.readouterr().out

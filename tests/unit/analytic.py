@@ -166,10 +166,7 @@ def nothing(count: int) -> Condition:
 
 def make_batch(problem, count: int, seed: int = 1) -> Batch:
     """Return ``count`` samples of ``problem`` with captions of zeros."""
-    return Batch(
-        latents=video(problem.sample(count, seed)),
-        condition=nothing(count),
-    )
+    return Batch(latents=video(problem.sample(count, seed)), condition=nothing(count))
 
 
 def train(method, problem, steps: int, lr: float, count: int = 16) -> None:

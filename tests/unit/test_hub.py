@@ -155,8 +155,7 @@ def test_a_download_that_breaks_is_continued(hub):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("owner/missing", "folder"), ("owner/gated", "hf auth login"), ("owner/net@later", "later")],
+    ("name", "said"), [("owner/missing", "folder"), ("owner/gated", "hf auth login"), ("owner/net@later", "later")]
 )
 def test_what_the_hub_refuses_is_one_line(hub, name, said):
     assert said in refusal(take, name)

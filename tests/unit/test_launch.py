@@ -222,11 +222,7 @@ def test_a_start_of_which_some_died_early_does_not_disturb_the_next(server):
 
 @pytest.mark.parametrize(
     ("environment", "wanted"),
-    [
-        ({}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
-    ],
+    [({}, False), ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, True)],
 )
 def test_only_in_the_agents_store(server, monkeypatch, environment, wanted):
     own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}

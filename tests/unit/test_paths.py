@@ -97,13 +97,7 @@ def test_what_lies_behind_a_closed_folder_is_a_line(tmp_path, name):
     assert code == 2 and len(said.splitlines()) == 1 and "closed" in said, said
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (export, "{teacher} {path}"),
-        (train, "run_dir={path}"),
-    ],
-)
+@pytest.mark.parametrize(("command", "words"), [(export, "{teacher} {path}"), (train, "run_dir={path}")])
 def test_links_in_a_circle_are_a_line(tmp_path, command, words):
     (tmp_path / "loop").symlink_to("loop")
     code, said = _ended(command, _words(words, tmp_path / "loop", tmp_path))

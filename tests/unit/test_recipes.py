@@ -170,8 +170,7 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "cluster", "world"),
-    [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.long)],
+    ("method", "cluster", "world"), [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.long)]
 )
 def test_adapters_share_one_base(method, cluster, world, pipeline):
     words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]

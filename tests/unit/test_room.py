@@ -32,11 +32,7 @@ def planned(tmp_path, monkeypatch):
     ("settings", "there", "needed"),
     [
         (("checkpoint.every=10", "checkpoint.keep=2"), 0, 3),  # two, and the one that is being written
-        (
-            ("checkpoint.every=10", "checkpoint.keep=2"),
-            5,
-            1,
-        ),  # new ones replace existing ones
+        (("checkpoint.every=10", "checkpoint.keep=2"), 5, 1),  # new ones replace existing ones
         (("checkpoint.every=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 8),
         (("checkpoint.every=40", "checkpoint.keep=0"), 0, 3),
     ],

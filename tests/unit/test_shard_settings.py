@@ -140,10 +140,7 @@ def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_e
 
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
-    against = {
-        ("fp8_gather", "offload"),
-        ("replicate", "shard_ranks"),
-    }
+    against = {("fp8_gather", "offload"), ("replicate", "shard_ranks")}
     names = sorted(CHANGED.keys() - {"strategy"})
     for pair in itertools.combinations(names, 2):
         given = {name: CHANGED[name] for name in pair}
