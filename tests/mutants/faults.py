@@ -501,7 +501,6 @@ FAULTS = (
     ),
     Fault(
         name="bucket_remainder",
-        room="data: order",
         harm="with data.buckets, a size of fewer clips than a batch never trains, and others too rarely",
         old="[epochs * clips // self.batch_size for clips in self.buckets]",
         new="[epochs * (clips // self.batch_size) for clips in self.buckets]",
@@ -509,7 +508,6 @@ FAULTS = (
     ),
     Fault(
         name="bucket_enlarges",
-        room="data: sizes",
         harm="with data.buckets, small clips are enlarged to the size with most pixels",
         old="        if tall >= clip.height and wide >= clip.width:\n",
         new="        if tall and wide:\n",
