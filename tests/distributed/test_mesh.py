@@ -2,14 +2,10 @@
 
 import pytest
 import torch.distributed as dist
-from diffusers import WanTransformer3DModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import Shard
 
 from fsdp_cp.mesh import build_mesh, context_groups
-from models.roles.role_plan import plan_role
-from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
 
 
 def _views(sizes):
@@ -87,21 +83,3 @@ def _groups(sizes):
 def test_context_groups(pools, sizes, ulysses):
     for rank, (ring_rank, ulysses_rank) in enumerate(pools[6].run(_groups, sizes)):
         assert ring_rank * ulysses + ulysses_rank == rank % sizes["cp"], "Ulysses is innermost"
-
-
-def _placements(sizes):
-    mesh = build_mesh(**sizes, heads=4)
-    plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
-    role = tiny_role(plan, mesh)
-    return {
-        name: (p.placements, p.device_mesh.ndim, p.to_local().numel()) for name, p in role.network.named_parameters()
-    }
-
-
-def test_every_parameter_is_sharded_over_all_ranks(pools):
-    ranks = pools[4].run(_placements, {"dp_shard": 2, "cp": 2})
-    for name, (placements, axes, _) in ranks[0].items():
-        # A two-dimensional mesh here would mean replicas over dp_shard, by accident.
-        assert axes == 1 and placements == (Shard(0),), name
-    total = sum(numel for rank in ranks for _, _, numel in rank.values())
-    assert total == sum(p.numel() for p in WanTransformer3DModel(**ARCHITECTURE).parameters())

@@ -65,17 +65,6 @@ def test_updates_of_shards_are_seen_and_nothing_stays_gathered(pools, strategy):
     assert all(pools[4].run(_updates_are_seen, strategy))
 
 
-def _sum_on_every_unit():
-    role = _role(build_mesh(dp_shard=2, cp=1))
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
-    return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups]
-
-
-def test_gradients_are_summed_on_every_unit(pools):
-    for settings in pools[2].run(_sum_on_every_unit):
-        assert settings == [(1.0, True)] * (UNITS)
-
-
 def _order_records():
     mesh = build_mesh(dp_shard=1, cp=2, heads=4)
     role = _role(mesh)

@@ -51,10 +51,6 @@ def test_transformer_and_pipeline_directories_are_the_same(folder):
     assert direct.path == folder and direct.config == {"num_layers": 2} and direct.shapes == SHAPES
 
 
-def test_shapes_come_from_all_files_of_an_index(sharded):
-    assert inspect_transformer(str(sharded), "teacher.checkpoint").shapes == SHAPES
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -74,13 +70,6 @@ def test_halves_of_two_sets_of_weights_are_not_mixed(folder, first, second):
 def test_a_file_next_to_those_of_an_index_is_another_set(sharded):
     save_file({"c": torch.zeros(1)}, sharded / "part-3.safetensors")
     assert "part-3" in refused(sharded)
-
-
-def test_parts_without_an_index_are_one_set(folder):
-    (folder / FILE).unlink()
-    for i, key in enumerate(TENSORS, 1):
-        save_file({key: TENSORS[key]}, folder / f"w-0000{i}-of-00003.fp16.safetensors")
-    assert inspect_transformer(str(folder), "teacher.checkpoint").shapes == SHAPES
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
@@ -156,11 +145,6 @@ def wan(saved, tmp_path):
 def rewrite_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def test_a_saved_network_is_planned_from_its_folder(wan):
-    plan = plan_role("student", checkpoint=str(wan))
-    assert plan.config["num_layers"] == 2 and plan.folders[0].path == wan and plan.family.heads(plan.config) == 2
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,6 @@ def test_a_part_that_is_missing_is_noticed(network, folder):
     assert "a file missing" in refused(folder)
 
 
-def test_two_sets_of_weights_are_both_named(network, folder):
-    write(folder, network.state_dict(), ONE, TWO)
-    write(folder, network.state_dict(), f"{NAME}.bf16.safetensors")
-    message = refused(folder)
-    assert (ONE in message or TWO in message) and f"{NAME}.bf16.safetensors" in message
-    assert (folder / ONE).is_file() and "remove" not in message, "either is a checkpoint"
-
-
 @pytest.mark.parametrize("index", [False, True])
 def test_a_pointer_of_git_lfs_is_called_one(network, folder, index):
     write(folder, network.state_dict(), ONE, TWO, index="x.safetensors.index.json" if index else None)

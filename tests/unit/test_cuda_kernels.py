@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_cp.attention.kernels import cuda as cuda_kernels
-from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS
 from tests.oracles.attention_kernels import (
     CASES,
     TOLERANCE,
@@ -188,15 +188,3 @@ def test_cudnn_is_refused_where_it_goes_wrong(monkeypatch):
         assert KERNELS["cudnn"].refuses(*ask)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_order_of_preference(monkeypatch):
-    def names(capability):
-        monkeypatch.setattr(cuda_kernels, "_capability", lambda device: capability)
-        return list(preferred(torch.device("cuda")))
-
-    assert names((9, 0)) == ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
-    assert names((10, 0)) == ["cudnn", "flash", "efficient"]
-    for capability in ((8, 0), (8, 9), (12, 0), None):
-        assert names(capability) == ["flash", "cudnn", "efficient"]
-    assert len(KERNELS) == len(CUDA_KERNELS) == 6

@@ -9,13 +9,12 @@ from diffusers import LTXConditionPipeline, LTXPipeline
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageInput
-from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec
+from distill.data.encoders.ltx import LtxVideoCodec
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.ltx import video_coordinates
 from tests.encoded import encode_source
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
-from tests.tiny_pipeline import build_tiny_pipeline
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 CLIP = ClipFormat(num_frames=17, height=64, width=96, fps=24.0)
@@ -192,10 +191,3 @@ def test_clips_that_the_vae_would_cut_are_refused(folder):
             choose_encoders(folder).latent_shape(
                 ClipFormat(num_frames=sizes[0], height=sizes[1], width=sizes[2], fps=24.0)
             )
-
-
-def test_wan_keeps_its_own_encoders(tmp_path):
-    encoders = choose_encoders(build_tiny_pipeline(tmp_path))
-    texts = encoders.text_encoder(max_tokens=16, **CPU)
-    assert not isinstance(texts, LtxTextEncoder) and texts.cleaned(CAPTION) == "a red & blue square"
-    assert encoders.text_key() == {} and encoders.clip_tensors(CLIP) == {}

@@ -1,23 +1,20 @@
-"""The LTX-Video family in one process: pipeline times, refusals and plans."""
+"""The LTX-Video family in one process: times, refusals and plans."""
 
 import json
 from functools import partial
 
-import diffusers
 import pytest
 import torch
-from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import LTXVideoTransformer3DModel
 
 from distill.planning import encoders
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
-from models.files.scheduler import few_step_scheduler
 from tests.oracles.samples import video
 from tests.oracles.tiny_ltx import ARCHITECTURE
 from tests.unit.test_flops import ltx_inputs
 
 LTX_FAMILY = LTX()
-STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
 
 
 def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
@@ -32,33 +29,6 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
         ).velocity.video
     assert seen[0].dtype == torch.float32 and seen[0].item() == pytest.approx(501.0, abs=1e-3)
     assert velocity.dtype == torch.bfloat16 and velocity.shape == x.shape
-
-
-@pytest.mark.parametrize("sampler", ["renoise", "ode"])
-def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(tmp_path, sampler):
-    """LTXPipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``. The scheduler's own times differ."""
-    assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
-    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", pipeline_times=LTX_FAMILY.pipeline_times)
-    assert scheduler.config.stochastic_sampling == (sampler == "renoise"), "sampled as it was trained"
-    _, network, *_ = ltx_inputs({}, 1, (1, 1, 1), 3)
-    pipeline = LTXPipeline(scheduler, None, None, None, network)
-    steps = []
-
-    def note(_pipeline, _step, t, kwargs):
-        steps.append(float(t) / 1000)
-        return kwargs
-
-    text = {"prompt_embeds": torch.zeros(1, 3, 10), "prompt_attention_mask": torch.ones(1, 3, dtype=torch.bool)}
-    pipeline.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        pipeline(
-            **text, height=32, width=32, num_frames=1, num_inference_steps=4, guidance_scale=1.0, output_type="latent",
-            callback_on_step_end=note,
-        )  # fmt: skip
-    assert steps == pytest.approx(STUDENT, abs=1e-6)
-    own = few_step_scheduler(STUDENT, stochastic=sampler == "renoise")
-    own.set_timesteps(4, sigmas=LTX_FAMILY.pipeline_times(4))
-    assert own.sigmas[:4].tolist() != pytest.approx(STUDENT, abs=1e-3), "without the pipeline's times it is another"
 
 
 @pytest.mark.parametrize(

@@ -16,29 +16,6 @@ def settings(**changes):
     return {"world_size": 1, **DEFAULTS, **changes}
 
 
-FITTING = [  # settings, and (dp_replicate, dp_shard, ring, ulysses)
-    ({}, (1, 1, 1, 1)),
-    ({"world_size": 8, "cp": 2, "heads": 12}, (1, 4, 1, 2)),
-    ({"world_size": 8, "cp": 4}, (1, 2, 1, 4)),
-    ({"world_size": 8, "dp_replicate": 2, "cp": 2, "heads": 4}, (2, 2, 1, 2)),
-    # The ring takes the factor that does not divide the heads.
-    ({"world_size": 8, "cp": 8, "heads": 12}, (1, 1, 2, 4)),
-    ({"world_size": 4, "cp": 4, "heads": 5}, (1, 1, 4, 1)),
-    ({"world_size": 6, "cp": 6, "heads": 4}, (1, 1, 3, 2)),
-    # One is set and the other follows, or both are set.
-    ({"world_size": 8, "cp": 8, "ulysses": 2, "heads": 12}, (1, 1, 4, 2)),
-    ({"world_size": 8, "cp": 8, "ring": 4, "heads": 12}, (1, 1, 4, 2)),
-    ({"world_size": 8, "dp_replicate": 2, "cp": 4, "ring": 2, "ulysses": 2, "heads": 6}, (2, 1, 2, 2)),
-]
-
-
-def test_shapes_that_fit():
-    for given, sizes in FITTING:
-        shape = resolve_mesh(**settings(**given))
-        assert (shape.dp_replicate, shape.dp_shard, shape.ring, shape.ulysses) == sizes, given
-        assert (shape.dp, shape.cp) == (sizes[0] * sizes[1], sizes[2] * sizes[3]), given
-
-
 BAD = [  # settings, which of them the message must name
     ({"world_size": 4, "cp": -1}, "mesh.cp"),
     ({"dp_replicate": 0}, "mesh.dp_replicate"),

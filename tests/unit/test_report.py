@@ -138,13 +138,6 @@ def test_numbers_of_page_and_json_agree(run):
     assert data["verdict"] in text
 
 
-def test_torn_lines_are_left_out_and_facts_are_escaped(run):
-    _, text, _, _ = run
-    assert "torchrun train.py &#39;a=&lt;b&gt;&#39;" in text
-    for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
-        assert f'alt="{key} by step"' in text
-
-
 def test_comparisons_count_where_the_teacher_loses_something():
     rows, _ = make_rows()
     found = student_beats_teacher(rows)

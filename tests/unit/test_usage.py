@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from distill.config import compose_config
 from distill.config.errors import CONFIGS, choices
 from distill.config.schema import SETTINGS
@@ -11,17 +9,6 @@ from distill.config.usage import information, usage
 from distill.data import DATA
 from distill.methods import METHODS
 from tests.unit.refused import refused
-
-LINES, COLUMNS = 150, 120
-
-
-@pytest.mark.parametrize("method", ["dmd2", pytest.param("rcm", marks=pytest.mark.slow)])
-def test_the_help_of_a_method_fits_three_screens(method):
-    text = information(["--help", f"method={method}"])
-    lines = text.splitlines()
-    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
-    own = [line.split("=")[0].strip() for line in lines if line.startswith("  method.")]
-    assert own == [f"method.{name}" for name in vars(METHODS[method][1]()) if name != "name"], "each once, no other's"
 
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
