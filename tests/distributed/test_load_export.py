@@ -1,7 +1,5 @@
 """Weights from and to diffusers folders, at more ranks than some parameters have rows."""
 
-import json
-
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -9,11 +7,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
-from models.export import main as export
 from models.export_folder import sharded, write_folder
-from models.roles.ema import Ema
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
@@ -73,32 +68,6 @@ def test_export_loads_in_diffusers_bit_by_bit(pools, checkpoints, tmp_path, max_
     assert dict(loaded.config)["num_layers"] == ARCHITECTURE["num_layers"]
     for (name, p), (_, q) in zip(loaded.named_parameters(), truth.named_parameters(), strict=True):
         assert torch.equal(p, q), name
-
-
-def _save_checkpoint(path, out):
-    role = _load(path)
-    ema = Ema(role, decay=0.5, gamma=1.0, start=0)
-    with torch.no_grad():
-        for p in role.parameters():
-            p.to_local().add_(1.0)
-    ema.update(0)
-    tensors = {"student": {"weights": role.weights(), "ema": ema.weights}}
-    Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
-
-
-@pytest.mark.slow
-def test_export_command_reads_a_checkpoint_in_one_process(pools, checkpoints, tmp_path, capsys):
-    pools[3].run(_save_checkpoint, checkpoints / "student", tmp_path)
-    assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]
-    truth = dict(WanTransformer3DModel.from_pretrained(checkpoints / "student").named_parameters())
-    for weights, shift in (("raw", 1.0), ("ema", 0.5)):
-        out = tmp_path / weights
-        assert export([str(tmp_path), str(out), "--weights", weights]) == 0
-        for name, p in WanTransformer3DModel.from_pretrained(out).named_parameters():
-            torch.testing.assert_close(p, truth[name] + shift, rtol=0, atol=1e-6)
-    capsys.readouterr()
-    assert export([str(tmp_path), str(tmp_path / "no"), "--role", "fake"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()
 
 
 def _elements_read(path):

@@ -1,4 +1,4 @@
-"""Gradient norms, clipping and gathering, against torch in one process."""
+"""Gradient norms and clipping, against torch in one process."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_cp import build_mesh, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, parameter_norms
+from fsdp_cp.reduce import grad_norm, parameter_norms
 from tests.oracles.seeded import seeded
 
 
@@ -57,13 +57,3 @@ def test_norms(pools, world, replicas):
             assert grad is None if name == "1.bias" else grad == pytest.approx(p.grad.norm().item(), rel=1e-6), name
         # Replicas have separate gradients here; in training they are equal by then.
         assert math.isinf(bad) == (rank < world // replicas), "the same on all ranks that share the gradients"
-
-
-def _gather():
-    mesh = build_mesh(dp_shard=2, cp=2)
-    mine = torch.full((2, 3), float(mesh.dp_rank))
-    return gather_samples(mine, mesh.dp)[:, 0].tolist(), all_reduce_scalars([1.0, mesh.dp_rank], mesh.dp)
-
-
-def test_samples_and_scalars_go_over_data_parallel_ranks_only(pools):
-    assert pools[4].run(_gather) == [([0.0, 0.0, 1.0, 1.0], [2.0, 1.0])] * 4
