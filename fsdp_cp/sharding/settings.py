@@ -26,8 +26,7 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 class ShardSettings:
     """Sharding settings of one network; docs/configuration.md lists their costs.
 
-    Strategy names and the states that they shard follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
-    2020).
+    Strategy names and their sharded states follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al. 2020).
     """
 
     strategy: Strategy = "optim_grads_params"

@@ -246,10 +246,7 @@ def own_forward(
 
 
 class HunyuanJointAttention:
-    """Joint attention of the rank's own tokens and all texts, with forward-mode AD.
-
-    Projections, norms and the rotary embedding are those of diffusers' ``HunyuanVideo15AttnProcessor2_0`` (0.42).
-    """
+    """Joint attention of own tokens and all texts: ``HunyuanVideo15AttnProcessor2_0`` (0.42) with forward-mode AD."""
 
     def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
         self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
@@ -304,11 +301,8 @@ class HunyuanRefinerAttention:
 
 
 def own_rotary_tables(rope: HunyuanVideo15RotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
-    """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
-
-    Returns:
-        Cosines and sines ``(S_local, head_dim)``, with the last token's values for padding; and ``S``.
-    """
+    """Return ``rope``'s cosines and sines ``(S_local, head_dim)`` of latents ``(B, C, T, H, W)``, for the rank's own
+    tokens only (padding tokens have the last token's values), and ``S``."""
     patch = (rope.patch_size_t, rope.patch_size, rope.patch_size)
     positions, total = token_positions(hidden_states, patch, mesh, hidden_states.device)
     tables = [

@@ -163,11 +163,7 @@ class LTX(DiffusersFamily):
 
 
 class LTXSelfAttention(LTXVideoAttnProcessor):
-    """LTX's self-attention over tokens that are split over ``mesh.cp``.
-
-    Projections, norms and the rotary embedding are those of diffusers' processor (0.42); only the attention over all
-    tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
-    """
+    """LTX's self-attention over tokens split over ``mesh.cp``: diffusers' (0.42), with only the attention replaced."""
 
     def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
         super().__init__()

@@ -44,8 +44,7 @@ class WanSelfAttention(WanAttnProcessor):
         assert text is None and mask is None
         cos, sin, total, history = (*rotary_emb, None, None)[:4]
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        k, v = _keys_values(attn, hidden_states)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         options = {"total_tokens": total, "backend": self.backend, "head_groups": self.head_groups}
         out = (history or _BIDIRECTIONAL).attend(q, k, v, mesh=self.mesh, **options)
@@ -66,9 +65,9 @@ class CachedText:
         return self.memory.keys_values
 
 
-def _keys_values(attn: WanAttention, text: Tensor) -> tuple[Tensor, Tensor]:
-    k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
-    return k, attn.to_v(text).unflatten(2, (attn.heads, -1))
+def _keys_values(attn: WanAttention, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    k = attn.norm_k(attn.to_k(tokens)).unflatten(2, (attn.heads, -1))
+    return k, attn.to_v(tokens).unflatten(2, (attn.heads, -1))
 
 
 class WanCrossAttention(WanAttnProcessor):
@@ -153,13 +152,9 @@ class BlockArguments:
 def own_rotary_tables(
     rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, frames: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
-
-    ``frames`` are the positions of the latent frames, 0 to T - 1 by default.
-
-    Returns:
-        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; and ``S``.
-    """
+    """Return ``rope``'s cosines and sines ``(1, S_local, 1, head_dim)`` of latents ``(B, C, T, H, W)``, for the rank's
+    own tokens only (padding tokens have the last token's values), and ``S``. ``frames`` are the positions of the latent
+    frames, 0 to T - 1 by default."""
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
     bounded = sizes if frames is None else sizes[1:]
     if max(bounded) > rope.max_seq_len:
