@@ -8,6 +8,7 @@ complete. Any other folder is refused and not changed.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -31,15 +32,15 @@ from fsdp_cp.launch import exit_code
 from models.export_folder import write_folder
 from models.families.base import Family
 from models.families.registry import family_of
+from models.files import originals, originals_ltx2
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
-from models.files.originals import own_config, own_names
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OWN = "wan"
-"""Format of a whole network in the names of Wan's own code: one file for ComfyUI, with ``config.json``."""
+OWN = {"wan": originals, "ltx2": originals_ltx2}
+"""Formats of a whole network in the names of its family's own code: one file for ComfyUI, with ``config.json``."""
 log = logging.getLogger(__name__)
 
 
@@ -86,8 +87,8 @@ class RoleExport:
     ) -> None:
         """Write the role as a diffusers folder, or as an adapter file of a ``kind`` of :data:`FORMATS`. A collective.
 
-        The ``kind`` :data:`OWN` writes one file in the names of Wan's own code. ``folder``, ``about`` and ``options``
-        are as for :func:`models.export_folder.write_folder`.
+        A ``kind`` of :data:`OWN` writes one file in the names of the original code. ``folder``, ``about`` and
+        ``options`` are as for :func:`models.export_folder.write_folder`.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
         if kind in FORMATS:
@@ -100,13 +101,14 @@ class RoleExport:
             for i, base in enumerate(self.bases())
         ]
         config = self.config
-        if kind == OWN:
+        if (code := OWN.get(kind or "")) is not None:
             (network,) = networks
-            stored = {own: name for name, own in own_names(network.shapes).items()}
+            stored = {own: name for name, own in code.own_names(network.shapes).items()}
             shapes = {own: network.shapes[name] for own, name in stored.items()}
             networks = [Weights(shapes, lambda own: network.read(stored[own]))]
-            config, about = own_config(config), {"format": kind, **about}
+            config, about = code.own_config(config), {"format": kind, **about}
             options |= {"max_bytes": 2**62, "schedulers": {}}
+            options["header"] = {"config": json.dumps({"transformer": config})}
         write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
 
 
@@ -183,16 +185,16 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
     name = f"the {role}"
     if boundaries:
         held = [EXPERTS[i] for i in trained]
-        takes_both = len(held) == len(EXPERTS) and kind not in (*FORMATS, OWN)  # one file holds one expert
+        takes_both = len(held) == len(EXPERTS) and kind not in (*FORMATS, *OWN)  # one file holds one expert
         if expert not in held and not (expert is None and takes_both):
             advice = f"add --expert {' or '.join(held)}, or take both from the run's export/student"
             raise UserError(f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; {advice}")
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], schedulers = expert, {}
-    if kind == OWN and exported.family.name != "wan":
-        raise UserError(f"--format {OWN} is for Wan, and the {role} is {exported.family.name}; leave it out")
-    if adapters is None and kind not in (None, OWN):
+    if kind in OWN and exported.family.name != kind:
+        raise UserError(f"--format {kind} is for {kind}, and the {role} is {exported.family.name}; leave it out")
+    if adapters is None and kind not in (None, *OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind in FORMATS and (whole := exported.not_adapters):
         raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
@@ -226,10 +228,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
     parser.add_argument(
         "--format",
-        choices=("merged", *FORMATS, OWN),
-        help=f"{OWN}: the whole network as one file in the names of Wan's own code, for ComfyUI. Of a role with"
-        " adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
-        " load_lora_weights, or one with the keys of Wan's own code, as ComfyUI and LightX2V read it",
+        choices=("merged", *FORMATS, *OWN),
+        help=f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI. Of a"
+        " role with adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
+        " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it",
     )
     parser.add_argument(
         "--expert", choices=EXPERTS, help="of a role of two experts one alone, as a network of its own; both by default"

@@ -64,6 +64,7 @@ def write_folder(
     dtype: torch.dtype,
     boundaries: Sequence[float] = (),
     max_bytes: int = MAX_BYTES,
+    header: Mapping[str, str] | None = None,
     about: Mapping[str, Any] | None = None,
     causal: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
@@ -75,8 +76,8 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
-    ``causal.json``; ``schedulers`` are written by folder. For ``about`` and ``move_aside`` see
-    :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
+    ``causal.json``; ``schedulers`` are written by folder, ``header`` into the files of weights. For ``about`` and
+    ``move_aside`` see :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written; on every rank, after the last tensor is read.
@@ -92,7 +93,7 @@ def write_folder(
                 for file, tensors in files:
                     if unfinished is not None:
                         (unfinished / file).parent.mkdir(exist_ok=True)
-                        save_file(tensors, unfinished / file, metadata={"format": "pt"})
+                        save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
                 if unfinished is None:
                     return
                 for place, split, weights in zip(places, splits, networks, strict=True):

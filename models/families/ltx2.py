@@ -35,6 +35,7 @@ from models.condition import Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import DiffusersFamily
+from models.files.originals_ltx2 import PREFIX, own_names
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 TIME_FEATURES = 256
@@ -50,19 +51,6 @@ _RELEASED_2_3 = {
 }  # fmt: skip
 _LATER = {"ff_bias": True, "use_prompt_adaln_single": True, "use_keyframes_abs_pos_embedding": False}
 """Values of LTX-2.0 and 2.3 that LTX-2.5 changes."""
-_ORIGINAL_PARTS = (
-    ("audio_time_embed", "audio_adaln_single"),
-    ("time_embed", "adaln_single"),
-    ("av_cross_attn_video_scale_shift", "av_ca_video_scale_shift_adaln_single"),
-    ("av_cross_attn_video_a2v_gate", "av_ca_a2v_gate_adaln_single"),
-    ("av_cross_attn_audio_scale_shift", "av_ca_audio_scale_shift_adaln_single"),
-    ("av_cross_attn_audio_v2a_gate", "av_ca_v2a_gate_adaln_single"),
-    ("audio_prompt_adaln", "audio_prompt_adaln_single"),
-    ("prompt_adaln", "prompt_adaln_single"),
-    ("audio_proj_in", "audio_patchify_proj"),
-    ("proj_in", "patchify_proj"),
-)
-"""First parts of names in diffusers and in Lightricks' checkpoints, which name layers of blocks alike."""
 
 
 class LTX2Planning(FamilyPlanning):
@@ -179,8 +167,10 @@ class LTX2(DiffusersFamily):
         return {"text": (text_tokens, widths[0]), "audio_text": (text_tokens, widths[1]), "fps": (1,)}
 
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
-        """Return the shapes for ``models.verify``: 13 rows of sound for 3 latent frames, which no mesh divides."""
-        return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"] // 2, 4 * latent_shape[1] + 1, 2)}
+        """Return the shapes for ``models.verify``: 13 rows of sound for 3 latent frames, which no mesh divides; one for
+        fewer, so that queries and keys have no gradient there and most ranks have no sound."""
+        rows = 4 * latent_shape[1] + 1 if latent_shape[1] > 2 else 1
+        return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"] // 2, rows, 2)}
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         super().check_sample(config, shapes, condition, setting)
@@ -229,10 +219,7 @@ class LTX2(DiffusersFamily):
         return Flops.from_products(moving, others, still, 2 * layers * (own + to_text))
 
     def original_name(self, layer: str) -> str:
-        for ours, theirs in _ORIGINAL_PARTS:
-            if layer.split(".")[0] == ours:
-                return layer.replace(ours, theirs, 1)
-        return layer.replace("norm_q", "q_norm").replace("norm_k", "k_norm")
+        return own_names([layer])[layer].removeprefix(PREFIX)
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the names of Lightricks' own code, with the prefix ``diffusion_model.``."""

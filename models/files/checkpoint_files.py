@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fsdp_cp.errors import UserError, one_line
-from models.files.originals import configure, diffusers_names, is_original
+from models.files import originals, originals_ltx2
 from models.files.shipped import find_shipped
 
 ADDITIONS_FILE = "additions.safetensors"
@@ -38,7 +38,7 @@ class TransformerFolder:
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors in ``additions.safetensors``, by name."""
     stored: dict[str, str] = field(default_factory=dict)
-    """Names in the files, by name in ``shapes``, if they differ: a removed prefix, or names of Wan's own code."""
+    """Names in the files, by name in ``shapes``, if they differ: a removed prefix, or names of the original code."""
 
     @property
     def weight_files(self) -> list[Path]:
@@ -70,7 +70,7 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, co
 
     For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is read too. ``alone`` accepts the folder of the
     noisier expert as a network. ``config`` is a folder whose ``config.json`` replaces the network's own, for one file
-    of weights or weights in the names of Wan's own code. ``setting`` names it in messages (``teacher.checkpoint``).
+    of weights or weights in the names of the original code. ``setting`` names it in messages (``teacher.checkpoint``).
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
@@ -136,17 +136,15 @@ def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> Tra
         config = _header_config(path, where)
     if config is None and neighbor.is_file():
         config = _read_config(neighbor, where)
-    if is_original(shapes):
-        config = given or config
-        if config is None or "num_attention_heads" not in config:  # none, or one of Wan's own code
-            known = config is not None and "num_heads" in config
-            config = configure(shapes, config if known else None, where)
-        own = diffusers_names(shapes, where)
-        shapes = {name: shapes[other] for name, other in own.items()}
-        stored = {name: stored[other] for name, other in own.items()}
+    for code in (originals, originals_ltx2):
+        if code.is_original(shapes):
+            config = code.configure(shapes, given or config, where)
+            own = code.diffusers_names(shapes, where)
+            shapes = {name: shapes[other] for name, other in own.items()}
+            stored = {name: stored[other] for name, other in own.items()}
     if config is None:
         advice = "give a diffusers folder, or set ROLE.config to a folder with its config.json"
-        raise UserError(f"{where} has no configuration, and not the names of Wan's own code; {advice}")
+        raise UserError(f"{where} has no configuration, and not the names of Wan's or Lightricks' own code; {advice}")
     extra = path / ADDITIONS_FILE
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
@@ -271,7 +269,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            names = originals_ltx2.transformer_names(tensors.keys(), where)
+            slices = {name: tensors.get_slice(name) for name in names}
             shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
             dtypes = {name: str(piece.get_dtype()) for name, piece in slices.items()}
             sharded = "DCP_SHARDING_INFO" in (tensors.metadata() or {})

@@ -60,15 +60,19 @@ def diffusers_names(shapes: Mapping[str, Shape], where: str) -> dict[str, str]:
 def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """Return diffusers' configuration of a network in its own names.
 
-    ``given`` is a configuration of Wan's own code (``dim``, ``num_heads``), or ``None`` for a released network.
+    ``given`` is diffusers' configuration, or one of Wan's own code (``dim``, ``num_heads``), or ``None`` for a released
+    network.
     """
+    if given is not None and "num_attention_heads" in given:
+        return dict(given)
     if missing := [name for name in _NEEDED if name not in shapes or len(shapes[name]) < 2]:
         raise UserError(f"{where} has no {missing[0]} as Wan's networks have; give a diffusers folder")
     width, channels, *patch = shapes["patch_embedding.weight"]
     layers = 1 + max(int(found[1]) for name in shapes if (found := _BLOCK.match(name)))
     out, image = shapes["head.head.weight"][0] // max(1, math.prod(patch)), shapes.get("img_emb.proj.1.weight")
     key = (layers, width, channels, out, image is not None)
-    heads = width // HEAD_DIM if given is None and key in RELEASED else (given or {}).get("num_heads")
+    known = given if given is not None and "num_heads" in given else {}
+    heads = width // HEAD_DIM if not known and key in RELEASED else known.get("num_heads")
     if type(heads) is not int or heads < 1 or width % heads:
         raise UserError(
             f"{where} is not a released Wan network: {layers} layers, width {width}, {channels} channels in and {out}"
@@ -88,7 +92,7 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         "num_layers": layers,
         "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
         "qk_norm": "rms_norm_across_heads" if "blocks.0.self_attn.norm_q.weight" in shapes else None,
-        "eps": (given or {}).get("eps", 1e-6),
+        "eps": known.get("eps", 1e-6),
         "image_dim": None if image is None else image[1],
         "added_kv_proj_dim": shapes.get("blocks.0.cross_attn.k_img.weight", (0, None))[1],
     }

@@ -1,15 +1,19 @@
-"""Networks in the names of Wan's own code: read from one file or from parts, and written back."""
+"""Networks in the names of Wan's and Lightricks' own code: read from one file or from parts, and written back."""
 
 import json
 
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fsdp_cp.errors import UserError
-from models.export import OWN, RoleExport
+from models.export import RoleExport
 from models.families.base import config_of
+from models.families.ltx2 import LTX2
 from models.families.wan import Wan
+from models.files import originals_ltx2
 from models.files.checkpoint_files import defining, tensor_reader
 from models.files.originals import RELEASED, configure, own_config, own_names
 from models.lora.merge import Weights
@@ -37,9 +41,20 @@ def written(network, file, prefix="", **header):
 def check(plan, network):
     (folder,) = plan.folders
     read = tensor_reader(folder)
-    assert plan.config == {"_class_name": Wan.class_name} | defining(config_of(network))
+    assert plan.config == {"_class_name": type(network).__name__} | defining(config_of(network))
     for name, tensor in network.state_dict().items():
         assert torch.equal(read(name), tensor), name
+
+
+def exported(family, network, folder):
+    """Export the network in its own names; return the file."""
+    tensors = network.state_dict()
+    weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
+    config = {"_class_name": family.class_name} | defining(config_of(network))
+    export = RoleExport(family=family, config=config, trained={0: weights}, bases=lambda: [weights])
+    export.write(folder, family.name, dtype=torch.float32, about={})
+    (file,) = folder.glob("*.safetensors")
+    return file
 
 
 @pytest.mark.parametrize("name", sorted(Wan.planning.networks))
@@ -102,12 +117,7 @@ def test_parts_with_an_index_in_a_folder(network, tmp_path):
 
 
 def test_a_whole_network_is_exported_to_its_own_names(network, tmp_path):
-    tensors, settings = network.state_dict(), defining(config_of(network))
-    weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
-    config = {"_class_name": Wan.class_name} | settings
-    export = RoleExport(family=Wan(), config=config, trained={0: weights}, bases=lambda: [weights])
-    export.write(tmp_path / "out", OWN, dtype=torch.float32, about={})
-    (file,) = (tmp_path / "out").glob("*.safetensors")
+    file = exported(Wan(), network, tmp_path / "out")
     assert {"blocks.1.cross_attn.norm_k_img.weight", "head.modulation", "img_emb.proj.0.bias"} <= load_file(file).keys()
     for place in (file, file.parent):
         check(plan_role("teacher", checkpoint=str(place)), network)
@@ -129,3 +139,57 @@ def test_other_files_are_refused(network, tmp_path):
     assert "ROLE.config" in refused({"double_blocks.0.img_attn.qkv.weight": torch.ones(2, 2)})
     with pytest.raises(UserError):
         own_config(TINY | {"rope_max_seq_len": 32})
+
+
+@pytest.fixture(scope="module", params=["2.0", "2.3"])
+def ltx2(request):
+    torch.manual_seed(0)
+    return LTX2().build(LTX2().examples()[request.param], "architecture")
+
+
+def test_a_file_of_lightricks_is_read_and_written(ltx2, tmp_path):
+    """Its other networks are left out; names are those that diffusers converts (0.42 forgets the prompt's embedder)."""
+    file = exported(LTX2(), ltx2, tmp_path / "out")
+    with safe_open(file, "pt") as opened:
+        header, whole = opened.metadata(), load_file(file)
+    tensors = ltx2.state_dict()
+    theirs = {name.replace("prompt_adaln_single", "prompt_adaln"): x
+              for name, x in convert_ltx2_transformer_to_diffusers(dict(whole)).items()}  # fmt: skip
+    assert theirs.keys() == tensors.keys() and all(torch.equal(theirs[name], x) for name, x in tensors.items())
+    others = ("vae.x", "vocoder.x", "text_embedding_projection.x", "model.diffusion_model.video_embeddings_connector.x")
+    save_file(whole | {name: torch.ones(1, dtype=torch.int64) for name in others}, file, header)
+    check(plan_role("teacher", checkpoint=str(file), family="ltx2"), ltx2)
+    check(plan_role("teacher", checkpoint=str(file.parent), family="ltx2"), ltx2)
+
+
+def test_other_files_of_lightricks_are_refused(ltx2, tmp_path):
+    settings = {"_class_name": LTX2.class_name} | defining(config_of(ltx2))
+    with pytest.raises(UserError):
+        originals_ltx2.own_config(settings | {"patch_size": 2})
+    file = exported(LTX2(), ltx2, tmp_path / "out")
+    own = originals_ltx2.own_config(settings)
+
+    def refused(**changes):
+        save_file(
+            load_file(file), tmp_path / "file.safetensors", {"config": json.dumps({"transformer": own | changes})}
+        )
+        return refusal(plan_role, "teacher", checkpoint=str(tmp_path / "file.safetensors"), family="ltx2")
+
+    assert "LTX-2.5" in refused(ff_bias=False)
+    assert "3 numbers" in refused(positional_embedding_max_pos=[20])
+    refused(apply_gated_attention=not own["apply_gated_attention"])  # the other version
+    (file.parent / "config.json").unlink()
+    save_file(load_file(file), file)
+    assert "ROLE.config" in refusal(plan_role, "teacher", checkpoint=str(file), family="ltx2")
+
+
+@pytest.mark.parametrize("name", sorted(LTX2.planning.networks))
+def test_a_released_ltx2_needs_no_header(name):
+    with torch.device("meta"):
+        network = LTX2().build(dict(LTX2.planning.networks[name]), "architecture")
+    shapes = originals_ltx2.own_names(network.state_dict())
+    by_own = {
+        own.removeprefix(originals_ltx2.PREFIX): tuple(network.get_parameter(n).shape) for n, own in shapes.items()
+    }
+    found, wanted = originals_ltx2.configure(by_own, None, "FILE"), defining(config_of(network))
+    assert {key: found.get(key, wanted[key]) for key in wanted} == wanted
