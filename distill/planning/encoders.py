@@ -43,16 +43,18 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
         return {}
     settings = encoder_settings(config, shapes)
     vae, image = settings["vae"], settings["image_encoder"]
+    kind = FAMILIES[vae.get("_class_name", EncoderFolder.codec_class.vae_class)]
 
     def build() -> Any:
         with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
             network = build_vae(vae)
+        # The sound's networks are next to the VAE, in fp32. Their activations are small, and not measured.
+        network.of_sound = nn.ModuleList(build_vae(settings[part]) for part in kind.codec_parts[1:] if part in settings)
         if data.vae_tiling:
             network.enable_tiling()
         return network
 
     encodes = isinstance(data, VideoFolderSettings)
-    kind = FAMILIES[vae.get("_class_name", EncoderFolder.codec_class.vae_class)]
     peaks = {"encode/captions": _captions_peak(config, kind, settings)} if encodes else {}
     if encodes and (data.has_clips or data.image is not None):
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
@@ -86,7 +88,7 @@ def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, A
     if path is None:
         settings = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
     else:
-        used = {"vae", "image_encoder", *(part for kind in FAMILIES.values() for part in kind.text_parts)}
+        used = {part for kind in FAMILIES.values() for part in (*kind.codec_parts, *kind.text_parts, "image_encoder")}
         files = [file for file in Path(find_shipped(path)).glob("*/config.json") if file.parent.name in used]
         settings = {file.parent.name: json.loads(file.read_text()) for file in files}
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
@@ -112,7 +114,8 @@ def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Build the VAE (Wan's if none is named), or LTX-2's connectors, of a ``config.json`` with random weights."""
+    """Build the VAE (Wan's if none is named), LTX-2's connectors or its vocoder, of a ``config.json`` with random
+    weights."""
     import diffusers
 
     name = settings.get("_class_name", "AutoencoderKLWan")

@@ -148,7 +148,9 @@ def run_steps(
                 run.lengths.shortest = not pooled
                 for steps in chosen.values():
                     for step in steps if pooled else list(steps)[:1]:
-                        run.step(step, run.batches[: 2 if pooled else 1])
+                        cost = run.measured(step, run.batches[: 2 if pooled else 1])
+                        if not pooled:
+                            run.costs_of_one[step] = cost
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
@@ -186,6 +188,8 @@ class _Run:
         self.config, self.plan, self.method, self.watch = config, plan, method, watch
         self.storages, self.sent, self.copied = watch.storages, sent, 0
         self.lengths = _Lengths()
+        self.costs_of_one: dict[int, StepCost] = {}
+        """Costs of steps of one micro-batch with the shortest rollout, from the warm-up, whose memory is unusual."""
         self.allocate_host_buffer = activations.host_buffer
         self.trained = {name: self.training_of(method.roles[name], 0) for name in plan.method.trained_roles}
         method.student_average = partial(averaged, [self.trained[name] for name in self.trained if name == "student"])
@@ -277,15 +281,17 @@ class _Run:
         few = self.batches if every_micro_batch else self.batches[:1]
         more = self.accumulation - len(few)
         self.lengths.shortest, self.lengths.differ = True, False
-        mean = self._measured(step, few)
-        another = self._measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
+        # Where a step runs several micro-batches, those also show its peaks.
+        mean = (more and self.costs_of_one.get(step)) or self.measured(step, few)
+        another = self.measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
         self.lengths.shortest = False
         if self.lengths.differ:
-            longer = self._measured(step, few).plus(mean, -1)
+            longer = self.measured(step, few).plus(mean, -1)
             mean, another = mean.plus(longer, 0.5), another.plus(longer, 0.5)
         return mean.plus(another, more)
 
-    def _measured(self, step: int, batches: list[Batch]) -> StepCost:
+    def measured(self, step: int, batches: list[Batch]) -> StepCost:
+        """Run a step on ``batches`` and return its cost."""
         roles = self.method.roles.values()
         for role in roles:
             role.flops = 0

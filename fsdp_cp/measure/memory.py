@@ -177,6 +177,9 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper (DTensor): its dispatch calls this again with the wrapped tensors
+        # Autograd asks for a device more often than it computes; a fake tensor's needs no further dispatch.
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs), self.fakes)
         # An unknown input is older than the context, except that of lift_fresh: a new tensor from a Python literal.

@@ -87,6 +87,10 @@ class LTX2Planning(FamilyPlanning):
     }  # fmt: skip
     vae_sizes = {128: ("LTX-2's VAE", 8, 32)}
 
+    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        sound = {"audio_vae": "AutoencoderKLLTX2Audio", "vocoder": "LTX2VocoderWithBWE"}  # defaults are 2.3's
+        return super().encoders(channels) | {part: {"_class_name": name} for part, name in sound.items()}
+
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         shapes = super().shapes_of_clip(channels, num_frames, height, width, fps)
         return {**shapes, AUDIO: (8, round(num_frames / fps * ROWS_PER_SECOND), 16)}
