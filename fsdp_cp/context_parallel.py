@@ -47,8 +47,7 @@ class SplitTokens:
     """Plan entry that splits an argument (or, with ``split_output``, an output) of a module along ``split_dim``.
 
     An argument may be a tensor, or a tuple or list of tensors (such as rotary tables), each of which is split. With
-    ``expected_dims``, a tensor with another number of dimensions is not split: diffusers uses this for arguments that
-    carry tokens only in some models.
+    ``expected_dims``, a tensor with another number of dimensions is not split: some models' arguments carry no tokens.
     """
 
     split_dim: int

@@ -84,8 +84,7 @@ def outside_of_torchrun() -> dict[str, str]:
 def report_error(error: UserError) -> int:
     """Print a user's mistake as one line, once on each node; return its exit code, 2.
 
-    Under torchrun also write the line to the worker's error file: torchrun repeats it at the end of its summary ("Root
-    Cause"), about forty lines further down.
+    Under torchrun also write the line to the worker's error file: torchrun repeats it at the end of its summary.
     """
     line = "error: " + " ".join(str(error).splitlines())
     logging.getLogger(__name__).debug(line)

@@ -82,8 +82,7 @@ class Checkpoints:
         self._writing: tuple[int, Future[Any]] | None = None
         self._stager: DefaultStager | None = None
         self._staged_bytes = 0
-        # Saves need a separate group: on the default group their collectives would mix with those of training, in
-        # another order on every rank.
+        # Saves need a separate group: on the default group collectives would mix with those of training.
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
         if self._group is not None:

@@ -16,8 +16,7 @@ def atomic_path(path: str | os.PathLike[str], *, locked: bool = False) -> Iterat
     """Yield a path next to ``path`` with the same suffix; on success flush it to the disk and rename it to ``path``.
 
     A reader never sees half a file, also after a power failure. After an exception, the old file is unchanged and the
-    new one removed. With ``locked``, only this process writes in the folder: the next write then replaces the part that
-    a kill left, which otherwise stays.
+    new one removed. With ``locked``, only this process writes in the folder: the next write replaces what a kill left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

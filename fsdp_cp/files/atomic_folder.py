@@ -54,8 +54,7 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
 
 
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
-    """Describe content of ``folder`` that no earlier export wrote (with ``about``, none of its kind), or that changed
-    since."""
+    """Describe content of ``folder`` that no earlier export (with ``about``, of its kind) wrote, or that changed."""
     first = next(folder.iterdir(), None) if folder.is_dir() else None
     if first is None:
         return None

@@ -48,8 +48,7 @@ def compile_options(graphs: int) -> dict[str, Any]:
 
 
 def fsdp_setter(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:
-    """Return a setter of ``FSDPModule``; without it (torch 2.11) raise a ``UserError`` that names the setting
-    ``instead``."""
+    """Return a setter of ``FSDPModule``; without it (torch 2.11) raise a ``UserError`` that names ``instead``."""
     if not hasattr(model, setter):
         raise UserError(f"torch {torch.__version__} has no {setter}; use {instead}, or torch 2.13")
     return getattr(model, setter)

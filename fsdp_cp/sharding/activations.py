@@ -59,8 +59,7 @@ def keeps_attention(settings: ShardSettings) -> bool:
 def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offload: bool = False) -> None:
     """Checkpoint the activations of ``module`` in place; the outputs of operators in ``keep`` are not recomputed.
 
-    ``offload`` keeps those outputs in CPU memory. It is not for a compiled module, where they are saved tensors that
-    :func:`offload_saved_tensors` handles.
+    ``offload`` keeps those outputs in CPU memory. In a compiled module :func:`offload_saved_tensors` does so.
     """
     options: dict[str, Any] = {}
     if keep:

@@ -1,8 +1,7 @@
 """Interface of a model family: everything that differs between video transformers.
 
 A family is one file. It defines how an unmodified diffusers network is built, split over the mesh, called and counted.
-All other code uses networks only through this interface. docs/extending.md shows how to add a family; models/verify.py
-checks it.
+All other code uses networks only through this interface. See docs/extending.md; models/verify.py checks it.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L D text.
 """

@@ -67,8 +67,7 @@ def write_file(
     *,
     move_aside: bool = False,
 ) -> None:
-    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. All ranks call it; rank 0
-    writes."""
+    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective."""
 
     def write() -> None:
         try:

@@ -217,8 +217,7 @@ class Cudnn(_CudnnKernel):
 
 
 class Efficient(_CudaKernel):
-    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``). It takes fp32, but no query
-    groups."""
+    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``). fp32 too, no query groups."""
 
     name = "efficient"
     dtypes = (torch.float32, *_HALF)
