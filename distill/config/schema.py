@@ -33,8 +33,7 @@ class MeshSettings:
     cp: int = 1
     """Number of ranks that share one sample's tokens."""
     ulysses: int | Literal["auto"] = "auto"
-    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is cp / ring if ring is set, else
-    gcd(heads, cp)."""
+    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto``: cp / ring, or gcd(heads, cp)."""
     ring: int | Literal["auto"] = "auto"
     """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses must be cp."""
 
@@ -312,14 +311,12 @@ class Config:
     batch_size: int = MISSING
     """Number of samples per step, over all ranks."""
     micro_batch_size: int | None = None
-    """Number of samples per data-parallel rank and forward; null for one forward per step (per part with
-    ``expert_draws``)."""
+    """Number of samples per data-parallel rank and forward; null for one forward per step or part of it."""
     expert_draws: int = 1
     """Number of parts of a batch for roles with two experts (Wan 2.2 A14B). Each part draws the expert that it runs and
     the length of DMD2's rollout (docs/models.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of compute, ``fp32`` or ``bf16``; masters, reductions and optimizer state are fp32 unless a role sets
-    them."""
+    """Precision of compute, ``fp32`` or ``bf16``; masters, reductions and Adam are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: ``auto``, ``cpu`` or ``cuda``. ``auto`` takes a GPU if present, and fails if torch cannot use it."""
     cuda_allocator: str | None = None

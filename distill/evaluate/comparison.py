@@ -53,8 +53,7 @@ def _is_unsure(shares: Sequence[Sequence[float | None]]) -> bool:
 
 
 def mean_over_prompts(means: np.ndarray) -> Result:
-    """Return the mean of one number per prompt with its interval; of fewer than 8 prompts without bounds, which would
-    lie far too close."""
+    """Return the mean of one number per prompt with its interval; without bounds for fewer than 8 prompts."""
     means = means[np.isfinite(means)]
     if len(means) < _LEAST_PROMPTS:
         value = float(means.mean()) if len(means) else None
@@ -105,8 +104,7 @@ def markdown(results: Mapping[str, Mapping[str, Result]]) -> str:
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Compare two contents of ``evaluation.json``: ``protocol``, the locked settings that differ, and without any,
-    ``participants``: for each pair of ``ours`` and ``theirs``, teachers with teachers, differing facts and paired
-    differences."""
+    ``participants``: for each pair of ``ours`` and ``theirs``, teachers with teachers, facts and paired differences."""
     found: dict[str, Any] = {"protocol": differing(ours["protocol"], theirs["protocol"]), "participants": []}
     if found["protocol"]:
         return found

@@ -184,8 +184,7 @@ def run_suite(
     dimensions: Sequence[str],
     device: str,
 ) -> None:
-    """Score the clips of the participants, with their folders' names, and write ``OUT/vbench.json`` and
-    ``OUT/vbench.md``."""
+    """Score the clips of the participants, with their folders' names, and write ``OUT/vbench.json`` and ``.md``."""
     info = out / "vbench" / "VBench_full_info.json"
     write_text(info, json.dumps(list(entries)))
     found: dict[str, Any] = {}

@@ -154,8 +154,7 @@ class Method(ABC):
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Refuse files that only this method reads and cannot use, before anything is built; for ``causal`` see
-        :meth:`check_causal`."""
+        """Refuse files that only this method reads and cannot use, before anything is built."""
         return
 
     @classmethod
@@ -174,8 +173,7 @@ class Method(ABC):
 
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        """Refuse causal roles, by default all. ``causal`` has each role's causal settings; ``None`` if
-        bidirectional."""
+        """Refuse causal roles, by default all. ``causal`` has each role's settings, ``None`` if bidirectional."""
         for name, role in causal.items():
             if role is not None:
                 hint = "use method=flow_matching, dcm, scm, ode_regression or self_forcing, or null"
@@ -203,8 +201,7 @@ class Method(ABC):
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
         """Return steps of a run of ``steps``, the most expensive first, with weights (sum 1) whose mean cost is that of
-        all steps that train ``role``; empty if none does. By default the last one: steps differ only in integers that
-        they draw."""
+        all steps that train ``role``; empty if none does. By default the last one: steps differ in drawn integers."""
         last = next((step for step in reversed(range(steps)) if self.trained_role(step) == role), None)
         return {} if last is None else {last: 1.0}
 

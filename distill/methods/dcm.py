@@ -42,8 +42,7 @@ class DcmSettings(StepListSettings):
 
 
 class Dcm(FewStepMethod):
-    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step; causal
-    roles draw j per chunk."""
+    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, j per chunk if causal."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)

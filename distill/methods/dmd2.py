@@ -71,8 +71,7 @@ class Dmd2Settings(StepListSettings):
     gan_weight_head: float = 1e-2
     """Weight of the discriminator's loss relative to the fake score's, > 0; it trains the heads and the fake score."""
     gan_r1_weight: float = 0.0
-    """Weight of the approximate R1 penalty in the discriminator's loss (Lin et al. 2025, arXiv:2501.08316); 0 for no
-    penalty."""
+    """Weight of the approximate R1 penalty in the discriminator's loss (Lin et al. 2025, arXiv:2501.08316), or 0."""
     gan_blocks: list[int] | None = None
     """Indices of the fake score's blocks that the discriminator reads, ascending; null for three blocks, in the middle,
     at three quarters and at the end, as in FastGen."""
@@ -242,8 +241,7 @@ class Dmd2(FewStepMethod):
 
     def _head_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``, over all
-        logits. ``x_t`` are the clips, noised to the times of the samples of their captions, whose ``last`` steps they
-        share."""
+        logits. ``x_t`` are the clips, noised to the times of their captions' samples, with their ``last`` steps."""
         t, at = times
         inputs = [
             add_noise(x, batch.noise(random, purpose), t)

@@ -44,8 +44,7 @@ class RcmSettings(ScmSettings):
     """Weight of the consistency loss relative to DMD's, > 0; null for the published ratio,
     50 / sqrt(elements of a sample)."""
     rollout: Literal["random", "fixed"] = "random"
-    """Times of a rollout after the first: ``random`` (draws from ``p_D``, each at most the time before) or ``fixed``
-    (``mid_times``)."""
+    """Times of a rollout after the first: ``random`` (falling draws from ``p_D``) or ``fixed`` (``mid_times``)."""
     fake_knows_last_step: bool = False
     """Condition the fake score on the time of the student's last step, as in ``method=dmd2``. With ``rollout=random``,
     rollouts of different lengths but equal last times still share a score."""

@@ -83,8 +83,7 @@ def require_plannable(config: Config) -> None:
 
 
 def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> Prediction:
-    """Predict the run of :func:`plan_without_gpus`, without a process group; ``at_once`` with a second process if
-    faster."""
+    """Predict the run of :func:`plan_without_gpus`, without a process group; ``at_once``: in two if faster."""
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, stands_for="cuda", at_once=at_once)
     prediction = predict(config, plan, simulation, hardware, encoder_peaks(config, plan.shapes))
@@ -92,8 +91,7 @@ def make_prediction(config: Config, plan: RunPlan, *, at_once: bool = False) -> 
 
 
 def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
-    """Return the planner's version of ``config`` and its plan, of several buckets for the largest
-    (:func:`planned_shapes`)."""
+    """Return the planner's version of ``config`` and its plan, of several buckets for the largest."""
     config = as_planned(config)
     if isinstance(data := config.data, ClipSettings) and data.buckets is not None:
         single = [replace(data, buckets=[size]) for size in data.sizes]

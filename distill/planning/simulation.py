@@ -122,8 +122,7 @@ def run_steps(
     config: Config, plan: RunPlan, tensors: AbstractContextManager, *, every_micro_batch: bool = False
 ) -> Simulation:
     """Run the steps of :func:`simulate` in the existing process group. ``tensors`` is a ``FakeTensorMode``, or an empty
-    context for real ones. With ``every_micro_batch``, run all of a step; otherwise one and two, and extrapolate the
-    cost."""
+    context for real ones. With ``every_micro_batch``, run all of a step; else extrapolate from one and two."""
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = LiveStorages(place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True)
     sent, watch = CollectiveCounter(), Watch(storages)

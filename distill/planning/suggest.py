@@ -67,8 +67,7 @@ class Outcome:
 
 
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
-    """Print the candidates that fit, fastest first, as words to paste, and why others do not fit; write both as
-    JSON."""
+    """Print the candidates that fit, fastest first, as words to paste, and why others do not fit, also as JSON."""
     command.require_plannable(config)
     if config.planning.hardware is None:
         raise UserError("plan=suggest needs planning.hardware, a name in configs/hardware; use planning.hardware=h20")

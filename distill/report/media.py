@@ -99,8 +99,7 @@ def pick_frames(total: int, most: int) -> list[int]:
 
 
 def strip(clip: np.ndarray, *, gap: int = 0) -> np.ndarray:
-    """Return the frames of one clip (T, H, W, 3) side by side, as RGBA (H, columns, 4), `gap` transparent pixels
-    apart."""
+    """Return the frames of one clip (T, H, W, 3) side by side, as RGBA (H, columns, 4), `gap` pixels apart."""
     opaque = np.pad(clip, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=255)
     spaced = np.pad(opaque, ((0, 0), (0, 0), (0, gap), (0, 0)))
     wide = spaced.transpose(1, 0, 2, 3).reshape(clip.shape[1], -1, 4)

@@ -92,8 +92,7 @@ def check_resume(
     config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (), sources: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Compare the checkpoint's ``state.json`` with settings and trained ``roles``, and log the allowed changes. Return
-    ``sources`` (:func:`find_sources`) for later checkpoints, with the former one as ``earlier`` of an accepted
-    difference."""
+    ``sources`` (:func:`find_sources`) for later checkpoints, with the former as ``earlier`` if accepted."""
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:

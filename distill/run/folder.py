@@ -139,8 +139,7 @@ def _commit() -> dict[str, Any]:
 
 def resume_setting(config: Config, run_dir: Path) -> str:
     """Return ``checkpoint.resume`` for this start; a collective. torchrun's ``--max-restarts`` starts the same command
-    again after a rank has died, and ``never`` applies only to the first start of a torchrun, as the newest record
-    tells."""
+    again after a rank has died, and ``never`` applies only to the first start of a torchrun, by the newest record."""
 
     def decide() -> str:
         if config.checkpoint.resume == "never" and _torchrun() is not None:

@@ -68,8 +68,7 @@ class Run:
 
     @contextmanager
     def started(self, step: Callable[[], int]) -> Iterator[None]:
-        """Log a summary, and record the start, the log and the end of the run, after all checks. ``step`` counts its
-        steps."""
+        """Log a summary, and record the start, the log and the end of the run, after all checks. ``step`` counts."""
         run_dir = self.plan.run_dir
         # Keep the user's own setting, also under its older name.
         if self.device.type == "cuda" and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:

@@ -59,8 +59,7 @@ class RunPlan:
     """Samples per data-parallel rank and forward."""
 
     def build_roles(self, *, data: ClipDataset | None = None, **options: Any) -> dict[str, Role]:
-        """Build the roles for the shapes of ``data``, by default the plan's; see
-        :func:`models.roles.load.build_roles`."""
+        """Build the roles for the shapes of ``data``, by default the plan's."""
         shapes, of_condition = self.shapes if data is None else (data.latent_shapes, data.condition_shapes)
         options |= {"shapes": shapes, "condition_shapes": of_condition, "trained": self.method.trained_roles}
         return build_roles(self.roles, **options)

@@ -95,8 +95,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
-    """Compose and check the run of every combination of ``swept``, the last key fastest; ``planned``: like the
-    planner."""
+    """Compose and check the run of every combination of ``swept``, the last key fastest."""
     combinations = itertools.product(*swept.values())
     return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]
 

@@ -27,8 +27,7 @@ ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPE
 
 
 def export_student(config: Config, method: Method, trained: Sequence[Trained], step: int) -> None:
-    """Export the student, its ``trained`` networks, after ``step`` to ``export/``: weights, adapters, scheduler. A
-    collective."""
+    """Export the student, its ``trained`` networks, after ``step`` to ``export/``: weights, adapters, scheduler."""
     run_dir, role = Path(config.run_dir), method.roles["student"]
     has_average = trained[0].average is not None
     weights = exported_weights(config.export.weights, has_average)

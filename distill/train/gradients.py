@@ -30,8 +30,7 @@ def accumulate_gradients(
     method: Method, step: int, micro_batches: Sequence[Batch], *, share: float, random: Callable[[int], StepRandom]
 ) -> Losses:
     """Run the backward of every loss of this rank's micro-batches, for the role that trains at the 0-based ``step``.
-    ``share`` is a micro-batch's weight in the mean over the global batch; ``random`` returns its streams by
-    position."""
+    ``share`` is a micro-batch's weight in the mean over the global batch; ``random`` returns its streams."""
     name = method.trained_role(step)
     role = method.roles[name]
     roots = [other.network for other in method.roles.values()]

@@ -437,8 +437,7 @@ class Trainer:
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end (``Stopped``, on all ranks) if any rank received a signal; end if the latest checkpoint
-        failed."""
+        """Save and end (``Stopped``, on all ranks) if any rank received a signal; or the latest checkpoint failed."""
         flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
         number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
         if failed:

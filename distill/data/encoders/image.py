@@ -73,8 +73,7 @@ class ImageInput:
 
 
 class ImageEncoder:
-    """An image encoder with its processor, as ``WanImageToVideoPipeline.encode_image`` uses CLIP, and
-    ``HunyuanVideo15ImageToVideoPipeline`` SigLIP."""
+    """An image encoder with its processor, as the pipelines use it: Wan's CLIP, HunyuanVideo 1.5's SigLIP."""
 
     def __init__(self, folder: ImageEncoderFolder, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load both parts. Raises ``UserError`` if the weights do not fit the settings."""
@@ -91,8 +90,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, rgb_HWC: torch.Tensor) -> torch.Tensor:
-        """Encode one image, uint8 (H, W, 3), to fp32 (N, D) on the CPU: CLIP's features after the last block but one,
-        SigLIP's last."""
+        """Encode one image, uint8 (H, W, 3), to fp32 (N, D) on the CPU: CLIP's last features but one, SigLIP's last."""
         pixels = self.processor(images=rgb_HWC.numpy(), return_tensors="pt")["pixel_values"]
         output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.is_clip)
         features = output.hidden_states[-2] if self.is_clip else output.last_hidden_state

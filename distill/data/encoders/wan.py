@@ -73,8 +73,7 @@ class VideoCodec:
         return (z - self.mean) / self.std
 
     def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None = None) -> Sample:
-        """Encode a clip, (3, T, H, W) in [-1, 1], with its sound (:meth:`EncoderFolder.sound_format`), to fp32 on the
-        CPU."""
+        """Encode a clip, (3, T, H, W) in [-1, 1], with its sound (:meth:`EncoderFolder.sound_format`), to fp32."""
         assert sound is None
         return Sample({VIDEO: self.encode(video)[None]})
 

@@ -165,8 +165,7 @@ class EncodedSet:
     # Damage
 
     def damaged(self) -> dict[str, list[int]]:
-        """Return by kind the clips and texts in shards that are missing or have another size, or that a verification
-        found to be damaged."""
+        """Return by kind the clips and texts in shards of another size, or found damaged by a verification."""
         noted: dict[str, Any] = {}
         with suppress(OSError, Damaged):
             noted = read_json(self.path / DAMAGED)

@@ -113,8 +113,7 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
 
 
 class Columns:
-    """Columns of integers in a safetensors file, read on demand: opening costs one small read, whatever the length.
-    Raises :class:`Damaged` or ``OSError``."""
+    """Columns of integers in a safetensors file, read on demand: opening costs one small read."""
 
     def __init__(self, file: Path) -> None:
         self._places, _ = read_header(file)

@@ -35,8 +35,7 @@ def read_stored(read: Callable[[str], torch.Tensor], name: str, where: str) -> t
 
 
 def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collection[str]) -> S:
-    """Return the settings with the sizes of most of some stored latents, and their rate. Sizes on the command line must
-    agree."""
+    """Return the settings with the sizes of most of some stored latents, and their rate. Given sizes must agree."""
     if outside.latents is None and outside.text is None:
         return settings
     folder = choose_encoders(settings.encoders)

@@ -99,8 +99,7 @@ class SetWriter:
                 (self.path / name).unlink(missing_ok=True)
 
     def write(self, kind: str, count: int, size: int, unit: str, make: Maker) -> None:
-        """Write all missing shards of ``count`` clips or texts of about ``size`` bytes; ``unit`` names them in the
-        bar."""
+        """Write all missing shards of ``count`` clips or texts of about ``size`` bytes, each a ``unit``."""
         per_shard = max(1, SHARD_BYTES // max(1, size))
         shards = [range(first, min(count, first + per_shard)) for first in range(0, count, per_shard)]
         names = self._names(self.path)

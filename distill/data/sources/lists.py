@@ -17,8 +17,7 @@ FIELDS = {"file_name": "path", "caption": "cap"}
 
 
 def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or with lists of captions; paths may begin in
-    ``videos/``."""
+    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or lists of captions; ``videos/`` may be left out."""
     file = next((path / name for name in ARRAYS if (path / name).is_file()), None)
     if file is None:
         return None

@@ -26,8 +26,7 @@ _NOTABLE = 0.1
 def read_sound(file: str | Path | FilePart, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
     """Return the first sound track of ``file``, resampled to the ``wanted`` samples: float32 (channels, samples), about
     [-1, 1]. It begins at the time stamp of the first video frame, which is not always 0. Samples before the track, in
-    gaps and after its end are 0; FFmpeg mixes channels. Without a track it is a ``ClipError``, or silent with
-    ``silence``."""
+    gaps and after its end are 0; FFmpeg mixes channels. No track: ``ClipError``, or ``silence``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
     with opened(file) as (container, video):

@@ -59,8 +59,7 @@ def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
 
 
 def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[ListedClip]:
-    """Return every row of the folder's table, whose columns ``data.columns`` may rename, or all videos and their
-    texts."""
+    """Return the rows of the folder's table (``data.columns`` may rename its columns), or its videos and texts."""
     names = column_names(COLUMNS, columns)
     file = table_of(path)
     if file is None:

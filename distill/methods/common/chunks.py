@@ -29,8 +29,7 @@ def draw_noise(
     shifts: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Sample:
-    """Draw the noise of samples with parts of these ``shapes`` and ``shifts``, named ``PURPOSE`` or
-    ``PURPOSE/PART``."""
+    """Draw noise with parts of these ``shapes`` and ``shifts``, named ``PURPOSE`` or ``PURPOSE/PART``."""
     parts = {name: random.normal(part_name(purpose, name), shape, dtype) for name, shape in shapes.items()}
     return Sample(parts, shifts or {})
 

@@ -24,8 +24,7 @@ class FewStepSettings(PartSettings):
     """Settings of every method that distills a teacher."""
 
     guidance_scale_2: float | None = None
-    """Guidance scale of the second, low-noise expert of a two-expert teacher (Wan 2.2 A14B); null for
-    ``guidance_scale``."""
+    """Guidance scale of the second, low-noise expert of a teacher (Wan 2.2 A14B); null for the first's."""
     shift: float = 5.0
     """Time shift of the teacher's sampler, and of the times that some methods draw; > 0."""
     teacher_shift: float | None = None
