@@ -28,6 +28,7 @@ from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts_of
 from distill.data.shares import Shares
+from distill.evaluate.networks import check_number
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -159,9 +160,8 @@ def run(arguments: argparse.Namespace) -> None:
     if config.dry_run or config.plan:
         raise UserError("dry_run and plan are settings of train.py; leave them out")
     for name, most in (("clips", 2**31), ("steps", _MAX_STEPS)):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= most:
-            raise UserError(f"--{name} {value} must be from 1 to {most}")
+        if (value := getattr(arguments, name)) is not None:
+            check_number(f"--{name}", value, 1, most)
     if arguments.states and config.method.teacher_sampler != "euler":
         raise UserError(f"--states needs method.teacher_sampler=euler, not {config.method.teacher_sampler}")
     out = user_path(names[0], "OUT").absolute()

@@ -35,7 +35,7 @@ class MeshSettings:
     ulysses: int | Literal["auto"] = "auto"
     """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto``: cp / ring, or gcd(heads, cp)."""
     ring: int | Literal["auto"] = "auto"
-    """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses must be cp."""
+    """Degree of ring attention; ``auto``: cp / ulysses. ring x ulysses is cp."""
 
 
 @dataclass(kw_only=True)
@@ -305,9 +305,9 @@ class Config:
     """All settings of a run."""
 
     steps: int = MISSING
-    """Number of optimizer steps, over all roles. A resumed run with more steps continues."""
+    """Optimizer steps, over all roles. A resumed run with more steps continues."""
     seed: int = 0
-    """Seed for the data order and every random draw. Results do not depend on the mesh."""
+    """Seed of data order and random draws. Results do not depend on the mesh."""
     batch_size: int = MISSING
     """Number of samples per step, over all ranks."""
     micro_batch_size: int | None = None

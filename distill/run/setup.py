@@ -98,10 +98,8 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     for name in ("guidance_scale", "guidance_scale_2", "audio_guidance_scale"):
         scale = getattr(config.method, name, None)
         if scale not in (None, 1.0) and not all(role.family.takes_guidance for role in roles):
-            raise UserError(
-                f"method.{name}={scale} must be 1: {roles[0].family.name} is distilled for guidance, and without a"
-                " caption its networks compute nothing to guide by"
-            )
+            why = f"{roles[0].family.name} is distilled for guidance, and has nothing to guide by without a caption"
+            raise UserError(f"method.{name}={scale} must be 1: {why}")
     if config.expert_draws > 1 and not boundaries:
         raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
     causal = {role.name: role.causal for role in roles}

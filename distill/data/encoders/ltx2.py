@@ -54,11 +54,9 @@ class Ltx2Codec(LtxVideoCodec):
         import diffusers
 
         self.folder = folder
-        self.sound_vae: Any = load_part(
-            diffusers.AutoencoderKLLTX2Audio, folder.path, "audio_vae", torch_dtype=torch.float32
-        ).to(device)
-        vocoder = getattr(_parts(), folder.vocoder)
-        self.vocoder: Any = load_part(vocoder, folder.path, "vocoder", torch_dtype=torch.float32).to(device)
+        kinds = {"audio_vae": diffusers.AutoencoderKLLTX2Audio, "vocoder": getattr(_parts(), folder.vocoder)}
+        parts = (load_part(kind, folder.path, part, torch_dtype=torch.float32) for part, kind in kinds.items())
+        self.sound_vae, self.vocoder = (part.to(device) for part in parts)
         # One number for each channel and band, in the order in which LTX2Pipeline packs them into a row.
         statistics = (self.sound_vae.latents_mean, self.sound_vae.latents_std)
         self.sound_mean, self.sound_std = (x.view(-1, 1, folder.bands) for x in statistics)
@@ -106,9 +104,8 @@ class Ltx2TextEncoder(LtxTextEncoder):
     def __init__(self, folder: Ltx2EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         super(LtxTextEncoder, self).__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
         self.pipeline = "LTX2Pipeline"
-        self.connectors = load_part(_parts().LTX2TextConnectors, folder.path, "connectors", torch_dtype=dtype).to(
-            device
-        )
+        connectors = load_part(_parts().LTX2TextConnectors, folder.path, "connectors", torch_dtype=dtype)
+        self.connectors = connectors.to(device)
 
     @staticmethod
     def encode_zeros(models: Any, tokens: int) -> None:
@@ -171,32 +168,24 @@ class Ltx2EncoderFolder(EncoderFolder):
         sound = checked_arguments(AutoencoderKLLTX2Audio, part_settings(folder, "audio_vae", where), file)
         bins, channels = sound["mel_bins"], sound["latent_channels"]
         if bins is None or bins % ratio or sound["base_channels"] != channels * bins // ratio:
-            raise UserError(
-                f"{file} has base_channels={shown(sound['base_channels'])}, but {shown(channels)} channels of"
-                f" {shown(bins)} / {ratio} bands have as many statistics; give the folder's own"
-            )
+            sizes = ", ".join(f"{key}={shown(sound[key])}" for key in ("base_channels", "latent_channels", "mel_bins"))
+            raise UserError(f"{file} has {sizes}, which do not fit each other; give the folder's own")
         if sound["in_channels"] != SOUND_CHANNELS:
             raise UserError(f"{file} has in_channels={shown(sound['in_channels'])}; use {SOUND_CHANNELS}, for stereo")
         file = f"{where}: connectors/config.json"
         named = part_settings(folder, "connectors", where)
         connectors = checked_arguments(_parts().LTX2TextConnectors, named, file)
         gemma = text.get("text_config") if isinstance(text.get("text_config"), dict) else text
-        given = [
-            whole_number(gemma, key, f"{where}: text_encoder/config.json")
-            for key in ("hidden_size", "num_hidden_layers")
-        ]
+        of_text = f"{where}: text_encoder/config.json"
+        given = [whole_number(gemma, key, of_text) for key in ("hidden_size", "num_hidden_layers")]
         wanted = [connectors["caption_channels"], connectors["text_proj_in_factor"] - 1]
         if given != wanted:
-            raise UserError(
-                f"{file} takes {wanted[1]} layers of width {wanted[0]}, but text_encoder/ has {given[1]} of {given[0]};"
-                " give connectors/ and text_encoder/ of one folder"
-            )
+            layers = f"{wanted[1]} layers of width {wanted[0]}, but text_encoder/ has {given[1]} of {given[0]}"
+            raise UserError(f"{file} takes {layers}; give both of one folder")
         streams = ("video_connector", "audio_connector")
         registers = [whole_number(connectors, f"{stream}_num_learnable_registers", file) for stream in streams]
         if len(set(registers)) > 1:
-            raise UserError(
-                f"{file} has connectors of {registers[0]} and {registers[1]} registers; give the folder's own"
-            )
+            raise UserError(f"{file} has {registers[0]} and {registers[1]} registers; give the folder's own")
         widths = [connectors[f"{s}_num_attention_heads"] * connectors[f"{s}_attention_head_dim"] for s in streams]
         return cls(
             path=folder,
@@ -225,9 +214,7 @@ class Ltx2EncoderFolder(EncoderFolder):
         # LTX2Pipeline's expression: another order of the operations could round otherwise.
         rows = round(clip.num_frames / clip.fps * (self.rate / self.hop / float(self.ratio)))
         if rows < 1:
-            raise UserError(
-                f"data.num_frames={clip.num_frames} gives no row of sound at data.fps={clip.fps:g}; use more"
-            )
+            raise UserError(f"data.num_frames={clip.num_frames} has no sound at data.fps={clip.fps:g}; use more")
         return {VIDEO: self.latent_shape(clip), AUDIO: (self.sound_channels, rows, self.bands)}
 
     def sound_format(self, clip: ClipFormat) -> SoundFormat:
@@ -240,20 +227,16 @@ class Ltx2EncoderFolder(EncoderFolder):
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         if max_text_tokens == PIPELINE_TOKENS:
             return []
-        return [
-            f"data.max_text_tokens={max_text_tokens}, but LTX2Pipeline fills captions up to {PIPELINE_TOKENS}, and the"
-            f" transformer sees what fills them; use {PIPELINE_TOKENS}"
-        ]
+        seen = f"but LTX2Pipeline fills captions up to {PIPELINE_TOKENS}, and the transformer sees what fills them"
+        return [f"data.max_text_tokens={max_text_tokens}, {seen}; use {PIPELINE_TOKENS}"]
 
     def text_key(self) -> dict[str, Any]:
         return {"dtype": "BF16"}
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int]]:
         if max_tokens % self.registers:
-            raise UserError(
-                f"data.max_text_tokens={max_tokens} must be a multiple of the connectors' {self.registers} registers;"
-                f" use {PIPELINE_TOKENS}"
-            )
+            multiple = f"a multiple of the connectors' {self.registers} registers"
+            raise UserError(f"data.max_text_tokens={max_tokens} must be {multiple}; use {PIPELINE_TOKENS}")
         return {"text": (max_tokens, self.text_width), "audio_text": (max_tokens, self.audio_width)}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, Tensor]:

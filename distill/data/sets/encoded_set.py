@@ -61,10 +61,8 @@ class EncodedSet:
         try:
             self.about = read_json(self.path / SET)
             if self.about.get("format") not in FORMATS:
-                made = self.about.get("format")
-                raise UserError(
-                    f"{where} has format {made}, not {' or '.join(map(str, FORMATS))}; make it with {COMMAND}"
-                )
+                made = f"format {self.about.get('format')}, not {' or '.join(map(str, FORMATS))}"
+                raise UserError(f"{where} has {made}; make it with {COMMAND}")
             self._columns = Columns(self.path / INDEX)
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
