@@ -59,7 +59,7 @@ class _Sampling:
         self.config, self.arguments, self.plan, self.data = config, arguments, plan, data
         self.count = arguments.clips or len(data)
         self.settings = replace(config.data.encoding(), latents=arguments.latents)
-        if missing := plan.roles[0].family.parts.keys() - self.settings.shapes()[0].keys():
+        if missing := plan.roles[0].family.parts.keys() - self.settings.bucket_shapes()[0][0].keys():
             have = f"the teacher makes {missing.pop()} too, but data.encoders={self.settings.encoders} do not"
             raise UserError(f"{have}; use data=captions or video_folder with encoders of the teacher's family")
 

@@ -54,14 +54,11 @@ class ClipSettings:
     out."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.buckets, list):
-            return
-        if not self.buckets or not all(len(size) == 3 and min(size) >= 1 for size in self.buckets):
-            raise UserError(f"data.buckets={self.buckets} must be sizes [frames, height, width]; use [[81,480,832]]")
-        for i, size in enumerate(self.buckets):
-            if size in self.buckets[:i]:
-                raise UserError(f"data.buckets={self.buckets} has {size} twice; leave one out")
-        self.num_frames, self.height, self.width = self.buckets[0]
+        if isinstance(sizes := self.buckets, list):
+            if not sizes or not all(len(size) == 3 and min(size) >= 1 and sizes.count(size) == 1 for size in sizes):
+                kind = "different sizes [frames, height, width]"
+                raise UserError(f"data.buckets={sizes} must be {kind}; use for example [[81,480,832],[81,832,480]]")
+            self.num_frames, self.height, self.width = sizes[0]
 
     @property
     def sizes(self) -> list[list[int]]:

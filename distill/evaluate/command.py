@@ -300,7 +300,7 @@ def _use_prompts(config: Config, file: Path) -> None:
             raise UserError(f"data.image={values['image']}: image-conditioned students are not evaluated yet")
         known = {field.name for field in fields(CaptionsSettings)}
         kept = {name: value for name, value in values.items() if name in known}
-        config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions"})
+        config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions", "buckets": None})
 
 
 def _written(plan: Plan) -> AbstractContextManager[None]:

@@ -93,10 +93,6 @@ class Encoding(ClipSettings):
         most = self.max_text_tokens
         return [(folder.latent_shapes(clip), folder.condition_shapes(clip, most, image)) for clip in self.clips]
 
-    def shapes(self) -> tuple[PartShapes, dict[str, tuple[int, ...]]]:
-        """Return the shapes of the first bucket."""
-        return self.bucket_shapes()[0]
-
     def clip_bytes(self, latents: int = 1) -> int:
         """Return the stored bytes of the largest clip with so many ``latents``: 0 for captions with images, more for
         states."""
