@@ -170,18 +170,10 @@ def to_bytes(frames: Tensor) -> Tensor:
     return frames.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
 
 
-@runtime_checkable
-class BucketedDataset(Protocol):
-    """Data set whose clips have several sizes."""
-
-    buckets: Sequence[Bucket]
-
-
 def buckets_of(data: ClipDataset) -> Sequence[Bucket]:
-    """Return the buckets of a data set; one, if its clips have one size."""
-    if isinstance(data, BucketedDataset):
-        return data.buckets
-    return [Bucket(latent_shapes=data.latent_shapes, items=range(len(data)))]
+    """Return ``data.buckets``, which a data set of several sizes has, or one bucket of all items."""
+    one = Bucket(latent_shapes=data.latent_shapes, items=range(len(data)))
+    return getattr(data, "buckets", [one])
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ So the order is the same on every mesh, and a resumed run needs no stored state.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -44,7 +44,7 @@ class Batching:
 
 
 @cache
-def _orders(bucket: int):
+def _orders(bucket: int) -> Callable[[int, int, int], list[int]]:
     """Return the cached permutations of a bucket's clips: a batch needs those of two epochs at most."""
     purpose = f"data/order/{bucket}" if bucket else "data/order"
     return lru_cache(maxsize=2)(lambda seed, epoch, clips: permutation(seed, purpose, epoch, clips))
@@ -58,11 +58,8 @@ def clip_at(seed: int, clips: int, position: int, bucket: int = 0) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Order of all global batches. Each is of one bucket: clips of one size.
-
-    Each bucket has an endless stream of its clips, which its batches follow without a gap: a batch at the end of an
-    epoch continues with the next one. The batches that all streams fill in one epoch come in a random order.
-    """
+    """Order of all global batches. Each bucket has an endless stream of its clips, which its batches follow without a
+    gap; the batches that all streams fill in one epoch come in a random order."""
 
     seed: int
     buckets: tuple[int, ...]

@@ -9,6 +9,7 @@ import train
 from distill.config import load_config
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
+from distill.data.order import Order
 from distill.data.settings import CaptionsSettings
 from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
@@ -106,7 +107,8 @@ def test_distilling_from_captions_alone(tmp_path, tiny, file):
         f"data.path={file}",
         f"data.encoders={tiny}",
         *(f"data.{key}={value}" for key, value in SIZES.items()),
-        "steps=2",
+        "data.buckets=[[9,32,48],[5,32,48]]",
+        "steps=6",
         "batch_size=2",
         "checkpoint.every=0",
         "method.fake_updates_per_student_update=1",
@@ -120,6 +122,9 @@ def test_distilling_from_captions_alone(tmp_path, tiny, file):
     assert train.main(words) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["student/loss"] > 0 and records[1]["fake/loss"] > 0
+    order = Order(seed=0, buckets=(len(TEXTS),) * 2, batch_size=2)  # captions alone are in both buckets
+    tokens = [2 * (18, 12)[order.place(2 * step)[0]] for step in range(6)]
+    assert [record["perf/tokens"] for record in records] == tokens and {*tokens} == {36, 24}
     assert not any("data_" in key for record in records for key in record)
     assert len(list((tmp_path / "run" / "samples").glob("*.mp4"))) == 2
     config = load_config(tmp_path / "run" / "config.yaml")

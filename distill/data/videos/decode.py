@@ -102,11 +102,8 @@ def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
 
 
 def read_largest_part(file: str | Path | FilePart, clips: Sequence[ClipFormat]) -> tuple[torch.Tensor, ClipFormat]:
-    """Return a clip by :func:`read_clip` in that one of several formats which keeps most of its pixels x frames.
-
-    A format that would enlarge the file's frames, or needs more of them than it has, does not fit. Of formats that keep
-    as much, the one with more pixels counts, then the earlier one. ``ClipError`` if none fits.
-    """
+    """Return a clip in that one of several formats, and the format, which keeps most of the file's pixels x frames; of
+    equals, the one with more pixels, then the earlier. None may enlarge frames; ``ClipError`` if none fits."""
     height, width, aspect = _frame_size(file)
     kept = {}
     for clip in clips:
