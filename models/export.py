@@ -223,6 +223,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m models.export", description=__doc__.splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="a run folder (its newest checkpoint is taken) or a step_* folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write: new, empty, or an earlier export")
+    parser.add_argument(
+        "--checkpoint", choices=("newest", "best"), default="newest", help="best: the one that guard.action=keep marked"
+    )
     parser.add_argument("--role", default="student", choices=("student", "fake"))
     parser.add_argument("--weights", choices=("raw", "ema"), help="by default those that the run exports")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
@@ -243,7 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     @paths_of_the_user()
     def work() -> None:
         out = user_path(args.out, "OUT")
-        checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
+        checkpoint = find_checkpoint(
+            user_path(args.run, "RUN") if args.run else "", "RUN", best=args.checkpoint == "best"
+        )
         if args.base is not None:
             args.base = str(user_path(args.base, "--base"))
         print(f"{out}: {export_checkpoint(checkpoint, out, args)} in {checkpoint}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import gcd
 from pathlib import Path
 
 from distill.config.schema import Config
@@ -38,8 +40,28 @@ def check(config: Config) -> None:
             if (buffers := getattr(config, role).communication_buffers) in ("process_group", "symmetric"):
                 refused = f"{role}.communication_buffers={buffers}, which registers memory with NCCL"
                 raise UserError(f"cuda_allocator={config.cuda_allocator} does not allow {refused}; use null")
+    if config.guard.every and config.guard.action == "keep":
+        check_kept(config)
     check_images(config)
     config.data.check_captions(config.sample.captions)
+
+
+def check_kept(config: Config) -> None:
+    """Check that checkpoints are deleted, and that the guard looks at the student of each."""
+    chosen, looks = config.checkpoint, config.guard.every
+    if not (chosen.every and chosen.keep):
+        raise UserError(
+            f"guard.action=keep must have checkpoint.every and checkpoint.keep above 0, got {chosen.every} and"
+            f" {chosen.keep}; use these, or guard.action=warn (checkpoint.keep=0 keeps all checkpoints)"
+        )
+    method = METHODS[config.method.name][0](config.method, {})
+    counts = list(accumulate(method.trained_role(step) == "student" for step in range(config.steps)))
+    between = gcd(*counts[chosen.every - 1 :: chosen.every])
+    if between % looks:
+        raise UserError(
+            f"guard.every={looks} must divide the student's {between} updates in checkpoint.every={chosen.every} steps;"
+            f" use {_divisors(between, looks)}"
+        )
 
 
 def check_images(config: Config) -> None:

@@ -264,6 +264,23 @@ class SampleSettings:
 
 
 @dataclass(kw_only=True)
+class GuardSettings:
+    """``guard.*``: looks at fixed clips of the student, and an alarm when they collapse; see docs/trouble.md."""
+
+    every: int = 0
+    """Number of the student's updates between looks; 0 for none. There is one before the first step."""
+    action: Literal["warn", "stop", "keep"] = "warn"
+    """What follows an alarm, in addition to ``guard/alarm`` in the metrics: a warning (``warn``), or the end of the run
+    (``stop``). ``keep`` warns and keeps the best checkpoint, for ``models.export --checkpoint best``."""
+    captions: int = 8
+    """Number of captions, of ``sample.captions`` or the data set's, with two clips each; at least 2."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "every", least=0)
+        check_range(self, "captions", least=2, most=MOST)
+
+
+@dataclass(kw_only=True)
 class ExportSettings:
     """``export.*``: the student as a diffusers folder, at the end of the run."""
 
@@ -345,6 +362,7 @@ class Config:
     log: LogSettings = field(default_factory=LogSettings)
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     export: ExportSettings = field(default_factory=ExportSettings)
     timeout: TimeoutSettings = field(default_factory=TimeoutSettings)
     planning: PlanningSettings = field(default_factory=PlanningSettings)

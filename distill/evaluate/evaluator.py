@@ -88,26 +88,28 @@ class Evaluator:
             return Clips(stored) if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
         with progress(len(captions), f"sampling {name}", "clip") as advance:
-            latents = generate(
-                self.method,
-                role,
-                steps=steps,
-                captions=captions,
-                data=self.data,
-                mesh=self.mesh,
-                device=self.device,
-                seed=SAMPLE_SEED,
-                batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-                advance=advance,
-                clips=items,
-            )
-            clips = self._decoded(name, self.data, latents)
+            clips = self.decoded(name, self.data, self.latents(role, steps, captions, clips=items, advance=advance))
         if clips is None:
             return None
         log.info("sampled %s: %s in %s", name, counted(len(captions), "clip"), duration(time.perf_counter() - started))
         return clips
 
-    def _decoded(self, name: str, data: ClipDataset, latents: Sample) -> Clips | None:
+    def latents(self, role: str, steps: int, captions: list[str], **options: Any) -> Sample:
+        """Sample the latents of clips; ``options`` are those of :func:`generate`."""
+        return generate(
+            self.method,
+            role,
+            steps=steps,
+            captions=captions,
+            data=self.data,
+            mesh=self.mesh,
+            device=self.device,
+            seed=SAMPLE_SEED,
+            batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
+            **options,
+        )
+
+    def decoded(self, name: str, data: ClipDataset, latents: Sample) -> Clips | None:
         """Decode the clips ``name`` like :func:`decode`. Clips that are not finite become a warning and ``None``."""
         try:
             return decode(data, latents)
@@ -188,7 +190,7 @@ class Evaluator:
             if clips is not None:
                 name = f"{role}, {_steps(n)}" + " (stored)" * (role == "teacher" and n in self.stored)
                 rows.append(self._row(name, role, n, clips, captions))
-        real = self._real_clips(captions)
+        real = self.real_clips(captions)
         if real is not None:
             name = "held-out renders" if is_measured else "data"
             reference = self._row(name, "heldout", None, real, captions)
@@ -228,13 +230,13 @@ class Evaluator:
             return f"{Path(teacher).name} distilled by {method}"
         return f"{method} on {self.config.data.name}"
 
-    def _real_clips(self, captions: list[str]) -> Clips | None:
+    def real_clips(self, captions: list[str]) -> Clips | None:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
         items = default_collate([source[i] for i in self._items(captions, source)])
         latents = sample_of(items, dict.fromkeys(source.latent_shapes, 1.0))
         assert latents is not None, "the report is of data with clips"
-        return self._decoded("the data", source, latents)
+        return self.decoded("the data", source, latents)
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption, of its first bucket. Items of the same caption take turns."""

@@ -16,7 +16,7 @@ from distill.config.schema import AttentionSettings, ExportSettings, LogSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
 from distill.data.videos.table import read_captions
-from distill.evaluate.sampling import alone
+from distill.evaluate.sampling import TEACHER_STEPS, alone
 from distill.methods import METHODS, Method, build_method
 from distill.methods.common.few_step import FewStepSettings
 from distill.run.setup import RunPlan, plan_run
@@ -29,7 +29,6 @@ from models.files.checkpoint_files import ADDITIONS_FILE
 
 log = logging.getLogger(__name__)
 
-_TEACHER_STEPS = 50
 _MOST_STEPS = 10_000
 
 RoleName = Literal["student", "teacher"]
@@ -125,7 +124,7 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
     # A few-step student is trained only at the times of its own list.
     of_list = role == "student" and hasattr(config.method, "student_times")
     most = len(config.method.student_times()) if of_list else _MOST_STEPS
-    sampled = config.sample.student_steps if role == "student" else config.sample.teacher_steps or [_TEACHER_STEPS]
+    sampled = config.sample.student_steps if role == "student" else config.sample.teacher_steps or [TEACHER_STEPS]
     steps = min(most, max(sampled)) if steps is None else steps
     check_number(setting, steps, 1, most)
     return steps

@@ -26,6 +26,9 @@ from fsdp_cp.sharding.state import resharded
 from models.roles.role import Role
 from models.sample import AUDIO, PartShapes, Sample
 
+TEACHER_STEPS = 50
+"""Full number of a teacher's steps, if the run samples it with none."""
+
 
 def alone(method: type[Method], name: str) -> type[Method]:
     """Return ``method`` with only the role ``name``, frozen, which it samples."""

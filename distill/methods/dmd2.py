@@ -257,6 +257,7 @@ class Dmd2(FewStepMethod):
         student, real, *disturbed = logits.chunk(n)
         self.observations.add("logit_student", student.mean(1))
         self.observations.add("logit_real", real.mean(1))
+        self.observations.add("gan_accuracy", torch.cat([student < 0, real > 0]).double().mean(1))
         loss = (F.softplus(student) + F.softplus(-real)).mean(1)
         if disturbed:
             r1 = (real - disturbed[0]).square().mean(1)

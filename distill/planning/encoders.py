@@ -64,7 +64,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
     if encodes and image:
         peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
-    if config.sample.at_end or config.sample.every:
+    if config.sample.at_end or config.sample.every or config.guard.every:
         shape = (1, *parts[VIDEO])
         peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks

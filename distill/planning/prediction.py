@@ -82,7 +82,7 @@ class Prediction:
     """Share of the run's steps that train a role, by role."""
     steps: int
     samples_between_steps: bool
-    """Whether the run makes samples before its last step (``sample.every``)."""
+    """Whether the run makes samples before its last step (``sample.every``, ``guard.every``)."""
     size: list[int] | None = None
     """Frames, height and width of the largest bucket, which is planned; ``None`` for data of one size."""
 
@@ -224,7 +224,7 @@ def predict(
         seconds=seconds,
         shares={name: count / config.steps for name, count in counts.items() if name in simulation.steps},
         steps=config.steps,
-        samples_between_steps=bool(config.sample.every),
+        samples_between_steps=bool(config.sample.every or config.guard.every),
     )
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from distill.config import Config
+from distill.evaluate.guard import SEEDS
+from distill.evaluate.sampling import TEACHER_STEPS
 from distill.methods import Batch, Method, build_method
 from distill.methods.common.observations import Observations
 from distill.planning.roles import HOST, Watch, busiest_expert, is_offloaded
@@ -249,13 +251,16 @@ class _Run:
     @torch.no_grad()
     def sample(self) -> None:
         """Make a rank's first samples of each role that the run samples. Two steps suffice: all use the same memory."""
-        chosen = self.config.sample
-        if not (chosen.at_end or chosen.every):
+        chosen, looks = self.config.sample, self.config.guard
+        if not (chosen.at_end or chosen.every or looks.every):
             return
-        clips = max(len(chosen.captions) or chosen.prompts, chosen.report_clips)
+        clips = max(
+            len(chosen.captions) or chosen.prompts, chosen.report_clips, SEEDS * looks.captions * (looks.every > 0)
+        )
         count = min(self.plan.micro_batch_size, -(-clips // self.plan.mesh.dp))
         random = self._draws(0, count)
-        for name, steps in (("student", chosen.student_steps), ("teacher", chosen.teacher_steps)):
+        of_teacher = chosen.teacher_steps or [TEACHER_STEPS] * (looks.every > 0)
+        for name, steps in (("student", chosen.student_steps), ("teacher", of_teacher)):
             if not steps or name not in self.method.roles:
                 continue
             networks = [role.network for role in self.method.roles.values()]

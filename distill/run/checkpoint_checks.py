@@ -215,7 +215,8 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
         kept_for_good = settings.every and settings.keep_every and math.lcm(settings.every, settings.keep_every)
-        new = min(new, max(1, settings.keep + 1 - existing) + (steps // kept_for_good if kept_for_good else 0))
+        best = int(config.guard.every > 0 and config.guard.action == "keep")
+        new = min(new, max(1, settings.keep + 1 - existing) + best + (steps // kept_for_good if kept_for_good else 0))
     size = checkpoint_bytes(config, plan)
     directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(directory).free

@@ -23,6 +23,7 @@ from distill.data import ClipDataset
 from distill.data.base import buckets_of, sample_of
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
+from distill.evaluate.guard import Guard
 from distill.methods import Batch, Method, build_method
 from distill.run.open import Run
 from distill.train.export import export_student
@@ -30,7 +31,7 @@ from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
 from distill.train.optimizers import Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
-from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
+from fsdp_cp.checkpoint.folder import BEST, branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.json_lines import cut_back
@@ -114,6 +115,7 @@ class Trainer:
         self.evaluator = Evaluator(
             config=config, mesh=mesh, device=device, data=data, method=method, micro_batch_size=micro_batch_size
         )
+        self.guard = Guard(self.evaluator) if config.guard.every else None
 
     def run(self, run: Run, stop: StopSignal) -> None:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
@@ -166,6 +168,8 @@ class Trainer:
         for name, count in state["updates"].items():
             self.trained[name].updates = count
         self.branch_of = self.branch_of or state.get("branch_of")
+        if self.guard is not None:
+            self.guard.resume(state.get("guard"))
         self.saved_step = self.step
         log.info("resumed from step %d (%s)", self.step, folder)
 
@@ -191,6 +195,8 @@ class Trainer:
             "seconds": self.seconds,
             "unlogged": self.unlogged,
             "branch_of": self.branch_of,
+            "guard": None if self.guard is None else asdict(self.guard.state),
+            BEST: self._best(),
             "settings": asdict(self.config),
             "sources": self.sources,
             "method": self.method.settings.name,
@@ -201,6 +207,10 @@ class Trainer:
             "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
             "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
         }
+
+    def _best(self) -> int | None:
+        """Return the step of the checkpoint to keep for good, if the run keeps one."""
+        return self.guard.state.best if self.guard is not None and self.config.guard.action == "keep" else None
 
     def first_steps(self) -> dict[str, tuple[float, float]]:
         """Train until each role has had a step, at most 10 steps; return loss and norm by ``step 1 (student)``."""
@@ -219,6 +229,8 @@ class Trainer:
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
+        if self.guard is not None and not self.guard.state.looks:
+            self._look()
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
@@ -226,12 +238,16 @@ class Trainer:
                 shorten(timedelta(minutes=self.config.timeout.step))
             advance()
             self.unlogged |= metrics
+            if self.guard is not None and self.guard.is_due(self.method.trained_role(self.step - 1), metrics):
+                self._look()
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
                 self.unlogged |= self.memory()
                 if self.log is not None:
                     self.log.write(self.step, self.unlogged)
                     log.info(line.text(self.step, self.unlogged))
                 self.unlogged = {}
+            if self.guard is not None:
+                self.guard.stop_at(self.step)
             every = self.config.checkpoint.every
             at_end = self.step == self.config.steps and self.config.checkpoint.at_end
             if (every and self.step % every == 0) or at_end:
@@ -247,6 +263,12 @@ class Trainer:
             shown = self.evaluator.write_samples(self.step)
         if self.log is not None and shown is not None:
             self.log.show(self.step, *shown)
+
+    @long_timeout()
+    def _look(self) -> None:
+        """Let the guard look at the student, at its average if it has one."""
+        with self.method.student_average():
+            self.unlogged |= self.guard.look(self.step)
 
     def _write_report(self) -> None:
         facts = {
@@ -431,6 +453,8 @@ class Trainer:
                 why = f"step {self.step}: weights of the {name} are not finite and are not saved"
                 hint = "resume from an earlier checkpoint, or start again with checkpoint.resume=never"
                 raise UserError(f"{why}; lower optim.{name}.lr and {hint}")
+        if self.guard is not None:
+            self.guard.state.mark(self.step)
         with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
             self.checkpoints.save(self.step, self.saved_tensors(), self._saved_state())
         self.saved_step = self.step
@@ -454,7 +478,15 @@ class Trainer:
 
 
 def build_trainer(run: Run, data: ClipDataset) -> Trainer:
-    """Build the roles and the method of ``run`` on its mesh, and their trainer. A collective."""
+    """Build the roles and the method of ``run`` on its mesh, and their trainer. A collective.
+
+    Raises:
+        UserError: a guard, and data that no decoder shows.
+    """
+    if run.config.guard.every and not hasattr(data, "decode"):
+        raise UserError(
+            f"guard.every={run.config.guard.every} needs a decoder, which data={run.config.data.name} lacks; use 0"
+        )
     roles = run.plan.build_roles(mesh=run.mesh, device=run.device, data=data, seed=run.config.seed)
     return Trainer(
         config=run.config,

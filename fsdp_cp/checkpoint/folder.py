@@ -33,6 +33,8 @@ from fsdp_cp.runtime.signals import Stopped
 log = logging.getLogger(__name__)
 
 STATE = "state.json"
+BEST = "best"
+"""Key of the state with the step of the checkpoint that retention never deletes, or null."""
 _PLAIN = (STATE, ".metadata")
 """Files of a checkpoint. A folder with neither is not one; a folder with one of them is a damaged checkpoint."""
 _STEP = re.compile(r"step_(\d{8,})")
@@ -82,10 +84,12 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def find_checkpoint(folder: str | Path, setting: str) -> Path:
-    """Return ``folder`` if it is a step folder, else the run folder's newest whole checkpoint."""
+def find_checkpoint(folder: str | Path, setting: str, *, best: bool = False) -> Path:
+    """Return ``folder`` if it is a step folder, else the run folder's newest whole checkpoint, or its best one."""
     path = Path(folder).expanduser()
     if _STEP.fullmatch(path.name) and (path / STATE).is_file():
+        if best:
+            raise UserError(f"{setting}={folder} is one checkpoint; give the run folder to take its best one")
         if (wrong := damage(path)) is not None:
             raise UserError(f"{setting}={folder} is damaged: {wrong}; use an earlier checkpoint")
         return path
@@ -93,6 +97,11 @@ def find_checkpoint(folder: str | Path, setting: str) -> Path:
     if newest is None:
         words = "auto, never, " if setting == "checkpoint.resume" else ""
         raise UserError(f"{setting}={folder} has no complete checkpoint; use {words}a run folder or one step_* folder")
+    if best:
+        step = read_state(newest).get(BEST)
+        if step is None:
+            raise UserError(f"{setting}={folder} has no best checkpoint; a run with guard.action=keep marks one")
+        return find_checkpoint(step_folder(newest.parent, step), setting)
     return newest
 
 

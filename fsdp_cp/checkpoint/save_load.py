@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint.folder import (
+    BEST,
     STATE,
     first_failure,
     leave,
@@ -95,6 +96,7 @@ class Checkpoints:
         """Wait for the pending checkpoint, then write the state after ``step``. Called by all ranks.
 
         ``tensors`` is a nested dict of tensors and DTensors; ``state`` is JSON-serializable and the same on every rank.
+        The checkpoint that it names as :data:`BEST` stays.
         All ranks raise if this checkpoint or the previous one cannot be written.
         """
         self.wait()
@@ -110,7 +112,8 @@ class Checkpoints:
 
         on_all_ranks(begin)
         staged = self.asynchronous and self._fits(tensors)
-        writer = _Writer(unfinished, partial(self._publish, step, json.dumps(dict(state), indent=1)), staged=staged)
+        publish = partial(self._publish, step, json.dumps(dict(state), indent=1), state.get(BEST))
+        writer = _Writer(unfinished, publish, staged=staged)
         if staged:
             self._stager = self._stager or staging(on_gpu=any(x.is_cuda for x in _flat(tensors).values()))
             saving = dcp.async_save(
@@ -162,7 +165,7 @@ class Checkpoints:
             return False
         return self._writing[1].exception() is not None
 
-    def _publish(self, step: int, state: str) -> None:
+    def _publish(self, step: int, state: str, best: int | None) -> None:
         """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
         target = step_folder(self.folder, step)
         unfinished = target.with_suffix(".tmp")
@@ -176,7 +179,7 @@ class Checkpoints:
         unfinished.rename(target)
         _sync(self.folder)
         for old in saved_steps(self.folder)[: -self.keep] if self.keep else []:
-            if not self.keep_every or old % self.keep_every:
+            if old != best and (not self.keep_every or old % self.keep_every):
                 _remove(step_folder(self.folder, old))
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:

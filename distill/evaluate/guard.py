@@ -1,0 +1,277 @@
+"""Guard of a run: it looks at fixed clips of the student, and raises an alarm when they collapse.
+
+The losses of distribution matching do not show a collapse. So the guard measures clips, and compares them with the
+teacher's of the same captions and noises, or with real clips where a method has no teacher. A measure has a limit on
+one side. It lies :data:`ALLOWED` spreads over captions from the mean of the teacher's clips.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.evaluate.evaluator import SAMPLE_SEED, Evaluator
+from distill.evaluate.measures import SHARES, prompt_measures
+from distill.evaluate.sampling import TEACHER_STEPS, sample_captions
+from distill.methods.common.chunks import noise_like
+from distill.methods.common.distribution_matching import fake_score_error
+from distill.methods.common.expert_times import Times
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.measure.phases import phase
+from fsdp_cp.reduce import all_reduce_scalars, on_first_rank
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.state import resharded
+from models.sample import Sample
+
+log = logging.getLogger(__name__)
+
+SIDES = {
+    "saturation": 1,
+    "contrast": 1,
+    "motion": -1,
+    "flicker": 1,
+    "sharpness": -1,
+    "diversity": -1,
+    "static": 1,
+}
+"""Measures with a limit, and its side: 1 for a largest value, -1 for a least one."""
+ALLOWED = 1.0
+"""Distance of a limit from the mean of the teacher's clips, in spreads over captions."""
+SEEDS = 2
+"""Clips of a caption: the fewest that show diversity."""
+_LEAST_SPREAD = 0.05
+"""Least spread of a measure, as a share of its mean."""
+_LEAST_SHARE = 0.25
+"""Least spread of a share of clips: the clips are few."""
+_FAKE_TIME = 0.5
+"""Time at which the fake score's error is measured."""
+_OBSERVED = ("student/grad_norm", "fake/grad_norm", "fake/gan_accuracy")
+"""Metrics of training that describe the health of the game."""
+_REMEDIES = {
+    "": "take an earlier checkpoint (guard.action=keep marks the best)",
+    "fake_updates_per_student_update": "raise method.fake_updates_per_student_update",
+    "student_every": "raise method.student_every",
+    "step_list": "lower optim.student.lr",
+    "guidance_scale": "lower method.guidance_scale",
+    "gan_weight_student": "lower method.gan_weight_student",
+    "data_forcing": "train on with method.data_forcing",
+}
+"""Remedies by the setting that a method must have, in the order of what helped in public threads (docs/trouble.md)."""
+
+
+def by_caption(clips: np.ndarray) -> dict[str, list[float]]:
+    """Return the mean of each measure for each caption; clips are uint8 (captions x SEEDS, T, H, W, 3)."""
+    measured = [prompt_measures({"": clips[i : i + SEEDS]}, {}, None)[""] for i in range(0, len(clips), SEEDS)]
+    return {name: [float(np.mean(of_caption[name])) for of_caption in measured] for name in SIDES}
+
+
+def limits_of(measured: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """Return mean and spread over captions of each measure that the clips have."""
+    limits = {}
+    for name, values in measured.items():
+        mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        if np.isfinite(mean):  # clips of two frames have no flicker
+            limits[name] = mean, max(spread, _LEAST_SHARE if name in SHARES else _LEAST_SPREAD * abs(mean))
+    return limits
+
+
+@dataclass
+class GuardState:
+    """Limits and memory of a guard, as checkpoints save them."""
+
+    captions: list[str] = field(default_factory=list)
+    limits: dict[str, Sequence[float]] = field(default_factory=dict)
+    """Mean and spread of the reference, by measure."""
+    updates: int = 0
+    """Number of steps that trained the student."""
+    looks: int = 0
+    looked_at: int = 0
+    """:attr:`updates` at the latest look."""
+    values: dict[str, float | None] = field(default_factory=dict)
+    """Measures of the latest look; ``None`` if its clips were not finite."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Number of latest looks in a row inside of the limit of each measure; negative: outside."""
+    armed: list[str] = field(default_factory=list)
+    """Measures that can raise an alarm, since they were inside of their limit before."""
+    alarm: bool = False
+    is_half_reported: bool = False
+    best: int | None = None
+    """Step of the best checkpoint."""
+    best_excess: float = 0.0
+    observed: dict[str, float] = field(default_factory=dict)
+    """Latest metrics of training that the guard reports."""
+
+    def limit(self, name: str) -> float:
+        """Return the limit of a measure."""
+        mean, spread = self.limits[name]
+        return mean + SIDES[name] * ALLOWED * spread
+
+    def excess(self, name: str) -> float | None:
+        """Return the distance of the latest value over the limit, in spreads; 0 inside, ``None`` without a value."""
+        value = self.values.get(name)
+        return None if value is None else max(0.0, SIDES[name] * (value - self.limit(name)) / self.limits[name][1])
+
+    def total_excess(self) -> float | None:
+        """Return the sum of the excesses; ``None`` for clips that are not finite."""
+        excesses = [self.excess(name) for name in self.limits]
+        return None if None in excesses else sum(excesses)
+
+    def judge(self, values: Mapping[str, float | None]) -> list[str]:
+        """Take the values of a look. Return the measures that raise an alarm: armed, and outside at two looks in a row.
+
+        A measure is armed once it was inside at the first look, or at two looks in a row: early students are bad.
+        """
+        self.values = dict(values)
+        for name in self.limits:
+            row, is_inside = self.rows.get(name, 0), self.excess(name) == 0
+            self.rows[name] = max(row, 0) + 1 if is_inside else min(row, 0) - 1
+            if is_inside and (self.looks == 0 or self.rows[name] > 1) and name not in self.armed:
+                self.armed.append(name)
+        self.looks += 1
+        self.looked_at = self.updates
+        return [name for name in self.armed if self.rows[name] < -1]
+
+    def mark(self, step: int) -> None:
+        """Take the checkpoint of ``step`` as the best one if the latest look was at its student, and was no worse."""
+        excess = self.total_excess() if self.looks and self.looked_at == self.updates else None
+        if excess is not None and (self.best is None or excess <= self.best_excess):
+            self.best, self.best_excess = step, excess
+
+
+class Guard:
+    """Looks of a run at its student, every ``guard.every`` updates of it. All ranks call each method."""
+
+    def __init__(self, evaluator: Evaluator):
+        self.evaluator, self.config, self.method = evaluator, evaluator.config, evaluator.method
+        self.settings, self.state = self.config.guard, GuardState()
+        data = evaluator.data
+        known = list(dict.fromkeys(self.config.sample.captions)) or sample_captions(data, len(data.captions()))
+        self.captions = [caption for caption in known[: self.settings.captions] for _ in range(SEEDS)]
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Take the ``state`` of a checkpoint. Begin with a new one if the checkpoint has no looks at these captions."""
+        if state is not None and state["captions"] == self.captions:
+            self.state = GuardState(**state)
+        elif rank() == 0:
+            log.info("guard: the checkpoint has no looks at these captions; beginning with new limits")
+
+    def is_due(self, role: str, metrics: Mapping[str, float | None]) -> bool:
+        """Return whether a look follows the step that trained ``role`` and has these ``metrics``."""
+        self.state.observed |= {name: value for name in _OBSERVED if (value := metrics.get(name)) is not None}
+        self.state.updates += role == "student"
+        return role == "student" and self.state.updates % self.settings.every == 0
+
+    def look(self, step: int) -> dict[str, float | None]:
+        """Sample and measure the student after ``step``; return the metrics ``guard/...``. A collective.
+
+        The first look measures the reference too.
+        """
+        state, evaluator = self.state, self.evaluator
+        if not state.limits:
+            state.captions, state.limits = self.captions, self._reference()
+        latents = evaluator.latents("student", max(self.config.sample.student_steps), self.captions)
+        clips = evaluator.decoded("the student", evaluator.data, latents)
+        found = on_first_rank(lambda: {} if clips is None else by_caption(clips.frames))
+        evaluator.data.release()
+        before = state.values
+        raised = state.judge({name: float(np.mean(found[name])) if found else None for name in state.limits})
+        metrics = {name: value for name, value in state.values.items()}
+        metrics |= {"excess": state.total_excess(), "alarm": float(bool(raised)), **self._health(latents, before)}
+        if rank() == 0 and raised and not state.alarm:
+            log.warning("step %d: %s", step, self.words(raised))
+        state.alarm = bool(raised)
+        unarmed = sorted(state.limits.keys() - state.armed)
+        if 2 * step >= self.config.steps and not state.is_half_reported:
+            state.is_half_reported = True
+            if rank() == 0 and unarmed:
+                log.warning("guard: half of the run is done, and %s never came inside of the limit", ", ".join(unarmed))
+        return {f"guard/{name}": value for name, value in metrics.items()}
+
+    def words(self, raised: Sequence[str]) -> str:
+        """Describe the alarm of the measures ``raised``, and name what to change."""
+        state = self.state
+        shown = [
+            f"{name} {'of no finite clip' if state.values[name] is None else format(state.values[name], '.3g')}"
+            f" ({'at most' if SIDES[name] > 0 else 'at least'} {state.limit(name):.3g})"
+            for name in raised
+        ]
+        remedies = [
+            words for setting, words in _REMEDIES.items() if not setting or hasattr(self.config.method, setting)
+        ]
+        return f"the guard saw {', '.join(shown)} at two looks in a row; in this order, {', '.join(remedies)}"
+
+    def stop_at(self, step: int) -> None:
+        """End the run with ``guard.action=stop`` while there is an alarm. Nothing is saved, so that no checkpoint goes.
+
+        Raises:
+            UserError: on all ranks.
+        """
+        if self.state.alarm and self.settings.action == "stop":
+            raised = [name for name in self.state.armed if self.state.rows[name] < -1]
+            raise UserError(
+                f"guard.action=stop ended the run after step {step}: {self.words(raised)}; the same command resumes"
+                " from the newest checkpoint, and with guard.action=warn goes past this step"
+            )
+
+    def _reference(self) -> dict[str, tuple[float, float]]:
+        """Measure the teacher's clips at its full steps, or real ones without a teacher."""
+        evaluator = self.evaluator
+        if "teacher" in self.method.roles:
+            clips = evaluator.clips("teacher", max(self.config.sample.teacher_steps or [TEACHER_STEPS]), self.captions)
+        else:
+            clips = evaluator.real_clips(self.captions)
+        limits = on_first_rank(lambda: None if clips is None else limits_of(by_caption(clips.frames)))
+        if limits is None:
+            raise UserError(f"guard.every={self.settings.every}: the clips to compare with are not finite; use 0")
+        return limits
+
+    def _health(self, latents: Sample, before: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return the health of the game: metrics of training, the student's pace, the fake score's error."""
+        state, health = self.state, {}
+        moved = [
+            abs(value - old) / state.limits[name][1]
+            for name, value in state.values.items()
+            if value is not None and (old := before.get(name)) is not None
+        ]
+        if moved:  # not at the first look
+            health["pace"] = float(np.mean(moved))
+        seen = state.observed
+        if "fake/gan_accuracy" in seen:
+            health["gan_accuracy"] = seen["fake/gan_accuracy"]
+        if seen.get("fake/grad_norm") and "student/grad_norm" in seen:
+            health["norm_ratio"] = seen["student/grad_norm"] / seen["fake/grad_norm"]
+        if "fake" in self.method.roles:
+            health["fake_error"] = self._fake_error(latents)
+        return health
+
+    @torch.no_grad()
+    def _fake_error(self, latents: Sample) -> float:
+        """Return the fake score's error on the clips of this look, at one time. Its training saw none of them."""
+        evaluator, count, settings = self.evaluator, len(self.captions), self.config.method
+        mesh, device = evaluator.mesh, evaluator.device
+        share = -(-count // mesh.dp_size)  # ranks run equally many forwards: the last ones repeat clips
+        positions = range(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
+        total = 0.0
+        with phase("guard/fake_score"), resharded([role.network for role in self.method.roles.values()]):
+            for first in range(0, share, evaluator.batch):
+                of_batch = positions[first : first + evaluator.batch]
+                clips = [i % count for i in of_batch]
+                x = latents[clips].to(device)
+                times = Times(torch.full((len(x),), _FAKE_TIME, device=device), _FAKE_TIME)
+                last = None
+                if getattr(settings, "fake_knows_last_step", False):
+                    last = torch.full_like(times.t, settings.student_times()[-1])
+                random = StepRandom(seed=SAMPLE_SEED, step=0, positions=clips, device=device)
+                condition = evaluator.data.condition([self.captions[i] for i in clips]).to(device)
+                noise = noise_like(x, random, "guard/noise")
+                errors = fake_score_error(self.method.roles["fake"], x, times, noise, condition, last)
+                of_clip = errors.total(settings.weights).tolist()
+                total += sum(error for error, i in zip(of_clip, of_batch, strict=True) if i < count)
+        (total,) = all_reduce_scalars([total], mesh.dp)
+        return total / count
