@@ -33,6 +33,7 @@ _DEFAULTS = {
     "checkpoint.resume": "never",
     "export.at_end": "false",
     "sample.every": "0",
+    "guard.every": "0",
     "sample.at_end": "false",
     "log.every": "1",
 }

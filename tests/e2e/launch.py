@@ -70,9 +70,12 @@ def run_command(ranks: int, *overrides: str, timeout: float = 600) -> subprocess
 
 
 def losses(run_dir: Path) -> list[dict[str, float]]:
-    """Return ``step``, losses and gradient norms of every line of ``metrics.jsonl``."""
+    """Return ``step``, losses, gradient norms and the guard's numbers of every line of ``metrics.jsonl``."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k == "step" or k.endswith(("/loss", "/grad_norm"))} for r in records]
+    return [
+        {k: v for k, v in r.items() if k == "step" or k.startswith("guard/") or k.endswith(("/loss", "/grad_norm"))}
+        for r in records
+    ]
 
 
 def wait_for(condition: Callable[[], T], lives: Callable[[], bool] = lambda: True, seconds: float = 300) -> T:

@@ -83,7 +83,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 )
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
-    words = (*shown, "device=cpu", "mesh.cp=1", "export.at_end=false")
+    words = (*shown, "device=cpu", "mesh.cp=1", "export.at_end=false", "guard.every=1", "sample.teacher_steps=[1]")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
         wait_for(lambda: len(saved_steps(run_dir / "checkpoints")) >= 2, first.lives)
         first.send(signal.SIGSTOP)
@@ -98,7 +98,10 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
     starts = [json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines()]
     assert len(starts) == 2 and starts[1]["from_step"] >= 2
     train(0, *words, f"steps={steps}", f"run_dir={straight}")
-    assert losses(run_dir) == losses(straight), "the same to the last digit"
+    assert losses(run_dir) == losses(straight), "the same to the last digit, the guard's looks too"
+    assert {"guard/motion", "guard/alarm", "guard/fake_error"} <= losses(run_dir)[-2].keys() | losses(run_dir)[
+        -1
+    ].keys()
 
 
 @pytest.mark.long

@@ -152,11 +152,14 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, keep_every=4, asynchronous=True)
     (tmp_path / "mine").mkdir()
     for step in range(1, 11):
-        checkpoints.save(step, tensors(step), {"step": step})
+        checkpoints.save(step, tensors(step), {"step": step, "best": 3 if step < 6 else 6})
+        if step == 5:
+            checkpoints.wait()
+            assert saved_steps(tmp_path) == [3, 4, 5], "the best one"
     checkpoints.wait()
-    assert saved_steps(tmp_path) == [4, 8, 9, 10]
-    assert sorted(p.name for p in tmp_path.iterdir())[0] == "mine" and len(list(tmp_path.iterdir())) == 5
-    assert all(holds(step_folder(tmp_path, step), step) for step in (4, 8, 9, 10))
+    assert saved_steps(tmp_path) == [4, 6, 8, 9, 10]
+    assert sorted(p.name for p in tmp_path.iterdir())[0] == "mine" and len(list(tmp_path.iterdir())) == 6
+    assert all(holds(step_folder(tmp_path, step), step) for step in (4, 6, 8, 9, 10))
 
 
 def test_what_a_killed_save_left_is_removed_and_nothing_else(folder):

@@ -32,7 +32,7 @@ def run(tmp_path, network):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=0)
     for step in (1, 2):
         tensors = {"student": {"weights": weights, "ema": average}, "fake": {"weights": weights}}
-        checkpoints.save(step, tensors, {"step": step, **numbers})
+        checkpoints.save(step, tensors, {"step": step, "best": 1, **numbers})
     experts = {"student.high": {"weights": weights}, "student.low": {"weights": average}}
     Checkpoints(tmp_path / "experts", keep=0).save(1, experts, {"step": 1, "boundaries": {"student": [0.9]}, **numbers})
     return tmp_path / "run"
@@ -58,6 +58,10 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     about = json.loads((out / "fsdp_cp_export.json").read_text())["about"]
     assert (about["step"], about["role"], about["weights"]) == (2, "student", "ema")
     assert about["method"] == METHOD, "how the student is sampled"
+    assert export(capsys, run, out, "--checkpoint", "best") == 0
+    assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
+    for folder in (run.parent / "experts", run / "checkpoints" / "step_00000001"):
+        assert export(capsys, folder, tmp_path / "none", "--checkpoint", "best") == 2, "no best one, or one alone"
     assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16") == 0
     assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
     assert not list(out.parent.glob(".out*"))

@@ -307,6 +307,7 @@ def test_what_is_encoded_and_decoded(monkeypatch):
 
     assert "encode/clips" not in phases("data=captions") and "encode/clips" in phases("data=video_folder_480p")
     assert "decode" not in phases("sample.at_end=false", "sample.every=0")
+    assert "decode" in phases("sample.at_end=false", "sample.every=0", "guard.every=10")
     assert not encoders.encoder_peaks(compose_config(["experiment=quickstart"]), ({"video": (3, 8, 16, 16)}, {}))
 
 
