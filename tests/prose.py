@@ -26,6 +26,7 @@ BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "docs/models.md": 1570,
     "docs/causal.md": 730,
     "docs/evaluating.md": 660,
+    "docs/trouble.md": 500,
     "docs/extending.md": 720,
     "docs/library.md": 1390,
     "docs/gradients.md": 460,

@@ -270,7 +270,7 @@ class GuardSettings:
     every: int = 0
     """Number of the student's updates between looks; 0 for none. There is one before the first step."""
     action: Literal["warn", "stop", "keep"] = "warn"
-    """What follows an alarm, in addition to ``guard/alarm`` in the metrics: a warning (``warn``), or the end of the run
+    """Answer to an alarm, in addition to ``guard/alarm`` in the metrics: a warning (``warn``), or the end of the run
     (``stop``). ``keep`` warns and keeps the best checkpoint, for ``models.export --checkpoint best``."""
     captions: int = 8
     """Number of captions, of ``sample.captions`` or the data set's, with two clips each; at least 2."""
