@@ -41,7 +41,7 @@ SIDES = {
     "static": 1,
 }
 """Measures with a limit, and its side: 1 for a largest value, -1 for a least one."""
-ALLOWED = 1.5
+ALLOWED = 1.25
 """Distance of a limit from the mean of the teacher's clips, in spreads over captions."""
 SEEDS = 2
 """Clips of a caption: the fewest that show diversity."""
