@@ -536,7 +536,6 @@ FAULTS = (
     ),
     Fault(
         name="minimax_h3_text_layer",
-        room="data: MiniMax-H3's encoders",
         harm="captions are embedded by Qwen3-VL's last loaded state, after its norm",
         old="states[TEXT_LAYER][0]",
         new="states[-1][0]",
@@ -544,10 +543,23 @@ FAULTS = (
     ),
     Fault(
         name="minimax_h3_audio_shift",
-        room="export: schedulers",
         harm="diffusers samples the sound at the video's times",
         old="MiniMaxH3Scheduler(shift=shift * part_shifts[AUDIO])",
         new="MiniMaxH3Scheduler(shift=shift)",
         killed_by="unit/test_minimax_h3_family.py::test_both_parts_have_a_scheduler_of_the_students_times[times0-None]",
+    ),
+    Fault(
+        name="guard_armed",
+        harm="the guard raises an alarm for early students, which are bad",
+        old="if is_inside and (self.looks == 0 or self.rows[name] > 1) and name not in self.armed:",
+        new="if name not in self.armed:",
+        killed_by="unit/test_guard.py::test_an_armed_measure_alarms_at_its_second_look_outside[never armed]",
+    ),
+    Fault(
+        name="best_deleted",
+        harm="retention deletes the checkpoint that guard.action=keep marked as the best",
+        old="            if old != best and (",
+        new="            if (",
+        killed_by="unit/test_checkpoint_folder.py::test_the_newest_and_every_nth_are_kept",
     ),
 )
