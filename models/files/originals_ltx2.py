@@ -108,8 +108,8 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         }
     elif given.get("_class_name", CLASS) != CLASS:
         return dict(given)
-    spans = [given.get("positional_embedding_max_pos", [20, 2048, 2048]),
-             given.get("audio_positional_embedding_max_pos", [20])]  # fmt: skip
+    spans: list[Any] = [given.get("positional_embedding_max_pos", [20, 2048, 2048]),
+                        given.get("audio_positional_embedding_max_pos", [20])]  # fmt: skip
     if [len(span) if isinstance(span, list) else 0 for span in spans] != [3, 1]:
         raise UserError(f"{where}: positional_embedding_max_pos of its header must be 3 numbers, and audio_... one")
     values = {_KEYS.get(key, key): given.get(key, value) for key, value in _DEFAULTS.items()}
