@@ -1,6 +1,7 @@
 """The guard's limits, when a measure can raise an alarm, the best checkpoint, and settings that are refused."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from distill.config import compose_config
 from distill.evaluate.guard import ALLOWED, SEEDS, SIDES, GuardState, by_caption, limits_of
 from distill.evaluate.measures import clip_measures
+from distill.train.trainer import build_trainer
 from tests.unit.refused import refused
 
 
@@ -88,5 +90,7 @@ def test_settings_that_are_refused():
             compose_config([*keep, word])
     with refused("guard.every=7"):  # the student trains 20 times in 100 steps
         compose_config([*keep, "guard.every=7"])
+    with refused("guard.every"):  # data without a decoder
+        build_trainer(SimpleNamespace(config=compose_config(["guard.every=10"])), SimpleNamespace())
     compose_config([*keep])
     compose_config(["guard.action=keep", "checkpoint.keep=0"])
