@@ -253,7 +253,7 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
         if x.dtype != q.dtype or x.device != q.device:
             raise UserError(f"{where}{name} must be {q.dtype} on {q.device}, as {where}q is, got {summary(x)}")
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
-        shapes = f"{where}q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        shapes = f"{where}q {tuple(q.shape)}, {where}k {tuple(k.shape)} and {where}v {tuple(v.shape)}"
         raise UserError(f"{shapes} must agree in batch and head_dim, k and v in all, and k's heads must divide q's")
     return q, k, v
 

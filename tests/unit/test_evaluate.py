@@ -243,10 +243,10 @@ def test_a_clip_of_an_image_stands_in_the_report_below_the_clip_that_the_image_i
     clips = evaluate.clips
     monkeypatch.setattr(evaluate, "clips", lambda *args, **given: made.append(clips(*args, **given)) or made[-1])
     evaluate.write_report({"steps": 10})
-    real = evaluate._real_clips(["one", "two", "one", "two"]).frames
+    real = evaluate.real_clips(["one", "two", "one", "two"]).frames
     assert len({int(clip.mean()) for clip in real}) == 4, "different clips"
     assert len(made) == 3 and all(
         sorted(c.mean() for c in row.frames) == sorted(c.mean() for c in real) for row in made
     )
     captions = json.loads((tmp_path / "report.json").read_text())["captions"]
-    assert all(np.array_equal(row.frames, evaluate._real_clips(captions).frames) for row in made)
+    assert all(np.array_equal(row.frames, evaluate.real_clips(captions).frames) for row in made)
