@@ -91,7 +91,6 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
     drawn = local // draws
     micro = config.micro_batch_size if config.micro_batch_size is not None else drawn
     if drawn % micro:
-        by, value = (" / expert_draws", f" / {draws}") if draws > 1 else ("", "")
         value = f"batch_size / data-parallel ranks{' / expert_draws' * (draws > 1)} = {drawn}"
         raise UserError(f"micro_batch_size={micro} must divide {value}; use {_divisors(drawn, micro)}")
     return micro

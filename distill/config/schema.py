@@ -74,7 +74,7 @@ class RoleSettings(ShardSettings):
     """Settings of all roles; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
-    """Diffusers folder, its name on the hub (``owner/name@revision``), or one file in Wan's own names."""
+    """Diffusers folder, its hub name (``owner/name@revision``), or one file in Wan's or Lightricks' own names."""
     config: str | None = None
     """Folder of the ``config.json`` of one file, if its heads are not known."""
     architecture: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class RoleSettings(ShardSettings):
     """Time in (0, 1) that splits an ``architecture`` into two experts; the first serves this and later times. A
     checkpoint with two experts (Wan 2.2 A14B) has its own ``boundary_ratio``."""
     family: str = "wan"
-    """Model family: ``wan``, ``ltx``, or one that an installed package adds."""
+    """Model family: ``wan``, ``ltx``, ``ltx2``, ``hunyuan``, ``minimax_h3``, or one that an installed package adds."""
     precision: Literal["fp32", "bf16"] = II("precision")
     """Precision of this role's compute, ``fp32`` or ``bf16``; the run's ``precision`` if not set."""
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ from distill.evaluate.networks import (
     settings_of_run,
     teacher_of,
 )
-from distill.evaluate.perceptual import LPIPS_LEAST, Embedding, read_networks
+from distill.evaluate.perceptual import LPIPS_LEAST, Embedding, embeddings, read_networks
 from distill.evaluate.sampling import decoded, sample_batches
 from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_suite, run_suite, seeds_of
 from distill.methods.common.few_step import FewStepSettings
@@ -372,7 +373,7 @@ def _latents(plan: Plan, name: str, prompt: int, seeds: Sequence[int]) -> tuple[
     return Sample.cat(made), times
 
 
-def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]:
+def measure_prompt(plan: Plan, data: ClipDataset, prompt: int, device: torch.device) -> dict[str, Any]:
     """Decode, measure and write the clips of a prompt, or read its measures if they are there."""
     record = plan.out / "measures" / f"{prompt:05d}.json"
     if record.is_file():
@@ -380,6 +381,7 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]
     latents, clips, times, text = {}, {}, {}, plan.prompts[prompt]
     count = plan.counts[text]
     # The 25 clips of VBench's flickering would take GB: five are measured, as of its other prompts.
+    networks = {name: partial(embeddings, network=of, device=device) for name, of in plan.embeddings.items()}
     together = min(count, SEEDS) if plan.suite else count
     for name in plan.networks:
         files, times[name] = [file for (of, _), file in plan.clips_of(name).items() if of == text], []
@@ -390,7 +392,7 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int) -> dict[str, Any]
             clips[name], times[name] = made.frames, taken + times[name]
             with _written(plan):
                 write_clips(files[start : seeds.stop], *made, fps=data.fps)
-    values = prompt_measures(clips, latents, plan.teacher, plan.embeddings)
+    values = prompt_measures(clips, latents, plan.teacher, networks)
     found = finite({"values": values, "times": times})
     with _written(plan):
         write_text(record, json.dumps(found))
@@ -425,7 +427,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
             sample_missing(plan, name, data=data, mesh=mesh, device=device)
             release_memory(device)
         with progress(len(plan.prompts), "measuring", "prompt") as advance:
-            found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i), advance)
+            found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i, device), advance)
         on_first_rank(lambda: _write(plan, data, found, begun))
         data.release()
     if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait

@@ -5,17 +5,16 @@ Clips are uint8 (T, H, W, 3), and values are in units of the full range of a pix
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import combinations
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distill.evaluate.perceptual import Embedding, embeddings
 from models.sample import Sample
 
-VERSION = 1
+VERSION = 2
 """Version of the measures. Raise it with any change of a value: files of different versions are not compared."""
 
 MEASURES = {
@@ -68,17 +67,17 @@ def prompt_measures(
     clips: Mapping[str, np.ndarray],
     latents: Mapping[str, Sample],
     reference: str | None,
-    networks: Mapping[str, Embedding] | None = None,
+    networks: Mapping[str, Callable[[np.ndarray], Tensor]] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """Measure the clips of one prompt, uint8 (seeds, T, H, W, 3) of each participant.
 
     Clips of a seed start from the same noise. Distances are to the ``reference``, the teacher, in latents, pixels and
-    between embeddings of ``networks``. Return by participant and measure a number per seed, or one of all seeds
-    together; NaN: not defined.
+    between the embeddings that ``networks`` make of clips. Return by participant and measure a number per seed, or one
+    of all seeds together; NaN: not defined.
     """
     spaces = {"pixels": (clips, _distance)}
     for space, network in (networks or {}).items():
-        spaces[space] = ({name: embeddings(own, network) for name, own in clips.items()}, _squared_distance)
+        spaces[space] = ({name: network(own) for name, own in clips.items()}, _squared_distance)
     result = {}
     for name, own in clips.items():
         per_clip = [clip_measures(clip) for clip in own]

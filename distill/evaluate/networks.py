@@ -54,12 +54,13 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     """Plan to sample the network in ``folder``, the ``role`` of a finished run, on a mesh of ``mesh.cp``."""
     trained, name = getattr(config, role), config.method.name
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
+    kept |= {"config": trained.config if role == "teacher" else None}  # of one file; an export has its own
     mesh = MeshSettings(cp=config.mesh.cp)
     of_training = {"batch_size": max(1, world_size() // mesh.cp), "micro_batch_size": 1, "expert_draws": 1}
     alone_here = replace(
         config,
         **of_training,
-        **{role: type(trained)(checkpoint=str(folder), config=None, **kept)},
+        **{role: type(trained)(checkpoint=str(folder), **kept)},
         mesh=mesh,
         attention=AttentionSettings(),
         export=ExportSettings(at_end=False),

@@ -71,6 +71,7 @@ def _lpips(folder: Path) -> Embedding:
     def embed(frames: Tensor) -> Tensor:
         x, found = _normalized(frames * 2 - 1, _LPIPS_SHIFT, _LPIPS_SCALE), []
         for (weight, bias), of_channel, stride, padding, is_pooled in layers:
+            weight, bias, of_channel = (w.to(x) for w in (weight, bias, of_channel))
             x = F.relu(F.conv2d(F.max_pool2d(x, 3, 2) if is_pooled else x, weight, bias, stride, padding))
             # The mean over pixels of the weighted squared difference is a squared distance of these.
             unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
@@ -86,14 +87,15 @@ def _dino(folder: Path) -> Embedding:
 
     disable_progress_bar()  # of loading, once per rank
     try:
-        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+        safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+        model = AutoModel.from_pretrained(folder, **safe).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--dino {folder} cannot be loaded ({reason}); see docs/evaluating.md") from error
 
     def embed(frames: Tensor) -> Tensor:
         small = F.interpolate(frames, size=(_DINO_SIZE, _DINO_SIZE), mode="bicubic", antialias=True)
-        tokens = model(_normalized(small, _IMAGENET_MEAN, _IMAGENET_STD)).last_hidden_state
+        tokens = model.to(frames.device)(_normalized(small, _IMAGENET_MEAN, _IMAGENET_STD)).last_hidden_state
         return F.normalize(tokens[:, 0], dim=1) / 2**0.5  # the first token is that of the image
 
     return embed
@@ -104,9 +106,9 @@ def _normalized(frames: Tensor, mean: tuple[float, ...], deviation: tuple[float,
 
 
 @torch.no_grad()
-def embeddings(clips: np.ndarray, network: Embedding) -> Tensor:
-    """Embed 8 evenly spaced frames of each of ``clips``, uint8 (n, T, H, W, 3); return (n, frames, d)."""
+def embeddings(clips: np.ndarray, network: Embedding, device: torch.device) -> Tensor:
+    """Embed 8 evenly spaced frames of each of ``clips``, uint8 (n, T, H, W, 3), on ``device``: (n, frames, d)."""
     count = clips.shape[1]
     chosen = np.linspace(0, count - 1, min(_FRAMES, count)).round().astype(int)
-    frames = (torch.from_numpy(clip[chosen]).permute(0, 3, 1, 2).float() / 255 for clip in clips)
+    frames = (torch.from_numpy(clip[chosen]).to(device).permute(0, 3, 1, 2).float() / 255 for clip in clips)
     return torch.stack([network(of_clip) for of_clip in frames])

@@ -1,6 +1,7 @@
 """Measures of an evaluation: each finds the damage that it is meant for; prompts are compared in pairs."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from distill.evaluate.comparison import compare, summarize, verdict
 from distill.evaluate.measures import MEASURES, clip_measures, prompt_measures
-from distill.evaluate.perceptual import read_networks
+from distill.evaluate.perceptual import embeddings, read_networks
 from models.sample import Sample
 from tests.oracles.clips import write_dino, write_lpips
 
@@ -109,7 +110,8 @@ def test_networks_that_measure(tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (3, 5, 64, 96, 3), dtype=np.uint8)
     clips = {"teacher": x[:2], "student": x[1:]}
     latents = {name: Sample({"video": torch.ones(2, 3)}) for name in clips}
-    values = prompt_measures(clips, latents, "teacher", {name: of for name, (of, _) in found.items()})["student"]
+    networks = {name: partial(embeddings, network=of, device=torch.device("cpu")) for name, (of, _) in found.items()}
+    values = prompt_measures(clips, latents, "teacher", networks)["student"]
 
     def column(values):
         return torch.tensor(values)[:, None, None]
