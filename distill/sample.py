@@ -137,7 +137,7 @@ def sample(arguments: argparse.Namespace) -> None:
             )
         clips = decode(data, latents)
         if clips is not None:
-            with writing("--out", "nothing was changed; give another"):
+            with writing(f"--out={out}", "nothing was changed; give another"):
                 write_clips([unfinished / f"{i}.mp4" for i in range(len(captions))], *clips, fps=data.fps)
                 label = f"{role}, {counted(steps, 'step')}"
                 contact_sheet(unfinished / "samples.png", [(label, clips.frames)], captions=captions)

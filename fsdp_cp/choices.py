@@ -59,8 +59,10 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse numbers, or lists of them, outside of inclusive (``least``, ``most``) or exclusive bounds; not ``None``,
-    ``???``."""
+    """Refuse numbers, or lists of them, outside of inclusive (``least``, ``most``) or exclusive bounds.
+
+    ``None`` and a missing value (``"???"``) pass.
+    """
     all_bounds = (
         ("at least", operator.ge, least), ("above", operator.gt, above),
         ("at most", operator.le, most), ("below", operator.lt, below),

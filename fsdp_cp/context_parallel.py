@@ -209,13 +209,14 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
             return None
         if isinstance(value, Tensor) and not isinstance(splits, tuple):
             return apply_split(value, splits, key)
-        is_tuple, several = isinstance(value, (list, tuple)), isinstance(splits, tuple)
+        is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
+        several = isinstance(splits, tuple)
         if not is_tuple or (several and len(splits) != len(value)):
             wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
             raise _mistake(planned, f"splits {key!r}: give {wanted} or None, not a {type(value).__name__}")
         splits = splits if several else (splits,) * len(value)
         parts = enumerate(zip(value, splits, strict=True))
-        shares = [None if x is None else apply_split(_tensor(x, name, key), s, f"{key}[{i}]") for i, (x, s) in parts]
+        shares = [None if x is None else apply_split(x, s, f"{key}[{i}]") for i, (x, s) in parts]
         return output_values(value)[1](shares)
 
     def split_inputs(_module, args, kwargs):
@@ -286,10 +287,10 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
     planned.module.register_forward_hook(gather_outputs)
 
 
-def _tensor(x: Any, name: str, place: Any) -> Tensor:
+def _tensor(x: Any, name: str, index: int) -> Tensor:
     if not isinstance(x, Tensor):
         advice = "name the sub-module whose output is the tensor, or call the model with return_dict=False"
-        raise ValueError(f"{place} of {name!r} must be a tensor, got a {type(x).__name__}; {advice}")
+        raise ValueError(f"output {index} of {name!r} must be a tensor, got a {type(x).__name__}; {advice}")
     return x
 
 

@@ -165,7 +165,7 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of each plain tensor of one device (some may be empty), computed in fp64: ``(n,)``."""
+    """Return the squared norms of at least one plain tensor of one device, in fp64: ``(n,)``. Some may be empty."""
     # Do not split fake tensors: each piece is one call, and the planner of a 14B network would make half a million.
     if tensors[0].device.type != "cpu" or isinstance(tensors[0], FakeTensor):
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
@@ -185,8 +185,9 @@ def lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -
 def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, float | None]]:
     """Return the Euclidean norm of each parameter and of its gradient, by name; the same on every rank.
 
-    All ranks call it between backward and the optimizer's step, on a resharded network. Each rank sums the squares of
-    its shards in fp64, and one all-reduce adds all of them. Replicas count once. A missing gradient has norm ``None``.
+    All ranks call it between backward and the optimizer's step, on a resharded network: parameters of a gathered one
+    are full copies without the reduced gradients. Each rank sums the squares of its shards in fp64, and one all-reduce
+    adds all of them. Replicas count once. A missing gradient has norm ``None``.
     """
     if not named:
         return {}

@@ -69,8 +69,10 @@ class StepRandom:
         return drawn.to(self.device, non_blocking=True)
 
     def shared_integer(self, purpose: str, low: int, high: int) -> int:
-        """Draw one integer from ``low`` to ``high``, the same on every rank of this part; it may decide how many
-        forwards run."""
+        """Draw one integer from ``low`` to ``high`` inclusive for this part of the batch, the same on every rank.
+
+        A draw that decides how many forwards run must use it: ranks that disagree would deadlock.
+        """
         part = ("part", self.part) if self.part else ()  # part 0 draws the same as a batch without parts
         return int(torch.randint(low, high + 1, (), generator=stream(self.seed, purpose, self.step, *part)))
 

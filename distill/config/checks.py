@@ -86,12 +86,13 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
         raise UserError(f"batch_size={config.batch_size} is not a multiple of {dp_size} data-parallel ranks; use {fit}")
     local, draws = config.batch_size // dp_size, config.expert_draws
     if local % draws:
-        value = f"batch_size / data-parallel ranks = {local}"
+        value = f"batch_size / data-parallel ranks = {config.batch_size} / {dp_size} = {local}"
         raise UserError(f"expert_draws={draws} must divide {value}; use {_divisors(local, draws)}")
     drawn = local // draws
     micro = config.micro_batch_size if config.micro_batch_size is not None else drawn
     if drawn % micro:
-        value = f"batch_size / data-parallel ranks{' / expert_draws' * (draws > 1)} = {drawn}"
+        by, numbers = (" / expert_draws", f" / {draws}") if draws > 1 else ("", "")
+        value = f"batch_size / data-parallel ranks{by} = {config.batch_size} / {dp_size}{numbers} = {drawn}"
         raise UserError(f"micro_batch_size={micro} must divide {value}; use {_divisors(drawn, micro)}")
     return micro
 

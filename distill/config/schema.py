@@ -333,7 +333,7 @@ class Config:
     """Number of parts of a batch for roles with two experts (Wan 2.2 A14B). Each part draws the expert that it runs and
     the length of DMD2's rollout (docs/models.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of compute, ``fp32`` or ``bf16``; masters, reductions and Adam are fp32."""
+    """Precision of compute, ``fp32`` or ``bf16``; masters, reductions, Adam: fp32 if a role sets no other."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: ``auto``, ``cpu`` or ``cuda``. ``auto`` takes a GPU if present, and fails if torch cannot use it."""
     cuda_allocator: str | None = None

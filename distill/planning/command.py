@@ -74,7 +74,7 @@ def require_plannable(config: Config) -> None:
     """Refuse torchrun and unknown hardware before the simulation, and warn of fp8."""
     if world_size() > 1:
         hint = f"start it without torchrun, with world={world_size()}"
-        raise UserError(f"plan={config.plan} must run in one process; {hint}")
+        raise UserError(f"plan={str(config.plan).lower()} must run in one process; {hint}")
     if config.planning.hardware is not None:
         load_hardware(config.planning.hardware)
     names = METHODS[config.method.name][0].roles_needed(config.method)

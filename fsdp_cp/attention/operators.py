@@ -47,9 +47,6 @@ class AttentionOperator:
         tensors = "Tensor q, Tensor k, Tensor v"
         schema = f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor)"
         self.operator = torch.library.custom_op(f"fsdp_cp::{name}", self.compute, mutates_args=(), schema=schema)
-        schema = (
-            f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS}) -> (Tensor, Tensor, Tensor)"
-        )
         schema = f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
         self._backward_operator = torch.library.custom_op(
             f"fsdp_cp::{name}_backward",

@@ -40,5 +40,6 @@ def refuse_foreign(
             return value
     for name in (record, *names):
         if os.path.lexists(folder / name):
-            raise UserError(f"{setting}={folder} has a {name} that {maker} did not write, or damaged; choose a new one")
+            reason = f"has a {name} that is damaged, or that {maker} did not write"
+            raise UserError(f"{setting}={folder} {reason}; choose a new folder")
     return None

@@ -263,11 +263,20 @@ class Family(ABC):
         return math.prod(size // patch for size, patch in sizes)
 
     @abstractmethod
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
+    def flops(
+        self,
+        config: NetworkConfig,
+        shapes: PartShapes,
+        condition: Shapes,
+        pairs: int | None = None,
+        times: int | None = None,
+        /,
+    ) -> Flops:
         """Return the floating-point operations of one forward of one sample: matrix products and attention only.
 
         A linear map's tangent costs its own operations once more, that of a product of two factors with tangents twice.
-        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``.
+        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``,
+        1 or that of the tokens.
         """
 
     passes_times: ClassVar[bool] = False

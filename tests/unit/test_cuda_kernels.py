@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_cp.attention.kernels import cuda as cuda_kernels
-from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from tests.oracles.attention_kernels import (
     CASES,
     TOLERANCE,
@@ -24,6 +24,17 @@ from tests.oracles.attention_kernels import (
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
 MASKED = [name for name, kernel in KERNELS.items() if kernel.takes_masks]
+
+
+def test_order_of_preference(monkeypatch):
+    def names(capability):
+        monkeypatch.setattr(cuda_kernels, "_capability", lambda device: capability)
+        return list(preferred(torch.device("cuda")))
+
+    assert names((9, 0)) == ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
+    assert names((10, 0)) == ["cudnn", "flash", "efficient"]
+    for capability in ((8, 0), (8, 9), (12, 0), None):
+        assert names(capability) == ["flash", "cudnn", "efficient"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the kernels themselves")

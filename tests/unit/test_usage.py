@@ -10,6 +10,15 @@ from distill.data import DATA
 from distill.methods import METHODS
 from tests.unit.refused import refused
 
+LINES, COLUMNS = 150, 120
+
+
+def test_the_help_of_a_method_fits_three_screens():
+    lines = information(["--help", "method=dmd2"]).splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    own = [line.split("=")[0].strip() for line in lines if line.startswith("  method.")]
+    assert own == [f"method.{name}" for name in vars(METHODS["dmd2"][1]()) if name != "name"], "each once, no other's"
+
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
     config = compose_config([])

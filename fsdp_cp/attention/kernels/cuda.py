@@ -287,7 +287,7 @@ class FlashAttention3(_CudaKernel):
     def package() -> Any:
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
         packages = [optional_package(f"{place}flash_attn_interface", install) for place in ("", "flash_attn_3.")]
-        return next((package for package in packages if not isinstance(package, str)), packages[0])
+        return next((package for package in packages if not isinstance(package, str)), packages[-1])
 
     def unavailable(self, capability, head_dim):
         return None if capability == (9, 0) else f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"

@@ -50,7 +50,17 @@ class Kernel(ABC):
         """
 
     @abstractmethod
-    def backward(self, grad_out, q, k, v, out, lse, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the contribution of these keys to the gradients of ``q``, ``k`` and ``v``.
 
         ``grad_out`` and ``out`` are ``(B, Sq, H, D)``. ``out`` and ``lse`` ``(B, H, Sq)`` are those of whole rows, over
