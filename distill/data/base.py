@@ -131,7 +131,7 @@ class ClipDataset(Protocol):
         ...
 
     def caption(self, index: int) -> str:
-        """Return the caption of an item, without its tensors. Only ``distill.teacher_clips`` asks for it."""
+        """Return the caption of an item, without its tensors."""
         ...
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shlex
 import time
@@ -29,7 +28,7 @@ from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
-from fsdp_cp.errors import NotFinite, counted, duration
+from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
@@ -230,6 +229,12 @@ class Evaluator:
             return f"{Path(teacher).name} distilled by {method}"
         return f"{method} on {self.config.data.name}"
 
+    def real_captions(self) -> list[str]:
+        """Return the captions that :meth:`real_clips` can have, in the order of :func:`sample_captions`."""
+        source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
+        own = {source.caption(int(item)) for item in buckets_of(source)[0].items}
+        return [caption for caption in sample_captions(self.data, len(self.data.captions())) if caption in own]
+
     def real_clips(self, captions: list[str]) -> Clips | None:
         """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
@@ -245,13 +250,18 @@ class Evaluator:
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
         items: dict[int, int] = {}
-        for i in itertools.count():
-            if len(items) == len(captions):
-                return [items[position] for position in range(len(captions))]
-            item = int(bucket[i % len(bucket)])
-            caption = source[item]["caption"]
-            if waiting.get(caption):
-                items[waiting[caption].pop()] = item
+        while len(items) < len(captions):
+            before = len(items)
+            for item in map(int, bucket):
+                if waiting.get(caption := source.caption(item)):
+                    items[waiting[caption].pop()] = item
+                if len(items) == len(captions):
+                    break
+            if len(items) == before:
+                missing = next(caption for caption, positions in waiting.items() if positions)
+                why = f"{self.config.data.name}: no clip of its first size has the caption {missing!r}"
+                raise UserError(f"{why}, so none is compared; use sample.report_clips=0")
+        return [items[position] for position in range(len(captions))]
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from distill.evaluate.sampling import TEACHER_STEPS, sample_captions
 from distill.methods.common.chunks import noise_like
 from distill.methods.common.distribution_matching import fake_score_error
 from distill.methods.common.expert_times import Times
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import all_reduce_scalars, on_first_rank
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
+from models.roles.role import Role
 from models.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -49,8 +52,8 @@ _LEAST_SPREAD = 0.05
 """Least spread of a measure, as a share of its mean."""
 _LEAST_SHARE = 0.25
 """Least spread of a share of clips: the clips are few."""
-_FAKE_TIME = 0.5
-"""Time at which the fake score's error is measured."""
+_HALF_LEVEL = 0.5 / 255
+"""Spread of a measure that is 0 for all clips, as the saturation of gray ones."""
 _OBSERVED = ("student/grad_norm", "fake/grad_norm", "fake/gan_accuracy")
 """Metrics of training that describe the health of the game."""
 _REMEDIES = {
@@ -75,10 +78,21 @@ def limits_of(measured: Mapping[str, Sequence[float]]) -> dict[str, tuple[float,
     """Return mean and spread over captions of each measure that the clips have."""
     limits = {}
     for name, values in measured.items():
+        if name == "diversity" and 0 in values:  # real clips: a caption has one only
+            continue
         mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
         if np.isfinite(mean):  # clips of two frames have no flicker
-            limits[name] = mean, max(spread, _LEAST_SHARE if name in SHARES else _LEAST_SPREAD * abs(mean))
+            least = _LEAST_SHARE if name in SHARES else _LEAST_SPREAD * abs(mean)
+            limits[name] = mean, max(spread, least) or _HALF_LEVEL
     return limits
+
+
+def middle_time(role: Role) -> float:
+    """Return 0.5, or the middle of the times of a role's first expert that trains if none trains at 0.5."""
+    if role.expert_at(0.5) in role.trained_experts:
+        return 0.5
+    ends, first = (1.0, *role.boundaries, 0.0), min(role.trained_experts)
+    return (ends[first] + ends[first + 1]) / 2
 
 
 @dataclass
@@ -86,6 +100,8 @@ class GuardState:
     """Limits and memory of a guard, as checkpoints save them."""
 
     captions: list[str] = field(default_factory=list)
+    reference: dict[str, Any] = field(default_factory=dict)
+    """Origin of the limits; see :attr:`Guard.reference`."""
     limits: dict[str, Sequence[float]] = field(default_factory=dict)
     """Mean and spread of the reference, by measure."""
     updates: int = 0
@@ -150,16 +166,30 @@ class Guard:
     def __init__(self, evaluator: Evaluator):
         self.evaluator, self.config, self.method = evaluator, evaluator.config, evaluator.method
         self.settings, self.state = self.config.guard, GuardState()
+        self.teacher: Any = None
+        """Fingerprint of the teacher's files."""
         data = evaluator.data
-        known = list(dict.fromkeys(self.config.sample.captions)) or sample_captions(data, len(data.captions()))
+        known = list(dict.fromkeys(self.config.sample.captions))
+        if "teacher" not in self.method.roles:  # captions of real clips, which are of the first bucket
+            known = evaluator.real_captions()
+        elif not known:
+            known = sample_captions(data, len(data.captions()))
         self.captions = [caption for caption in known[: self.settings.captions] for _ in range(SEEDS)]
 
-    def resume(self, state: Mapping[str, Any] | None) -> None:
-        """Take the ``state`` of a checkpoint. Begin with a new one if the checkpoint has no looks at these captions."""
-        if state is not None and state["captions"] == self.captions:
-            self.state = GuardState(**state)
+    def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Take the ``state`` of the checkpoint of ``step``. Begin with a new one if the checkpoint has no looks at
+        these captions, or its limits are of another reference."""
+        same = state is not None and state["captions"] == self.captions
+        if same and state.get("reference", self.reference) == self.reference:  # older checkpoints have none
+            self.state = GuardState(**{"reference": self.reference, **state})
         elif rank() == 0:
-            log.info("guard: the checkpoint has no looks at these captions; beginning with new limits")
+            log.info("guard: the checkpoint has no looks at these captions and clips; beginning with new limits")
+        now = self.state
+        missed = sum(self.method.trained_role(earlier) == "student" for earlier in range(step)) - now.updates
+        now.updates, now.looked_at = now.updates + missed, now.looked_at + missed
+        folder = Path(self.config.run_dir) / "checkpoints"
+        if now.best is not None and not on_first_rank(lambda: step_folder(folder, now.best).is_dir()):
+            now.best = None  # deleted, or of another run
 
     def is_due(self, role: str, metrics: Mapping[str, float | None]) -> bool:
         """Return whether a look follows the step that trained ``role`` and has these ``metrics``."""
@@ -174,7 +204,7 @@ class Guard:
         """
         state, evaluator = self.state, self.evaluator
         if not state.limits:
-            state.captions, state.limits = self.captions, self._reference()
+            state.captions, state.reference, state.limits = self.captions, self.reference, self._reference()
         latents = evaluator.latents("student", max(self.config.sample.student_steps), self.captions)
         clips = evaluator.decoded("the student", evaluator.data, latents)
         found = on_first_rank(lambda: {} if clips is None else by_caption(clips.frames))
@@ -206,7 +236,7 @@ class Guard:
         ]
         return f"the guard saw {', '.join(shown)} at two looks in a row; in this order, {', '.join(remedies)}"
 
-    def stop_at(self, step: int) -> None:
+    def stop_at(self, step: int, saved: int | None) -> None:
         """End the run with ``guard.action=stop`` while there is an alarm. Nothing is saved, so that no checkpoint goes.
 
         Raises:
@@ -214,16 +244,29 @@ class Guard:
         """
         if self.state.alarm and self.settings.action == "stop":
             raised = [name for name in self.state.armed if self.state.rows[name] < -1]
-            raise UserError(
-                f"guard.action=stop ended the run after step {step}: {self.words(raised)}; the same command resumes"
-                " from the newest checkpoint, and with guard.action=warn goes past this step"
-            )
+            ended = f"guard.action=stop ended the run after step {step}: {self.words(raised)}"
+            if saved is None:
+                raise UserError(f"{ended}; nothing is saved yet: begin again, with guard.action=warn to pass this step")
+            instead = ", with checkpoint.resume=auto," if self.config.checkpoint.resume == "never" else ""
+            past = "and with guard.action=warn goes past this step"
+            raise UserError(f"{ended}; the same command{instead} resumes from step {saved}, {past}")
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Origin of the limits, as JSON holds it. Guidance is left out: it is what one changes after an alarm."""
+        shapes = {part: list(shape) for part, shape in self.evaluator.data.latent_shapes.items()}
+        if "teacher" not in self.method.roles:
+            return {"shapes": shapes}
+        return {"shapes": shapes, "teacher": self.teacher, "steps": self._teacher_steps()}
+
+    def _teacher_steps(self) -> int:
+        return max(self.config.sample.teacher_steps or [TEACHER_STEPS])
 
     def _reference(self) -> dict[str, tuple[float, float]]:
         """Measure the teacher's clips at its full steps, or real ones without a teacher."""
         evaluator = self.evaluator
         if "teacher" in self.method.roles:
-            clips = evaluator.clips("teacher", max(self.config.sample.teacher_steps or [TEACHER_STEPS]), self.captions)
+            clips = evaluator.clips("teacher", self._teacher_steps(), self.captions)
         else:
             clips = evaluator.real_clips(self.captions)
         limits = on_first_rank(lambda: None if clips is None else limits_of(by_caption(clips.frames)))
@@ -255,6 +298,7 @@ class Guard:
         """Return the fake score's error on the clips of this look, at one time. Its training saw none of them."""
         evaluator, count, settings = self.evaluator, len(self.captions), self.config.method
         mesh, device = evaluator.mesh, evaluator.device
+        time = middle_time(self.method.roles["fake"])
         share = -(-count // mesh.dp_size)  # ranks run equally many forwards: the last ones repeat clips
         positions = range(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
         total = 0.0
@@ -263,7 +307,7 @@ class Guard:
                 of_batch = positions[first : first + evaluator.batch]
                 clips = [i % count for i in of_batch]
                 x = latents[clips].to(device)
-                times = Times(torch.full((len(x),), _FAKE_TIME, device=device), _FAKE_TIME)
+                times = Times(torch.full((len(x),), time, device=device), time)
                 last = None
                 if getattr(settings, "fake_knows_last_step", False):
                     last = torch.full_like(times.t, settings.student_times()[-1])

@@ -122,6 +122,8 @@ class Trainer:
         A signal, which ``stop`` holds, ends the run between two steps."""
         assert run.start is not None, "the run was opened"
         self.sources, self.facts = run.start.sources, run.facts
+        if self.guard is not None:
+            self.guard.teacher = (self.sources.get("teacher.checkpoint") or {}).get("fingerprint")
         if run.start.resume_from is not None:
             self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
@@ -169,7 +171,7 @@ class Trainer:
             self.trained[name].updates = count
         self.branch_of = self.branch_of or state.get("branch_of")
         if self.guard is not None:
-            self.guard.resume(state.get("guard"))
+            self.guard.resume(state.get("guard"), self.step)
         self.saved_step = self.step
         log.info("resumed from step %d (%s)", self.step, folder)
 
@@ -247,7 +249,7 @@ class Trainer:
                     log.info(line.text(self.step, self.unlogged))
                 self.unlogged = {}
             if self.guard is not None:
-                self.guard.stop_at(self.step)
+                self.guard.stop_at(self.step, self.saved_step)
             every = self.config.checkpoint.every
             at_end = self.step == self.config.steps and self.config.checkpoint.at_end
             if (every and self.step % every == 0) or at_end:

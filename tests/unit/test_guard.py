@@ -1,13 +1,15 @@
 """The guard's limits, when a measure can raise an alarm, the best checkpoint, and settings that are refused."""
 
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from distill.config import compose_config
-from distill.evaluate.guard import ALLOWED, SEEDS, SIDES, GuardState, by_caption, limits_of
+from distill.evaluate.evaluator import Evaluator
+from distill.evaluate.guard import ALLOWED, SEEDS, SIDES, Guard, GuardState, by_caption, limits_of, middle_time
 from distill.evaluate.measures import clip_measures
 from distill.train.trainer import build_trainer
 from tests.unit.refused import refused
@@ -33,6 +35,48 @@ def test_measures_are_by_caption_and_limits_have_their_spread():
     assert limits["static"] == (0, 0.25), "none of so few clips is static by chance"
     assert limits_of({"motion": [0.5, 0.5], "flicker": [math.nan] * 2}) == {"motion": (0.5, 0.025)}
     assert limits.keys() == SIDES.keys()
+    gray = limits_of(by_caption(np.full((2 * SEEDS, 4, 8, 8, 3), 9, dtype=np.uint8)))
+    assert "diversity" not in gray, "a caption of one real clip has none"
+    state = GuardState(limits=gray)
+    state.judge({name: mean for name, (mean, _) in gray.items()})
+    assert state.total_excess() == 0
+
+
+def test_a_caption_that_no_clip_has_is_refused_instead_of_searched_forever():
+    data = SimpleNamespace(caption=lambda i: "ab"[i % 2])
+    evaluator = SimpleNamespace(config=compose_config([]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.evaluate.evaluator.buckets_of", lambda _: [SimpleNamespace(items=range(4))])
+        assert Evaluator._items(evaluator, ["b", "a", "b", "b"], data) == [1, 0, 3, 1]
+        with refused("caption"):
+            Evaluator._items(evaluator, ["a", "c"], data)
+
+
+def test_a_resumed_guard_counts_from_step_0_forgets_deleted_checkpoints_and_keeps_or_renews_limits(tmp_path):
+    guard = object.__new__(Guard)
+    guard.captions, guard.teacher, guard.state = ["a", "a"], "one", GuardState()
+    guard.config = SimpleNamespace(run_dir=str(tmp_path), sample=SimpleNamespace(teacher_steps=[4]))
+    guard.method = SimpleNamespace(roles={"teacher": None}, trained_role=lambda step: ["fake", "student"][step % 2])
+    guard.evaluator = SimpleNamespace(data=SimpleNamespace(latent_shapes={"video": (1, 2, 3, 4)}))
+    guard.resume(None, 10)
+    assert guard.state.updates == 5, "looks fall on the same steps as in a run from step 0"
+    saved = asdict(GuardState(["a", "a"], guard.reference, {"motion": (0.5, 0.1)}, updates=5, looked_at=5, best=8))
+    (tmp_path / "checkpoints" / "step_00000008").mkdir(parents=True)
+    guard.resume(saved, 10)
+    assert (guard.state.best, guard.state.looked_at, guard.state.limits) == (8, 5, saved["limits"])
+    (tmp_path / "checkpoints" / "step_00000008").rmdir()
+    guard.resume({name: value for name, value in saved.items() if name != "reference"}, 10)
+    assert (guard.state.best, guard.state.limits) == (None, saved["limits"]), "state of an older checkpoint"
+    guard.state, guard.teacher = GuardState(), "another"
+    guard.resume(saved, 10)
+    assert guard.state == GuardState(updates=5, looked_at=5)
+
+
+def test_the_fake_scores_error_is_at_a_time_of_an_expert_that_trains():
+    def role(*trained):
+        return SimpleNamespace(boundaries=(0.9,), trained_experts=trained, expert_at=lambda time: int(time < 0.9))
+
+    assert [middle_time(role(0)), middle_time(role(1)), middle_time(role(0, 1))] == [pytest.approx(0.95), 0.5, 0.5]
 
 
 def test_limits_are_on_one_side():
