@@ -213,7 +213,10 @@ class Pictured:
         return 4
 
     def __getitem__(self, index):
-        return {"latents": torch.full(self.latent_shapes["video"], index / 10), "caption": ("one", "two")[index % 2]}
+        return {"latents": torch.full(self.latent_shapes["video"], index / 10), "caption": self.caption(index)}
+
+    def caption(self, index):
+        return ("one", "two")[index % 2]
 
     def captions(self):
         return ["one", "two"]
