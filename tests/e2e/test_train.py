@@ -192,8 +192,9 @@ def test_sound_of_a_teachers_clips_is_trained_on(tmp_path):
     made = forked(2, "distill.teacher_clips", *words, *source, *options, str(clips)).wait()
     assert made.returncode == 0, made
     parts = {name: shape for name, (_, shape) in EncodedSet(clips, "OUT").parts.items()}
-    sizes = {"latents": [8, 3, 2, 3], "latents/audio": [2, 18, 4]}
-    assert parts == sizes | {name.replace("latents", "states"): [4, *shape] for name, shape in sizes.items()}
+    sizes = {"latents": [[8, 3, 2, 3]], "latents/audio": [[2, 18, 4]]}
+    states = {name.replace("latents", "states"): [[4, *shape] for shape in shapes] for name, shapes in sizes.items()}
+    assert parts == sizes | states
     run_dir = tmp_path / "run"
     more = ("data=encoded", f"data.path={clips}", "batch_size=2", "steps=2", *SAMPLES, f"run_dir={run_dir}")
     train(2, *words, *more)

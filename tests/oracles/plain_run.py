@@ -135,10 +135,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             for parameter, value in network.named_parameters():
                 value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
             torch.nn.Module.to(network, data.latents.dtype)
-            plain = Network(
-                family=family, config=dict(network.config), module=network, mesh=_ONE_RANK, precision="fp32",
-            )  # fmt: skip
-            networks.append(plain)
+            own = {key: value for key, value in network.config.items() if not key.startswith("_")}  # without its path
+            networks.append(Network(family=family, config=own, module=network, mesh=_ONE_RANK, precision="fp32"))
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
         kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
         if setup.causal is not None and name in setup.causal_roles:
