@@ -56,7 +56,7 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
     kept |= {"config": trained.config if role == "teacher" else None}  # of one file; an export has its own
     mesh = MeshSettings(cp=config.mesh.cp)
-    of_training = {"batch_size": max(1, world_size() // mesh.cp), "micro_batch_size": 1, "expert_draws": 1}
+    of_training = {"batch_size": max(1, world_size() // max(1, mesh.cp)), "micro_batch_size": 1, "expert_draws": 1}
     alone_here = replace(
         config,
         **of_training,

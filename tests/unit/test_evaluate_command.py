@@ -107,7 +107,8 @@ def test_mistakes(home, tmp_path, capsys):
     refused(capsys, "--seeds", [run, "--prompts", prompts, "--seeds", 0, *new])
     refused(capsys, "--prompts", [run, "--prompts", tmp_path / "empty.txt", *new])
     refused(capsys, "--prompts", [run, *new])
-    refused(capsys, "mesh.cp", [run, "--prompts", prompts, "--cp", 2, *new])
+    for cp in (0, 2):
+        refused(capsys, "mesh.cp", [run, "--prompts", prompts, "--cp", cp, *new])
     refused(capsys, "larger", [run, tmp_path / "larger", "--prompts", prompts, *new])
     refused(capsys, "nowhere", [run, tmp_path / "nowhere", "--prompts", prompts, *new])
     refused(capsys, "twice", [run, run, "--prompts", prompts, *new])
