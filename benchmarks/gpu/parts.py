@@ -89,11 +89,6 @@ PARTS = (
     ),
     _steps("wan 1.3B, fp8", "DMD2, compiled, fp8", f"{AS_ABOVE}, with linear layers in fp8 (torchao)."),
     Part(
-        name="pooled buffers",
-        target="benchmarks.gpu.wan:pooled",
-        shows="Ten blocks of 1.3B with gathered blocks in pooled buffers and without: losses are equal bit by bit.",
-    ),
-    Part(
         name="derivative of wan",
         target="benchmarks.gpu.derivatives:derivative",
         words=("wan2_1_t2v_1_3b",),

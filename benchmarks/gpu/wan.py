@@ -63,16 +63,6 @@ def run(context: Context, name: str) -> None:
         context.row(f"{name}: plan against peak", **against_plan(plan_row["planned GiB"], whole["peak GiB"]))
 
 
-def pooled(context: Context) -> None:
-    """Measure the same steps with gathered blocks in pooled buffers and without; compare their losses."""
-    for name, kind in (("default buffers", "default"), ("pooled buffers", "pooled")):
-        words = [f"{role}.communication_buffers={kind}" for role in ROLES]
-        context.isolated(name, f"{TRAINED}:steps", name, *TEN_BLOCKS, *words, seconds=context.left() / 2)
-    losses = [[row["loss"] for row in context.written() if row["what"].startswith(name) and "loss" in row]
-              for name in ("default buffers", "pooled buffers")]  # fmt: skip
-    context.row("losses of both", equal=bool(losses[0]) and losses[0] == losses[1])
-
-
 def plan_name(name: str) -> str:
     """Return the name of the row of the plan of ``name``."""
     return f"{name}: its plan, made on the CPU"

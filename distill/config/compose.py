@@ -29,7 +29,7 @@ from distill.config.errors import (
     short,
     sized_data,
 )
-from distill.config.kinds import NoSuchSetting, Setting, defaults, make
+from distill.config.kinds import REMOVED, NoSuchSetting, Setting, defaults, make
 from distill.config.schema import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
@@ -208,6 +208,8 @@ def _known(values: dict[str, Any], left_out: list[str], prefix: str = "") -> dic
     for name, value in values.items():
         if (key := f"{prefix}{name}") not in SETTINGS:
             left_out.append(key)
+        elif (name, str(value)) in REMOVED:
+            left_out.append(f"{key}={value}")
         elif isinstance(value, dict) and not SETTINGS[key][0].is_mapping:
             known[name] = _known(value, left_out, f"{key}.")
         else:

@@ -21,6 +21,8 @@ _LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]", list[int]: "[[
 _MAPPINGS = {float: "{patch_embedding.*: 0.1}", str: "{caption: prompt}", Any: "{num_layers: 4}"}
 _SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
 _LONGEST = 200
+REMOVED = {("communication_buffers", "pooled"): "was removed, as its effect was never measured; use default"}
+"""Messages for removed values of settings, by the last part of the key and the value."""
 
 
 class NoSuchSetting(UserError):
@@ -114,7 +116,8 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
         try:
             typed[name] = _convert(value, hints[name])
         except (ValueError, TypeError, KeyError, OverflowError):
-            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {fields[name].words(key)}") from None
+            wrong = REMOVED.get((name, str(value))) or f"must be {fields[name].words(key)}"
+            raise UserError(f"{key}={shown(value)[:_LONGEST]} {wrong}") from None
     try:
         return cls(**typed)
     except UserError as error:

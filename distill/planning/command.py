@@ -53,7 +53,7 @@ FILE, PAGE = "plan.json", "plan.html"
 MADE_BY = "fsdp_cp plan"
 """Value of ``made_by`` in the planner's JSON files."""
 _GPU_ONLY = ("compile", "communication_buffers", "fp8", "fp8_gather")
-"""Role settings that need a GPU and do not change the simulation, except ``communication_buffers=pooled``."""
+"""Role settings that need a GPU and do not change the simulation."""
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
@@ -127,8 +127,7 @@ def as_planned(config: Config) -> Config:
     for name in METHODS[config.method.name][0].roles_needed(config.method):
         role = getattr(config, name)
         for setting in _GPU_ONLY:
-            if getattr(role, setting) != "pooled":
-                setattr(role, setting, getattr(default, setting))
+            setattr(role, setting, getattr(default, setting))
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
             released = family_of(role.family, name).planning
             if config.planning.model not in released.networks:

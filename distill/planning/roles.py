@@ -14,10 +14,8 @@ from distill.run.setup import RunPlan
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.allocations import watch_allocations
-from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.roles.network import Network
 from models.roles.role import Call, Role
@@ -66,11 +64,8 @@ class Watch:
 
     def sharding(self, role: Role) -> AbstractContextManager:
         """Label FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
-        pool = pool_at(role.network)
 
         def label(kind: str, tensor: Tensor) -> None:
-            if pool is not None and pool.owns(local_shard(tensor)):
-                return
             # A DTensor is a shard's final gradient, which FSDP2 has moved to the host. A plain tensor is the output of
             # the reduction, still on the device.
             moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(role)

@@ -6,8 +6,8 @@ Memory is counted as these operations allocate it. Formulas cover only what kern
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from fsdp_cp.reduce import grad_square
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.allocations import has_run
-from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.state import resharded
 from models.condition import Condition
 from models.roles.role import Role
@@ -143,15 +142,11 @@ def run_steps(
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
-            with _planned_pools(method, storages) as pooled:
-                # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps. A pool must
-                # see the longest rollouts.
-                run.lengths.shortest = not pooled
-                for steps in chosen.values():
-                    for step in steps if pooled else list(steps)[:1]:
-                        cost = run.measured(step, run.batches[: 2 if pooled else 1])
-                        if not pooled:
-                            run.costs_of_one[step] = cost
+            # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps.
+            run.lengths.shortest = True
+            for steps in chosen.values():
+                step = next(iter(steps))
+                run.costs_of_one[step] = run.measured(step, run.batches[:1])
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
@@ -162,24 +157,6 @@ def run_steps(
                 run.sample()
     del roles, idle
     return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=watch.queries)
-
-
-@contextmanager
-def _planned_pools(method: Method, storages: LiveStorages) -> Iterator[bool]:
-    """Record the collectives' buffers of networks that pool them, and plan the pools on exit. Yield whether any pools.
-    Every kind of step must run here with a second micro-batch, to show which buffers are alive at once. A pool's memory
-    counts for the first role that uses it."""
-    networks = {name: role.network for name, role in method.roles.items()}
-    pools = {
-        id(pool): (name, pool) for name, network in reversed(networks.items()) if (pool := pool_at(network)) is not None
-    }
-    for _, pool in pools.values():
-        pool.put_off = True
-    yield bool(pools)
-    for name, pool in pools.values():
-        pool.put_off = False
-        with storages.labelled((name, "gathered")):
-            pool.end_step()
 
 
 class _Run:

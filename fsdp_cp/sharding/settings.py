@@ -76,10 +76,9 @@ class ShardSettings:
     """Maximum number of units whose full gradients wait for their reduce-scatter."""
     separate_reduce_group: bool = False
     """Whether reduce-scatters use a separate communicator, so that they do not queue after all-gathers."""
-    communication_buffers: Literal["default", "pooled", "process_group", "symmetric"] = "default"
-    """Source of the staging buffers of collectives: ``pooled`` (one block of memory for all networks with this setting,
-    planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric`` (NCCL's symmetric
-    memory)."""
+    communication_buffers: Literal["default", "process_group", "symmetric"] = "default"
+    """Source of the staging buffers of collectives: ``process_group`` (memory registered with NCCL), ``symmetric``
+    (NCCL's symmetric memory)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.activation_checkpointing, bool):

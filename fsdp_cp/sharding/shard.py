@@ -24,7 +24,6 @@ from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gra
 from fsdp_cp.sharding import state
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
-from fsdp_cp.sharding.pool import pool_at, pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, reshard
 
@@ -88,9 +87,6 @@ def shard_module(
     _configure(root, settings, shard_mesh)
     if reduce_unused:
         fsdp_setter(root, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
-    ranks = shard_mesh.size(shard_mesh.ndim - 1)
-    if settings.communication_buffers == "pooled" and ranks > 1:  # one rank has no collectives
-        pool_buffers(root, pool_of(mesh), ranks)
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     state.remember_units(root)
@@ -328,8 +324,6 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         _refuse_incomplete(root, is_last)
         if is_last:
             reshard(root)  # units that the backward did not reach
-            if (pool := pool_at(root)) is not None:
-                pool.end_step()
     except BaseException:
         discard_step(root)
         raise

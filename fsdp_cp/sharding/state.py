@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.runtime.torch_versions import param_groups, reset_iter_state
-from fsdp_cp.sharding.pool import pool_at
 
 if TYPE_CHECKING:
     from fsdp_cp.sharding.settings import ShardSettings
@@ -208,13 +207,9 @@ def _settle_dtypes(model: nn.Module) -> None:
 
 def reset_iteration(root: nn.Module) -> None:
     """Reset FSDP2's bookkeeping after an exception in a forward or backward."""
-    if not isinstance(root, ShardedModule):
-        return
-    if root._get_fsdp_state()._is_root:  # fails before the first forward
+    if isinstance(root, ShardedModule) and root._get_fsdp_state()._is_root:  # fails before the first forward
         reset_iter_state(root, fsdp_modules(root))
         reshard(root)
-    if (pool := pool_at(root)) is not None:  # after FSDP2 has dropped its buffers
-        pool.break_off()
 
 
 @contextmanager

@@ -103,14 +103,14 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
         ),
         pytest.param(
             FP8,
-            ({"strategy": "no_shard"}, {"offload": "cpu"}, {"communication_buffers": "pooled"}),
+            ({"strategy": "no_shard"}, {"offload": "cpu"}),
             marks=pytest.mark.long,
         ),
         (
             TE,
             (
                 {"strategy": "no_shard", "activation_offload": True},
-                {"strategy": "optim", "activation_checkpointing": "selective", "communication_buffers": "pooled"},
+                {"strategy": "optim", "activation_checkpointing": "selective"},
                 {"strategy": "optim_grads", "activation_checkpointing": "full"},
                 {"offload": "cpu", "keep_gathered": True},
             ),

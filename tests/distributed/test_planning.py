@@ -2,8 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
 from distill.run.setup import plan_run
-from fsdp_cp.sharding.pool import BufferPool
 from tests.oracles import tiny_minimax_h3
 
 WORDS = ("experiment=quickstart", "batch_size=8", "plan=true")
@@ -192,38 +189,6 @@ def test_a_deep_network_is_told_from_two_shallow_ones():
             assert told.steps[name].sent[key] == pytest.approx(size, rel=1e-3), key
 
 
-POOLED = [f"{role}.communication_buffers=pooled" for role in ROLES]
-
-
-def _pools_of(world, words, run):
-    """Return the result of ``run`` for the settings, and bytes of each pool that was planned for it."""
-    held, plan = [], BufferPool.end_step
-
-    def planned(pool):
-        before = pool.plans
-        plan(pool)
-        if pool.plans != before:
-            held.append(pool.nbytes)
-
-    with mock.patch.object(BufferPool, "end_step", planned):
-        return run(*_planned(world, words)), held
-
-
-def _real_pools(world, words):
-    return _pools_of(world, words, partial(run_steps, tensors=nullcontext()))[1]
-
-
-@long
-def test_pooled_buffers_are_in_the_plan(pools):
-    world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")
-    predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
-    assert len(held) == 1, "planned once, of all steps"
-    assert pools[world].run(_real_pools, world, (*mesh, *POOLED)) == [held] * world
-    assert predicted.resting["teacher", "gathered"] == held[0]
-
-
-def test_pooled_buffers_are_planned_for_a_gpu_and_those_of_nccl_left_out():
-    config, _ = _planned(2, ("mesh.cp=1", "teacher.communication_buffers=pooled"))
-    assert config.teacher.communication_buffers == "pooled"
+def test_registered_buffers_are_not_planned():
     words = ("mesh.cp=1", "device=cuda", "teacher.communication_buffers=process_group")
     assert _planned(2, words)[0].teacher.communication_buffers == "default"

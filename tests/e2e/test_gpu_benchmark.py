@@ -173,7 +173,6 @@ def test_all_parts_in_small(tmp_path, capsys):
     for name, run in (("wan 1.3B", "DMD2"), ("wan 1.3B, rCM", "rCM"), ("wan 14B lora", "14B, adapters")):
         assert rows[name][f"{run}: plan against peak"]["within 5 %"], run
         assert rows[name][f"{run}: student step"]["seconds"] > 0 < rows[name][f"{run}: fake step"]["seconds"]
-    assert rows["pooled buffers"]["losses of both"]["equal"]
     assert rows["streaming"]["eager, clip 2"]["chunks"] == 3
     memory = [row for row in found["memory"]["rows"] if row["what"].endswith("plan against peak")]
     assert len(memory) > 8 and all(row["within 5 %"] for row in memory)
