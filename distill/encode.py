@@ -96,9 +96,8 @@ def _source(
             raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
         outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
     if outside is None:
-        if path.is_file() and settings.image is not None:
-            raise UserError(f"data.image={settings.image}: {path} holds captions alone; give a folder of videos")
-        return Source.read(path, columns, has_clips=not path.is_file()), settings
+        has_images = settings.image is not None
+        return Source.read(path, columns, has_clips=not path.is_file(), has_images=has_images), settings
     has_latents = outside.latents is not None or outside.text is None
     name = f"data.path={path}"
     settings = fitted_settings(settings, outside, name, given)

@@ -164,8 +164,6 @@ class VideoFolderSettings(DataSettings, ClipSettings):
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
-        if self.image is not None and not self.has_clips:
-            raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
         return self.encoding().bucket_shapes()
 
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
@@ -179,11 +177,11 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     def source(self) -> Source:
         from distill.data.sets.encode import Source
 
-        return Source.read(self.path, self.columns, has_clips=self.has_clips)
+        return Source.read(self.path, self.columns, has_clips=self.has_clips, has_images=self.image is not None)
 
     def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(json.dumps(self.source().sizes()).encode()).hexdigest()[:32]
-        encoders = self.encoding().fingerprint(has_clips=self.has_clips)
+        encoders = self.encoding().fingerprint(has_clips=self.has_clips or self.image is not None)
         return {"data.path": table, "data.encoders": encoders}
 
     def table_in_words(self) -> str:
@@ -203,7 +201,8 @@ class CaptionsSettings(VideoFolderSettings):
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns", "fps", "vae_precision", "vae_tiling")
     name: str = "captions"
     path: str | None = None
-    """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
+    """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``, and with ``image``
+    (a path from the file's folder) where images condition."""
 
 
 @dataclass(kw_only=True)

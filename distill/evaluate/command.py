@@ -38,6 +38,7 @@ from distill.data.base import MeasuredDataset
 from distill.data.sets.encode import release_memory
 from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
 from distill.data.shares import Shares
+from distill.data.videos.decode import first_frame
 from distill.evaluate.comparison import (
     FEW_PROMPTS,
     compare,
@@ -54,6 +55,7 @@ from distill.evaluate.networks import (
     checked_steps,
     exported_student,
     network_to_sample,
+    prompts_with_images,
     read_prompts,
     sampled_as,
     settings_of_run,
@@ -61,7 +63,7 @@ from distill.evaluate.networks import (
 )
 from distill.evaluate.perceptual import LPIPS_LEAST, Embedding, embeddings, read_networks
 from distill.evaluate.sampling import decoded, sample_batches
-from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_suite, run_suite, seeds_of
+from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, read_extended, read_suite, run_suite, seeds_of
 from distill.methods.common.few_step import FewStepSettings
 from distill.report.media import write_clips
 from distill.report.page import evaluation_page
@@ -101,6 +103,10 @@ class Plan:
     networks: dict[str, SampledNetwork]
     counts: dict[str, int]
     """Number of seeds of each prompt."""
+    captions: list[str]
+    """Text that is sampled for each prompt: itself, or its extended prompt."""
+    images: list[str]
+    """Image of each prompt, where images condition."""
     suite: list[dict[str, Any]] | None
     """Entries of VBench, if its suite is evaluated."""
     dimensions: list[str]
@@ -197,6 +203,32 @@ def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespac
     return networks
 
 
+def _asked(
+    arguments: argparse.Namespace, suite: list[dict[str, Any]] | None, other: dict[str, Any] | None, *, has_images: bool
+) -> tuple[dict[str, int], list[str], list[str]]:
+    """Return the number of seeds of each prompt, its sampled text, and its image where images condition."""
+    if other is not None:
+        counts = seeds_of(suite) if suite else dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
+        captions, images = other.get("captions") or list(counts), other.get("images") or []
+        if has_images and not images:
+            raise UserError(f"--like {arguments.like} has no images, which data.image needs; give --prompts")
+        return counts, captions, images
+    if suite is not None:
+        if has_images:
+            raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
+        counts = seeds_of(suite)
+        if not arguments.extended:
+            return counts, list(counts), []
+        extended = read_extended(user_path(arguments.extended, "--extended"), suite)
+        return counts, [extended[prompt] for prompt in counts], []
+    check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
+    if has_images:
+        of_prompt = prompts_with_images(arguments.prompts, "--prompts")
+        return dict.fromkeys(of_prompt, arguments.seeds), list(of_prompt), list(of_prompt.values())
+    prompts = read_prompts(arguments.prompts, "--prompts")
+    return dict.fromkeys(prompts, arguments.seeds), prompts, []
+
+
 @paths_of_the_user()
 def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     """Check the command line without starting anything."""
@@ -213,15 +245,11 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         suite = read_suite(user_path(arguments.prompts, "--prompts"))
     if suite is None and (arguments.vbench_python or arguments.dimensions):
         raise UserError("--vbench-python and --dimensions are for the suite of VBench; give --suite vbench")
+    if arguments.extended and not arguments.suite:
+        raise UserError("--extended is for --suite vbench; give extended prompts as --prompts otherwise")
     if suite is not None:
-        counts = seeds_of(suite)
         have = {dimension for entry in suite for dimension in entry["dimension"]}
         dimensions = [name for name in DIMENSIONS if name in have & set(arguments.dimensions or DIMENSIONS)]
-    elif other is not None:
-        counts = dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
-    else:
-        check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
-        counts = dict.fromkeys(read_prompts(arguments.prompts, "--prompts"), arguments.seeds)
     folders = [Path(_path_and_steps(word)[0]) for word in words]
     run = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     if bool(settings) == bool(run):
@@ -231,10 +259,12 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         config.device, config.mesh.cp = arguments.device or config.device, arguments.cp
     out = user_path(arguments.out, "--out").absolute()
     _use_prompts(config, out / _PROMPTS)
+    counts, captions, images = _asked(arguments, suite, other, has_images=config.data.encoding().image is not None)
     try:
-        config.data.check_captions(list(counts))
+        config.data.check_captions(captions)
     except UserError as error:
-        raise UserError(str(error).replace("sample.captions", "--like" if other else "--prompts")) from error
+        setting = "--like" if other else "--extended" if arguments.extended else "--prompts"
+        raise UserError(str(error).replace("sample.captions", setting)) from error
     if other:
         arguments.precision = other["protocol"]["precision"]
         known = {field.name for field in fields(config.data)}
@@ -245,8 +275,11 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     if "lpips" in measuring and min(encoding.height, encoding.width) < LPIPS_LEAST:
         got = f"{encoding.height} x {encoding.width}"
         raise UserError(f"--lpips needs clips of {LPIPS_LEAST} x {LPIPS_LEAST} pixels or more, got {got}; leave it out")
+    for image in images:
+        first_frame(Path(image), encoding.clip)
+    decides = [*counts, *(captions if captions != list(counts) else []), *(fingerprint_of([Path(i)]) for i in images)]
     protocol = {
-        "prompts": hashlib.sha256("\n".join(counts).encode()).hexdigest(),
+        "prompts": hashlib.sha256("\n".join(decides).encode()).hexdigest(),
         "seeds": sorted(set(counts.values())) if suite else next(iter(counts.values())),
         "suite": suite and "vbench",
         **{name: getattr(encoding, name) for name in _SIZES},
@@ -259,7 +292,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         **{name: files for name, (_, files) in measuring.items()},
     }
     embeddings = {name: embedding for name, (embedding, _) in measuring.items()}
-    plan = Plan(out, config, networks, counts, suite, dimensions, protocol, other, embeddings)
+    plan = Plan(out, config, networks, counts, captions, images, suite, dimensions, protocol, other, embeddings)
     earlier = refuse_foreign(
         out,
         "--out",
@@ -297,8 +330,6 @@ def _use_prompts(config: Config, file: Path) -> None:
     """Replace videos or an encoded set by the prompts: sampling needs no clip of the training."""
     if isinstance(config.data, VideoFolderSettings | EncodedSettings):
         values = asdict(config.data.encoding())
-        if values["image"] is not None:
-            raise UserError(f"data.image={values['image']}: image-conditioned students are not evaluated yet")
         known = {field.name for field in fields(CaptionsSettings)}
         kept = {name: value for name, value in values.items() if name in known}
         config.data = CaptionsSettings(**kept | {"path": str(file), "name": "captions", "buckets": None})
@@ -334,7 +365,7 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
                 method,
                 network.role,
                 steps=network.steps,
-                captions=plan.prompts,
+                captions=plan.captions,
                 data=data,
                 mesh=mesh,
                 device=device,
@@ -415,13 +446,16 @@ def evaluate(arguments: argparse.Namespace) -> None:
             dimensions = on_first_rank(lambda: check_package(python, plan.dimensions))
         begun = {"protocol": plan.protocol, "participants": plan.participants()}
 
+        images = plan.images or [None] * len(plan.captions)
+        table = [{"image": image, "caption": text} for image, text in zip(images, plan.captions, strict=True)]
+
         def begin() -> None:
             with _written(plan):
-                write_text(plan.out / _PROMPTS, "".join(json.dumps({"caption": p}) + "\n" for p in plan.prompts))
+                write_text(plan.out / _PROMPTS, "".join(json.dumps(row) + "\n" for row in table))
                 write_text(plan.out / _BEGUN, json.dumps(begun, indent=1) + "\n")
 
         on_first_rank(begin)
-        options = {"seed": plan.config.seed, "device": device, "run_dir": plan.out, "captions": plan.prompts}
+        options = {"seed": plan.config.seed, "device": device, "run_dir": plan.out, "captions": plan.captions}
         data = plan.config.data.build(**options)
         for name in plan.networks:
             sample_missing(plan, name, data=data, mesh=mesh, device=device)
@@ -453,6 +487,8 @@ def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], be
         **begun,
         "made": this_start(command_line(sys.argv[1:])),
         "prompts": plan.prompts,
+        "captions": plan.captions,
+        "images": plan.images,
         "suite": plan.suite,
         "results": summarize(values, plan.teacher),
         "report": _report_measures(plan, data),
@@ -487,7 +523,7 @@ def _report_measures(plan: Plan, data: ClipDataset) -> dict[str, Any] | None:
     """Return the measures of the report, of all clips of a participant together, where there are renders."""
     if not isinstance(data, MeasuredDataset):
         return None
-    captions = [prompt for prompt, count in plan.counts.items() for _ in range(count)]
+    captions = [text for text, count in zip(plan.captions, plan.counts.values(), strict=True) for _ in range(count)]
     measured = {}
     for name in plan.networks:
         latents = [_latents(plan, name, i, range(count))[0] for i, count in enumerate(plan.counts.values())]
@@ -502,9 +538,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distill.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", nargs="+", metavar="WHAT", help="run's folder, diffusers folder, adapter, or teacher; @N for N steps")
-    add("--prompts", metavar="FILE", help="text file with a prompt per line, or .csv or .jsonl with a column caption")
+    of_images = ", and image where images condition"
+    add("--prompts", metavar="FILE", help=f"a prompt per line, or .csv or .jsonl with a column caption{of_images}")
     add("--seeds", type=int, default=SEEDS, help="clips of each prompt")
     add("--suite", choices=("vbench",), help="suite of the prompts: FILE is the package's VBench_full_info.json")
+    add("--extended", metavar="FILE", help="extended prompts of the suite: a line for each entry of --prompts FILE")
     add("--vbench-python", metavar="PATH", help="Python of an environment that has vbench, to compute its dimensions")
     add("--dimensions", nargs="+", choices=DIMENSIONS, metavar="NAME", help="dimensions of VBench; all by default")
     add("--out", required=True, help="folder to write: new, empty, or of the same evaluation, which then continues")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from distill.config.checks import check
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
-from distill.data.videos.table import read_captions
+from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, alone
 from distill.methods import METHODS, Method, build_method
 from distill.methods.common.few_step import FewStepSettings
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _MOST_STEPS = 10_000
 
 RoleName = Literal["student", "teacher"]
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +141,25 @@ def check_number(setting: str, value: int, least: int, most: float = math.inf) -
 
 def read_prompts(text: str, setting: str) -> list[str]:
     """Return the prompts of a text, ``.csv`` or ``.jsonl`` file in their order, each once."""
-    path = user_path(text, setting)
-    try:
-        found = read_captions(path)
-    except UserError as error:
-        raise UserError(str(error).replace("data.path=", f"{setting} ")) from error
+    found = read_as(setting, read_captions, path := user_path(text, setting))
     prompts = list(dict.fromkeys(found))
     if len(prompts) < len(found) and rank() == 0:
         log.warning("%s: merged %d prompts that are there twice", path, len(found) - len(prompts))
     return prompts
+
+
+def prompts_with_images(text: str, setting: str) -> dict[str, str]:
+    """Return the image of each prompt of a ``.csv`` or ``.jsonl`` file, whose images are named from its folder."""
+    found = read_as(setting, read_images, path := user_path(text, setting))
+    images = {prompt: str(path.absolute().parent / image) for image, prompt in found}
+    if len(images) < len(found):
+        raise UserError(f"{setting} {path}: {len(found) - len(images)} prompts are there twice; make them differ")
+    return images
+
+
+def read_as(setting: str, read: Callable[[Path], Read], path: Path) -> Read:
+    """Return ``read(path)``, whose messages then name ``setting``."""
+    try:
+        return read(path)
+    except UserError as error:
+        raise UserError(str(error).replace("data.path=", f"{setting} ")) from error

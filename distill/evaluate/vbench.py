@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distill.data.videos.table import read_captions
 from distill.evaluate.comparison import in_words, mean_over_prompts
-from fsdp_cp.errors import UserError
+from distill.evaluate.networks import read_as
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.launch import outside_of_torchrun
 
@@ -67,6 +69,18 @@ DIMENSIONS = {
 }
 
 
+_SELF_FORCING = "extended prompts of github.com/guandeh17/Self-Forcing; arXiv:2506.08009, table 1"
+PUBLISHED = (
+    ("Wan 2.1 1.3B, 50 steps", "84.26", "85.30", "80.09", _SELF_FORCING),
+    ("Wan 2.1 1.3B, 50 steps", "83.31", "85.23", "75.65", "VBench's leaderboard, as github.com/NVlabs/Sana copies it"),
+    ("Wan 2.1 1.3B, 50 steps", "82.78", "", "", "rCM's, as issue 92 of Self-Forcing's repository quotes it"),
+    ("Wan 2.1 14B, 50 steps", "83.69", "85.59", "76.11", "VBench's leaderboard, as github.com/NVlabs/Sana copies it"),
+    ("Self-Forcing 1.3B, 4 steps", "84.31", "85.07", "81.28", _SELF_FORCING),
+    ("CausVid 1.3B, 4 steps", "81.20", "84.05", "69.80", _SELF_FORCING),
+)
+"""Published totals in percent: network, total, quality, semantic, protocol and source."""
+
+
 def read_suite(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a ``VBench_full_info.json``: ``prompt_en``, ``dimension`` (a list), and others."""
     try:
@@ -78,6 +92,16 @@ def read_suite(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"--prompts {path} cannot be read ({error}); give VBench_full_info.json") from error
     raise UserError(f"--prompts {path} is not VBench_full_info.json, which is in the package vbench; give that file")
+
+
+def read_extended(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the extended prompt of each prompt from a file with a line per entry, in their order, as VBench's
+    repository has them (``prompts/augmented_prompts``). A prompt of several entries takes the first line."""
+    lines = read_as("--extended", read_captions, path)
+    if len(lines) != len(entries):
+        have = f"--extended {path} has {counted(len(lines), 'line')} for {len(entries)} entries of --prompts"
+        raise UserError(f"{have}; give a line for each entry, in their order")
+    return {entry["prompt_en"]: line for entry, line in reversed([*zip(entries, lines, strict=True)])}
 
 
 def seeds_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -215,8 +239,14 @@ def run_suite(
     for key in ("quality", "semantic", "total"):
         cells = [f"{x['totals'][key]:.4f}" if key in x["totals"] else "a dimension is missing" for x in found.values()]
         lines.append(f"| {key} | {' | '.join(cells)} |")
+    lines += ["", *_published()]
     write_text(out / "vbench.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def _published() -> list[str]:
+    head = "| published, in percent | total | quality | semantic | protocol |"
+    return [head, "|---|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in PUBLISHED)]
 
 
 def totals(scores: Mapping[str, float]) -> dict[str, float]:

@@ -4,13 +4,17 @@ import json
 import shutil
 
 import av
+import numpy as np
 import pytest
 
+from distill import sample
 from distill.evaluate.command import main
 from tests.e2e.launch import forked
 from tests.oracles.clips import write_dino, write_lpips
+from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 from tests.unit.damage import snapshot
 from tests.unit.test_sample_command import TEACHER, full_disk, write_run
+from train import main as train
 
 PROMPTS = ["a red circle growing", "a blue square falling", "a green square blinking"]
 
@@ -128,9 +132,6 @@ def test_mistakes(home, tmp_path, capsys):
         refused(capsys, "--like", [run, "--like", tmp_path / "damaged.json", *new])
     (tmp_path / "words.txt").write_text("a red circle\n")  # known words, of no caption that can be measured
     refused(capsys, "--prompts", [run, "--prompts", tmp_path / "words.txt", *new])
-    images = ["experiment=quickstart", "device=cpu", "data=video_folder", f"data.path={tmp_path}"]
-    images += [f"data.encoders={TEACHER}", "data.image=first_frame"]
-    refused(capsys, "data.image", [TEACHER, *images, "--prompts", prompts, *new])
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     for name in ("clips", "vbench.json"):
@@ -158,3 +159,47 @@ def test_sound_is_measured(home):
     arguments = [sound, "experiment=quickstart_sound", "device=cpu", "--prompts", home / "prompts.txt", "--seeds", "1"]
     assert main([*map(str, arguments), "--out", str(out)]) == 0
     assert set(result(home, "sound")["report"].popitem()[1]) > set(result(home, "done")["report"].popitem()[1])
+
+
+@pytest.mark.slow
+def test_a_student_of_images(tmp_path, capsys):
+    """It trains on captions with images, without clips. Its evaluation samples as ``distill.sample`` does."""
+    pipeline = build_tiny_pipeline(tmp_path / "pipeline", image=True)
+    pictures = sorted(render_clips(tmp_path / "clips", 2, frames=1, fps=8, height=32, width=48).glob("*.mp4"))
+    texts, run, out = ["a red square", "a green square"], tmp_path / "run", tmp_path / "out"
+    table = [{"image": f"clips/{file.name}", "caption": text} for file, text in zip(pictures, texts, strict=True)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, table)))
+    assert train([
+        "experiment=quickstart", "device=cpu", "mesh.cp=1", "data=captions", f"data.path={prompts}", "steps=2",
+        f"data.encoders={pipeline}", "data.image=first_frame", "data.num_frames=5", "data.height=32", "data.width=48",
+        "batch_size=2", "sample.student_steps=[2]", "sample.teacher_steps=[]",
+        "sample.report_clips=0", *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")),
+        "method.fake_updates_per_student_update=1", "student.ema.enabled=false", f"run_dir={run}",
+    ]) == 0  # fmt: skip
+    words = [f"{run}@2", "teacher@1", "--prompts", prompts, "--seeds", 1]
+    assert main([str(word) for word in (*words, "--out", out)]) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["images"] == [str(file) for file in pictures]
+
+    def frames(file):
+        with av.open(str(file)) as video:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(float)
+
+    made = [frames(file) for file in sorted((out / "clips").glob("0_*/*.mp4"))]
+    for order in (1, -1):
+        images = [word for file, text in zip(pictures[::order], texts, strict=True)
+                  for word in ("--caption", text, "--image", str(file))]  # fmt: skip
+        assert sample.main([str(run), "--steps", "2", "--out", str(tmp_path / f"sampled{order}"), *images]) == 0
+        off = [abs(made[i] - frames(tmp_path / f"sampled{order}" / f"{i}.mp4")).mean() for i in (0, 1)]
+        assert max(off) < 1e-6 if order == 1 else min(off) > 0.1, f"{off}: the check can tell images apart"
+    like = [f"{run}@2", "teacher@1", "--like", out / "evaluation.json"]
+    assert main([str(word) for word in (*like, "--out", tmp_path / "again")]) == 0
+    assert result(tmp_path, "again")["values"] == found["values"]
+    new = ["--out", tmp_path / "new"]
+    capsys.readouterr()
+    for wrong in ("a red square\n", "image,caption\nclips/none.mp4,a\n", "image,caption\nclips/clip_0.mp4,\n"):
+        (tmp_path / "wrong.csv").write_text(wrong)
+        refused(capsys, "--prompts" if "none" not in wrong else "none.mp4", [*words[:3], tmp_path / "wrong.csv", *new])
+    prompts.write_text(json.dumps(table[0]) + "\n" + json.dumps(table[1] | {"caption": texts[0]}))
+    refused(capsys, "twice", [*words, *new])

@@ -86,7 +86,8 @@ def test_a_suite_is_sampled_and_scored(tmp_path, monkeypatch, capsys):
     (tmp_path / "suite.json").write_text(json.dumps(SUITE))
     run, out = write_run(tmp_path / "run", TEACHER), tmp_path / "out"
     words = [f"{run}@1", "teacher@1", "--suite", "vbench", "--prompts", tmp_path / "suite.json", "--out", out]
-    words = [*map(str, words), "--dimensions", "temporal_flickering"]
+    (tmp_path / "extended.txt").write_text("a red circle blinking\na blue square growing\nan unused line\n")
+    words = [*map(str, words), "--dimensions", "temporal_flickering", "--extended", str(tmp_path / "extended.txt")]
     assert main(words) == 0
     assert "vbench_process.py" in capsys.readouterr().out, "the command that is left"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -100,6 +101,9 @@ def test_a_suite_is_sampled_and_scored(tmp_path, monkeypatch, capsys):
     assert all(path.resolve().is_file() for path in standard.iterdir())
     found = json.loads((out / "vbench.json").read_text())[f"{run}, 1 step"]
     assert json.loads((out / "evaluation.json").read_text())["protocol"]["seeds"] == [5, 25]
+    assert json.loads((out / "evaluation.json").read_text())["captions"] == [
+        "a blue square growing", "a red circle blinking",
+    ]  # fmt: skip
     assert found["totals"] == {} and "unfiltered" in found["dimensions"]["temporal_flickering"]["note"]
     values = json.loads((out / "evaluation.json").read_text())["values"][f"{run}, 1 step"]["motion"]
     assert [len(numbers) for numbers in values] == [5, 5]

@@ -28,7 +28,7 @@ from distill.data.shares import Shares, read_ahead
 from distill.data.sources.outside_set import OutsideSet
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip, read_largest_part
 from distill.data.videos.sound import SOUND_VERSION, read_sound
-from distill.data.videos.table import read_captions
+from distill.data.videos.table import read_captions, read_images
 from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError, counted
@@ -138,13 +138,17 @@ class Source:
     """The data set of another project that ``rows`` are from."""
 
     @classmethod
-    def read(cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool) -> Source:
-        """Read the table of a folder of videos, or the captions of a file, without opening a video."""
+    def read(
+        cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool, has_images: bool = False
+    ) -> Source:
+        """Read the table of a folder of videos, or the captions of a file, with images if they condition."""
         path = Path(path).expanduser()
         if has_clips:
             return cls(name=f"data.path={path}", rows=read_metadata(path, columns), folder=path)
-        rows = [ListedClip(file="", caption=caption) for caption in read_captions(path, columns)]
-        return cls(name=f"data.path={path}", rows=rows, folder=None, has_latents=False)
+        name, folder = f"data.path={path}", path.absolute().parent if has_images else None
+        texts = read_images(path, columns) if has_images else [("", text) for text in read_captions(path, columns)]
+        rows = [ListedClip(file=image, caption=caption) for image, caption in texts]
+        return cls(name=name, rows=rows, folder=folder, has_latents=False)
 
     @property
     def files(self) -> list[str]:

@@ -113,6 +113,23 @@ def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[
     return captions
 
 
+def read_images(path: Path, columns: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Return images and captions: the columns ``image`` and ``caption`` of a ``.csv`` or ``.jsonl`` file."""
+    names = column_names(("image", "caption"), columns)
+    if path.suffix.lower() not in (".csv", ".jsonl") or not path.is_file():
+        kind = f"a .csv or .jsonl file with the columns {','.join(names)}"
+        raise UserError(f"data.path={path} must be {kind}, since images condition (data.image)")
+    rows = []
+    for line, values in read_table(path, names, f"data.path={path}"):
+        image, caption = ((value or "").strip() for value in values)
+        if not (image and caption):
+            raise UserError(
+                f"data.path={path} has no image or no caption in line {line}; give both, or remove the line"
+            )
+        rows.append((image, caption))
+    return rows
+
+
 def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, start=1):
