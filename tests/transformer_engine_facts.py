@@ -29,15 +29,13 @@ def facts_of(wheel: Path) -> Facts:
             return ast.parse(archive.read(f"transformer_engine/{path}"))
 
         linear = tree("pytorch/module/linear.py")
-        attention, casting = tree("pytorch/cpp_extensions/fused_attn.py"), tree("pytorch/quantization.py")
+        casting = tree("pytorch/quantization.py")
         (check,) = (x for x in ast.walk(_find(tree("pytorch/utils.py"), "assert_dim_for_fp8_exec")) if _is_if(x))
         return {
             "Linear": _arguments(_find(linear, "Linear.__init__")),
             "Linear.forward": _arguments(_find(linear, "Linear.forward")),
             "refused sizes": ast.unparse(check.test),
             "autocast": _arguments(_find(casting, "autocast.__init__")),
-            "fused_attn_fwd": _arguments(_find(attention, "fused_attn_fwd")),
-            "fused_attn_bwd": _arguments(_find(attention, "fused_attn_bwd")),
         }
 
 

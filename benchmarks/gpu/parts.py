@@ -134,7 +134,7 @@ PARTS = (
     Part(
         name="te",
         target="benchmarks.gpu.te:te",
-        shows="Transformer Engine: its fp8 layer (the output, and the gradients of input, weight and bias) and its"
-        " attention against float64, relative by norm; compiled steps of DMD2.",
+        shows="Transformer Engine: its fp8 layer (the output, and the gradients of input, weight and bias) against"
+        " float64, relative by norm; compiled steps of DMD2.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Transformer Engine: its fp8 layer and attention against float64, and steps of DMD2."""
+"""Transformer Engine: its fp8 layer against float64, and steps of DMD2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def te(context: Context) -> None:
         context.row("transformer_engine", refused=f"not carried: {reason}")
         return
     context.isolated("te.Linear", "benchmarks.gpu.te:linear", seconds=25)
-    context.isolated("attention", "benchmarks.gpu.kernels:one_kernel", "transformer_engine", seconds=25)
     run(context, "DMD2, compiled, Transformer Engine")
 
 

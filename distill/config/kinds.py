@@ -21,7 +21,11 @@ _LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]", list[int]: "[[
 _MAPPINGS = {float: "{patch_embedding.*: 0.1}", str: "{caption: prompt}", Any: "{num_layers: 4}"}
 _SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
 _LONGEST = 200
-REMOVED = {("communication_buffers", "pooled"): "was removed, as its effect was never measured; use default"}
+REMOVED = {
+    ("communication_buffers", "pooled"): "was removed, as its effect was never measured; use default",
+    ("backend", "flash_attn_3"): "was removed, as it was never run; use auto or flash_attn_4",
+    ("backend", "transformer_engine"): "was removed, as it was never run; use auto or cudnn, which has the same kernel",
+}
 """Messages for removed values of settings, by the last part of the key and the value."""
 
 
@@ -110,14 +114,15 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
             raise NoSuchSetting(key)
         if value == MISSING:
             raise UserError(f"{key} is not set, and no recipe of this method sets it; give {key}=VALUE")
+        if removed := REMOVED.get((name, str(value))):
+            raise UserError(f"{key}={value} {removed}")
         if fields[name].group and isinstance(value, Mapping):
             typed[name] = make(fields[name].types[0], value, f"{key}.")
             continue
         try:
             typed[name] = _convert(value, hints[name])
         except (ValueError, TypeError, KeyError, OverflowError):
-            wrong = REMOVED.get((name, str(value))) or f"must be {fields[name].words(key)}"
-            raise UserError(f"{key}={shown(value)[:_LONGEST]} {wrong}") from None
+            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {fields[name].words(key)}") from None
     try:
         return cls(**typed)
     except UserError as error:

@@ -66,8 +66,7 @@ def context_parallel_attention(
             ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (logs its choice and the reason once), ``"cpu_flash"``, ``"flash"``,
-            ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"flash_attn_4"``, ``"transformer_engine"``,
-            ``"reference"``.
+            ``"cudnn"``, ``"efficient"``, ``"flash_attn_4"``, ``"reference"``.
         key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; the same on all ranks. It covers the
             segments in order; with ``joint``, first the text, then the video. A row with no allowed key gives 0.
         mask: keys that each query sees (:func:`fsdp_cp.attention.mask.block_causal`, :func:`teacher_forcing

@@ -149,8 +149,6 @@ def ring_and_kernel(
     kernel = choose_kernel(
         backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, tokens=tokens, gradients=gradients
     )
-    if ring > 1 and not isinstance(further, list):  # a cache stays, so no message is in flight during attention
-        kernel = kernel.next_to_messages()
     return make_ring(layout, rank, group), kernel
 
 

@@ -39,7 +39,7 @@ def test_a_derivative_is_refused_by_every_kernel_that_has_none():
 def test_unknown_names_and_dtypes_are_refused():
     for backend, options in (
         ("sdpa", {}),
-        ("flash_attn_3", {"device": torch.device("cuda")}),
+        ("flash_attn_4", {"device": torch.device("cuda")}),
         ("auto", {"dtype": torch.int64}),
         ("auto", {"dtype": torch.float8_e4m3fn}),
     ):

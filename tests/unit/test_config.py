@@ -82,7 +82,8 @@ def test_a_written_configuration_is_read_back_as_it_was(tmp_path):
         config = compose_config([f"experiment={experiment}", *settings, *patterns])
         of_another_version = {"earlier": {"setting": 1}, "seeds": [2]}
         stored = OmegaConf.create(asdict(config) | of_another_version)
-        stored.student.communication_buffers = "pooled"  # a removed value, which did not change results
+        stored.student.communication_buffers = "pooled"  # removed values, which did not change results
+        stored.attention.backend = "transformer_engine"
         OmegaConf.save(stored, tmp_path / "config.yaml")
         assert load_config(tmp_path / "config.yaml") == config, experiment
     assert list(config.optim.fake.lr_scale.items()) == [("blocks.0.*", 0.1), ("proj_out.*", 2)], "in their order"

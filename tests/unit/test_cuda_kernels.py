@@ -31,7 +31,7 @@ def test_order_of_preference(monkeypatch):
         monkeypatch.setattr(cuda_kernels, "_capability", lambda device: capability)
         return list(preferred(torch.device("cuda")))
 
-    assert names((9, 0)) == ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
+    assert names((9, 0)) == ["flash_attn_4", "cudnn", "flash", "efficient"]
     assert names((10, 0)) == ["cudnn", "flash", "efficient"]
     for capability in ((8, 0), (8, 9), (12, 0), None):
         assert names(capability) == ["flash", "cudnn", "efficient"]
@@ -171,7 +171,6 @@ def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, queries, keys, kv_he
         ("flash", "cuda", torch.bfloat16, 64, False, None, True),
         ("cudnn", "cuda", torch.float16, 192, False, (9, 0), True),
         ("efficient", "cuda", torch.float32, 512, True, (8, 6), False),
-        ("flash_attn_3", "cuda", torch.bfloat16, 64, False, (10, 0), True),
         ("flash_attn_4", "cuda", torch.bfloat16, 64, False, (8, 0), True),
         ("flash_attn_4", "cuda", torch.bfloat16, 192, False, (9, 0), True),
     ],

@@ -22,10 +22,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
-# lazy everywhere; FlashAttention 3 is not in an extra, since each of its wheels fits one torch, CUDA and Python
-OPTIONAL = (
-    "wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "flash_attn_interface", "triton", "yunchang",
-)  # fmt: skip
+# lazy everywhere
+OPTIONAL = ("wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "triton", "yunchang")
 # product code that is imported only if its optional package is installed
 GUARDED = "fsdp_cp/attention/kernels/triton_dual.py"
 # run by the Python of another environment

@@ -1,13 +1,12 @@
-"""Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3 and 4, Transformer Engine.
+"""Local attention kernels for CUDA: torch's built-in kernels and FlashAttention 4.
 
 In backward, every kernel takes the log-sum-exp and the output of the whole row, even if other ranks hold some of the
 row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from them. The kernels also
 take random states, which they read only with dropout.
 
-Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
-2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
-Transformer Engine 2.17 to 2.20. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
-head size.
+Each private function of torch and of FlashAttention 4 is called in one place, with the signature of torch 2.11 to
+2.13 and of ``flash-attn-4`` 4.0.0b36 on PyPI. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_cp.attention.kernels.kernel import Kernel, fold_query_groups, unfold_query_groups
-from fsdp_cp.runtime.packages import optional_package, transformer_engine
+from fsdp_cp.runtime.packages import optional_package
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -72,7 +71,6 @@ class _CudaKernel(Kernel):
 
     dtypes: tuple[torch.dtype, ...] = _HALF
     max_head_dim: int | None = 256
-    head_dim_multiple: int = 8
     takes_masks: bool = False
     min_capability: tuple[int, int] = (8, 0)
 
@@ -82,9 +80,9 @@ class _CudaKernel(Kernel):
         if dtype not in self.dtypes:
             takes = " and ".join(str(d).removeprefix("torch.") for d in self.dtypes)
             return f"takes {takes}, not {str(dtype).removeprefix('torch.')}"
-        if head_dim % self.head_dim_multiple or (self.max_head_dim and head_dim > self.max_head_dim):
+        if head_dim % 8 or (self.max_head_dim and head_dim > self.max_head_dim):
             limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
-            return f"takes head sizes that are multiples of {self.head_dim_multiple}{limit}, not {head_dim}"
+            return f"takes head sizes that are multiples of 8{limit}, not {head_dim}"
         if masked and not self.takes_masks:
             return "takes no key mask"
         capability = _capability(device)
@@ -138,13 +136,20 @@ class Flash(_CudaKernel):
         return tuple(_heads_first(*grads))
 
 
-class _CudnnKernel(_CudaKernel):
-    """Limits of cuDNN's attention."""
+class Cudnn(_CudaKernel):
+    """cuDNN through torch (``aten::_scaled_dot_product_cudnn_attention``), with grouped-query attention.
 
+    All tensors are passed packed: torch caches a compiled graph by the layouts of q, k and v, and would reuse it for
+    other layouts of the output, its gradient and the statistics.
+    """
+
+    name = "cudnn"
     max_head_dim = 128
     takes_masks = True
 
     def unavailable(self, capability, head_dim):
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+            return "does not run with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which lays out its statistics differently"
         version = torch.backends.cudnn.version()
         if version is None:
             return "needs a torch that is built with cuDNN"
@@ -154,21 +159,6 @@ class _CudnnKernel(_CudaKernel):
         if _deterministic():
             return "is not deterministic, which torch.use_deterministic_algorithms asks for"
         return None
-
-
-class Cudnn(_CudnnKernel):
-    """cuDNN through torch (``aten::_scaled_dot_product_cudnn_attention``), with grouped-query attention.
-
-    All tensors are passed packed: torch caches a compiled graph by the layouts of q, k and v, and would reuse it for
-    other layouts of the output, its gradient and the statistics.
-    """
-
-    name = "cudnn"
-
-    def unavailable(self, capability, head_dim):
-        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-            return "does not run with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which lays out its statistics differently"
-        return super().unavailable(capability, head_dim)
 
     def forward(self, q, k, v, mask, scale):
         q, k, v, bias = self._inputs(q, k, v, mask)
@@ -258,57 +248,6 @@ class Efficient(_CudaKernel):
         return _bias(mask, q.dtype, 16).narrow(3, 0, keys).expand(batch, heads, queries, keys)
 
 
-SM_MARGIN = 4
-"""SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
-
-The persistent forward occupies every SM until it ends, and an NCCL kernel launched later would wait. MagiAttention, a
-similar kernel, reports full overlap with 4 to 8 free SMs; four are 5 % of an H20's. The number must be even: at head
-size 128 blocks come in clusters of two.
-"""
-
-
-class FlashAttention3(_CudaKernel):
-    """The ``flash_attn_3`` package from FlashAttention's folder ``hopper`` (Shah et al. 2024). It takes no masks.
-
-    Args:
-        sm_margin: number of SMs that the forward leaves free. The backward ignores it: it launches one block per tile,
-            and each block frees its SM when it ends.
-    """
-
-    name = "flash_attn_3"
-
-    def __init__(self, sm_margin: int = 0):
-        self.sm_margin = sm_margin
-
-    def next_to_messages(self):
-        return FlashAttention3(SM_MARGIN)
-
-    @staticmethod
-    def package() -> Any:
-        install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        packages = [optional_package(f"{place}flash_attn_interface", install) for place in ("", "flash_attn_3.")]
-        return next((package for package in packages if not isinstance(package, str)), packages[-1])
-
-    def unavailable(self, capability, head_dim):
-        return None if capability == (9, 0) else f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
-
-    def forward(self, q, k, v, mask, scale):
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        flash = self.package()._flash_attn_forward
-        out, lse, *_ = flash(q, k, v, softmax_scale=scale, causal=False, sm_margin=self.sm_margin)
-        return out, lse
-
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        # The kernel ignores the strides of the log-sum-exp and assumes that it is dense.
-        self.package()._flash_attn_backward(
-            _packed(grad_out), q, k, v, _packed(out), lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale,
-            is_causal=False, deterministic=_deterministic(), sm_margin=self.sm_margin,
-        )  # fmt: skip
-        return dq, dk, dv
-
-
 FLASH_4_TOKENS = {True: 8192, False: 32760}
 """Queries and keys of one call from which ``auto`` takes FlashAttention 4 on Hopper, with and without gradients.
 
@@ -388,62 +327,10 @@ class FlashAttention4(_CudaKernel):
         )  # fmt: skip
 
 
-class TransformerEngine(_CudnnKernel):
-    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``. ``auto`` never selects it.
-
-    The first auxiliary tensor is the natural log-sum-exp, ``(B, H, Sq, 1)``. The functions derive strides from the
-    layout's name, so tensors must be packed. A mask becomes a number of keys per sample (``padding``): attention does
-    not depend on the order of keys, so the allowed ones are moved to the front.
-    """
-
-    name = "transformer_engine"
-
-    @staticmethod
-    def package() -> Any:
-        return transformer_engine("transformer_engine.pytorch.cpp_extensions.fused_attn")
-
-    def forward(self, q, k, v, mask, scale):
-        settings, _ = self._settings(q, k, v, mask, scale)
-        out, aux, *_ = self.package().fused_attn_fwd(is_training=True, **settings)
-        return out, aux[0].squeeze(-1)
-
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        settings, order = self._settings(q, k, v, mask, scale)
-        stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
-        aux = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
-        dq, dk, dv, *_ = self.package().fused_attn_bwd(
-            o=_packed(out), d_o=_packed(grad_out), aux_ctx_tensors=aux, do_format="bshd", dqkv_layout="bshd_bshd_bshd",
-            deterministic=_deterministic(), **settings,
-        )  # fmt: skip
-        if mask is None:
-            return dq, dk, dv
-        hidden = ~mask[..., None, None]
-        dk, dv = (torch.empty_like(x).scatter_(1, order, x).masked_fill_(hidden, 0) for x in (dk, dv))
-        return dq.masked_fill(hidden.all(1, keepdim=True), 0), dk, dv
-
-    def _settings(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[dict, Any]:
-        """Return the arguments of both functions, and the order of the keys in them, ``(B, Sk, Hk, D)``, if masked."""
-        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        order, lengths = None, torch.full((batch,), keys, device=q.device)
-        if mask is not None:
-            order = mask.int().argsort(dim=1, descending=True, stable=True)[..., None, None].expand(k.shape)
-            k, v = k.gather(1, order), v.gather(1, order)
-            lengths = mask.sum(1).clamp(min=1)  # rows without keys may hold any value, but cuDNN needs a key
-        ends_q = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=q.device)
-        ends_k = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return {
-            **{"q": _packed(q), "k": _packed(k), "v": _packed(v), "fake_dtype": q.dtype},
-            **{"max_seqlen_q": queries, "max_seqlen_kv": keys, "cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_k},
-            "fused_attention_backend": self.package().FusedAttnBackend["F16_arbitrary_seqlen"],
-            **{"attn_scale": scale, "attn_mask_type": "no_mask" if mask is None else "padding"},
-            **{"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"},
-        }, order
-
-
-CUDA_KERNELS = (FlashAttention3(), FlashAttention4(), Cudnn(), Flash(), Efficient(), TransformerEngine())
+CUDA_KERNELS = (FlashAttention4(), Cudnn(), Flash(), Efficient())
 
 
 def preferred(device: torch.device) -> tuple[str, ...]:
     """Return the names of kernels in the order in which ``auto`` tries them on ``device``."""
-    orders = {9: ("flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"), 10: ("cudnn", "flash", "efficient")}
+    orders = {9: ("flash_attn_4", "cudnn", "flash", "efficient"), 10: ("cudnn", "flash", "efficient")}
     return orders.get((_capability(device) or (0, 0))[0], ("flash", "cudnn", "efficient"))

@@ -71,10 +71,6 @@ class Kernel(ABC):
         """Return why ``auto`` prefers another kernel for calls of ``tokens`` queries and keys, or ``None``."""
         return None
 
-    def next_to_messages(self) -> Kernel:
-        """Return the kernel, or a variant that leaves SMs to messages in flight, as in a ring of several ranks."""
-        return self
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums over chunks and of log-sum-exps: fp32, or fp64 for fp64."""
