@@ -108,9 +108,19 @@ def _register() -> None:
         store.store(group="data", name=name, node={"defaults": parts})
 
 
+@cache
+def _composed(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that Hydra composes for these choices, and the choice of each group."""
+    _register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = compose("config", overrides=list(overrides), return_hydra_config=True)
+    OmegaConf.set_struct(composed, False)
+    chosen = dict(composed.pop("hydra").runtime.choices)
+    return OmegaConf.to_container(composed), chosen
+
+
 def compose_config(words: list[str]) -> Config:
     """Compose the YAML groups by Hydra, then set single settings one by one, so that errors name the wrong word."""
-    _register()
     groups, settings = {}, []
     for word in words:
         key, value = split_word(word)
@@ -120,20 +130,16 @@ def compose_config(words: list[str]) -> Config:
         else:
             settings.append((key, value))
     try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            overrides = [f"{group}={name}" for group, name in groups.items()]
-            composed = compose("config", overrides=[*overrides, *search_path()], return_hydra_config=True)
+        values, chosen = _composed((*(f"{group}={name}" for group, name in groups.items()), *search_path()))
     except (HydraException, OmegaConfBaseException) as error:
         recipe = re.search(r"Could not find 'recipe/([^']+)'", str(error))
         raise UserError(no_recipe(recipe[1]) if recipe else " ".join(str(error).split())) from error
-    chosen = composed.hydra.runtime.choices
+    composed = OmegaConf.create(values)
     experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
     if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
         # The experiment's recipe may hold the rates of a tiny network.
         own = f"experiment={experiment} has a recipe of its own, not for model={chosen['model']}"
         raise UserError(f"{own}; add recipe={pair}, or start from another experiment")
-    OmegaConf.set_struct(composed, False)
-    composed.pop("hydra")
     owners = {"method": METHODS[composed.method.name][1], "data": DATA[composed.data.name]}
     known = {
         key: setting
