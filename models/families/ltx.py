@@ -8,12 +8,17 @@ seconds and pixels for its rotary embedding. LTX's encoders provide both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoAttnProcessor, apply_rotary_emb
+from diffusers.models.transformers.transformer_ltx import LTXAttention
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2Attention,
+    apply_interleaved_rotary_emb,
+    apply_split_rotary_emb,
+)
 from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
@@ -130,12 +135,9 @@ class LTX(DiffusersFamily):
         }
         parallelize_context(network, mesh=mesh, plan=plan)
         for block in network.transformer_blocks:
-            block.attn1.set_processor(LTXSelfAttention(mesh, backend, head_groups))
-            block.attn2.set_processor(LTXCrossAttention(backend))
-        # Cast the time embedding: under bf16 an addition makes it fp32, but the following layers are bf16.
-        network.time_embed.emb.register_forward_hook(
-            lambda _embedding, _args, kwargs, output: output.to(kwargs["hidden_dtype"]), with_kwargs=True
-        )
+            block.attn1.set_processor(SplitAttention("hidden_states", "hidden_states", mesh, backend, head_groups))
+            block.attn2.set_processor(SplitAttention("hidden_states", None, mesh, backend, head_groups))
+        network.time_embed.emb.register_forward_hook(in_hidden_dtype, with_kwargs=True)
 
     def outputs(
         self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
@@ -162,50 +164,69 @@ class LTX(DiffusersFamily):
         return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
-class LTXSelfAttention(LTXVideoAttnProcessor):
-    """LTX's self-attention over tokens split over ``mesh.cp``: diffusers' (0.42), with only the attention replaced."""
+def in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
+    """Cast a time embedding: under bf16 an addition makes it fp32, but the following layers are bf16."""
+    return output.to(kwargs["hidden_dtype"])
 
-    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
-        super().__init__()
-        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+
+class SplitAttention:
+    """Attention of LTX and LTX-2: queries of one split stream, and keys of the same, of another, or of whole text.
+
+    Projections, norms, rotary embeddings and gates are those of diffusers' processors (0.42); only the attention over
+    all tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD. Streams have their names
+    in the plan.
+    """
+
+    def __init__(self, queries: str, keys: str | None, mesh: Mesh, backend: str, head_groups: int):
+        self.queries, self.keys, self.mesh = queries, keys, mesh
+        self.backend, self.head_groups = backend, head_groups
 
     def __call__(
-        self, attn: LTXAttention, hidden_states: Tensor, text: None, mask: None, image_rotary_emb: tuple[Tensor, Tensor]
+        self,
+        attn: LTXAttention | LTX2Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        perturbation_mask: Tensor | None = None,
+        all_perturbed: bool | None = None,
     ) -> Tensor:
-        """Attend within ``hidden_states`` ``(B, S_local, dim)``; the rank's own tables have the same shape."""
-        assert text is None and mask is None
-        q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
-        k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), image_rotary_emb).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-        # Name the split tokens explicitly ("hidden_states"): a caption can have as many tokens as a rank's share.
-        out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, total_tokens="hidden_states" if self.mesh.cp_size > 1 else None,
-            backend=self.backend, head_groups=self.head_groups,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)  # without joint text
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+        """Attend from ``(B, S_local, dim)``; rotary tables are those of the rank's own tokens.
 
-
-class LTXCrossAttention(LTXVideoAttnProcessor):
-    """LTX's masked attention to the text, which every rank holds whole, with forward-mode AD."""
-
-    def __init__(self, backend: str = "auto"):
-        super().__init__()
-        # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
-        self.backend = "reference" if backend == "reference" else "auto"
-
-    def __call__(self, attn: LTXAttention, hidden_states: Tensor, text: Tensor, bias: Tensor | None, _: None) -> Tensor:
-        """Attend from ``(B, S_local, dim)`` to the ``text`` ``(B, L, dim)`` with a ``bias`` ``(B, 1, L)``, 0 or -10000.
-
-        A weight under the bias -10000 underflows to 0 in every dtype, so skipping its key gives the same result.
+        LTX's text has a bias ``(B, 1, L)``, 0 or -10000. A weight under -10000 underflows to 0 in every dtype, so
+        skipping its key gives the same result.
         """
-        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(text).unflatten(2, (attn.heads, -1))
-        mask = None if bias is None else bias[:, 0] == 0
-        # total_keys states that the caption is whole, since it can have as many tokens as a rank's share of the video.
-        out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+        assert self.keys is None or attention_mask is None
+        assert perturbation_mask is None and not all_perturbed
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        if query_rotary_emb is not None:
+            is_split = getattr(attn, "rope_type", "interleaved") == "split"
+            rotated = apply_split_rotary_emb if is_split else apply_interleaved_rotary_emb
+            q = rotated(q, query_rotary_emb)
+            k = rotated(k, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
+        split = self.mesh.cp_size > 1
+        if self.keys is None:
+            mask = None if attention_mask is None else attention_mask[:, 0] == 0
+            # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
+            backend = self.backend if mask is None or self.backend == "reference" else "auto"
+            # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
+            out = cross_attention(q, k, v, key_mask=mask, backend=backend, total_keys=k.shape[1])
+        elif self.keys == self.queries:
+            total = self.queries if split else None
+            whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=total, **options)
+            assert isinstance(whole, Tensor)  # without joint text
+            out = whole
+        else:
+            totals: dict[str, Any] = {"total_tokens": self.queries, "total_keys": self.keys}
+            out = cross_attention(q, k, v, mesh=self.mesh, **totals, **options)
+        out = out.type_as(q)
+        if (gate := getattr(attn, "to_gate_logits", None)) is not None:
+            out = out * (2.0 * torch.sigmoid(gate(hidden_states))).unsqueeze(-1)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
 
 
 def video_coordinates(spacing: Tensor, grid: tuple[int, int, int]) -> Tensor:

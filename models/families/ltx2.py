@@ -15,31 +15,22 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import torch
 from diffusers import LTX2VideoTransformer3DModel
-from diffusers.models.transformers.transformer_ltx2 import (
-    LTX2AdaLayerNormSingle,
-    LTX2Attention,
-    LTX2AudioVideoAttnProcessor,
-    apply_interleaved_rotary_emb,
-    apply_split_rotary_emb,
-)
+from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 from einops import rearrange
 from torch import Tensor, nn
 
-from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.causal_forward import CausalForward
-from models.families.diffusers_family import DiffusersFamily
+from models.families.diffusers_family import TIME_FEATURES, DiffusersFamily
+from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
-TIME_FEATURES = 256
-"""Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 ROWS_PER_SECOND = 25.0
 """Rows of sound in a second, as released: 16 kHz, 160 samples in a frame of the spectrogram, 4 frames in a row."""
 VIDEO_TOKENS, AUDIO_TOKENS = "hidden_states", "audio_hidden_states"
@@ -144,16 +135,10 @@ class LTX2(DiffusersFamily):
         odd = {"patch_size": 2, "in_channels": 8, "out_channels": 8, "rope_type": "interleaved"}
         return {"2.0": sizes | _RELEASED, "2.3": sizes | _RELEASED_2_3, "2.0 of patches": sizes | odd}
 
-    def blocks(self, network: LTX2VideoTransformer3DModel) -> list[nn.Module]:
-        return list(network.transformer_blocks)
-
     def time_embedder(self, network: LTX2VideoTransformer3DModel) -> nn.Module:
         """Return the embedder of the video's time, one of six in LTX-2.0 and of eight in 2.3. Under bf16 it computes in
         bf16: diffusers casts its sines."""
         return network.time_embed.emb.timestep_embedder
-
-    def time_features(self, config: NetworkConfig) -> int:
-        return TIME_FEATURES
 
     def heads(self, config: NetworkConfig) -> int:
         return math.gcd(config["num_attention_heads"], config["audio_num_attention_heads"])
@@ -187,14 +172,7 @@ class LTX2(DiffusersFamily):
                 f" {channels} channels of {bands} bands; use the encoders that the checkpoint is from"
             )
 
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         video, audio, text = self.tokens(config, shapes), shapes[AUDIO][1], condition["text"][0]
         wide, narrow, layers = self.width(config), audio_width(config), config["num_layers"]
         modulated = config["cross_attn_mod"]  # of the text, by the time: then keys and values of the text move too
@@ -261,11 +239,10 @@ class LTX2(DiffusersFamily):
                 (block.audio_to_video_attn, VIDEO_TOKENS, AUDIO_TOKENS),
                 (block.video_to_audio_attn, AUDIO_TOKENS, VIDEO_TOKENS),
             ):
-                attention.set_processor(LTX2SplitAttention(queries, keys, mesh, backend, head_groups))
-        # Cast the time embeddings: under bf16 an addition makes them fp32, but the following layers are bf16.
+                attention.set_processor(SplitAttention(queries, keys, mesh, backend, head_groups))
         for module in network.modules():
             if isinstance(module, LTX2AdaLayerNormSingle):
-                module.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
+                module.emb.register_forward_hook(in_hidden_dtype, with_kwargs=True)
 
     def outputs(
         self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
@@ -301,58 +278,3 @@ class LTX2(DiffusersFamily):
 def audio_width(config: NetworkConfig) -> int:
     """Return the number of features of an audio token between blocks."""
     return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
-
-
-def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
-    return output.to(kwargs["hidden_dtype"])
-
-
-class LTX2SplitAttention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention with queries of one split stream, and keys of the same, of the other, or of whole text.
-
-    Projections, norms, rotary embeddings and gates are those of diffusers' processors (0.42); only the attention over
-    all tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
-    """
-
-    def __init__(self, queries: str, keys: str | None, mesh: Mesh, backend: str, head_groups: int):
-        super().__init__()
-        self.queries, self.keys, self.mesh = queries, keys, mesh
-        self.backend, self.head_groups = backend, head_groups
-
-    def __call__(
-        self,
-        attn: LTX2Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        perturbation_mask: Tensor | None = None,
-        all_perturbed: bool | None = None,
-    ) -> Tensor:
-        """Attend from ``(B, S_local, dim)``; rotary tables are those of the rank's own tokens."""
-        assert attention_mask is None and perturbation_mask is None and not all_perturbed
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
-        if query_rotary_emb is not None:
-            rotated = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
-            q = rotated(q, query_rotary_emb)
-            k = rotated(k, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
-        split = self.mesh.cp_size > 1
-        if self.keys is None:
-            # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
-            out = cross_attention(q, k, v, backend=self.backend, total_keys=k.shape[1])
-        elif self.keys == self.queries:
-            total = self.queries if split else None
-            whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=total, **options)
-            assert isinstance(whole, Tensor)  # without joint text
-            out = whole
-        else:
-            totals: dict[str, Any] = {"total_tokens": self.queries, "total_keys": self.keys}
-            out = cross_attention(q, k, v, mesh=self.mesh, **totals, **options)
-        out = out.type_as(q)
-        if attn.to_gate_logits is not None:
-            out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).unsqueeze(-1)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
