@@ -64,7 +64,6 @@ CASES = (
     Case("+ forward_prefetch=2", {"forward_prefetch": 2}),
     Case("+ backward_prefetch=2", {"backward_prefetch": 2}),
     Case("+ gradient_buffers=1", {"gradient_buffers": 1}),
-    Case("+ gather_early", {"gather_early": True}),
 )
 
 
@@ -122,7 +121,6 @@ class Training:
     def step(self, memory: ShardingMemory | None = None, figures: Figures | None = None) -> None:
         """Make one update, and record gradient bytes in ``figures``."""
         network = self.role.network
-        self.role.gather_early()
         for i in range(MICRO_BATCHES):
             last = i == MICRO_BATCHES - 1
             with microbatch(network, is_first=i == 0, is_last=last):

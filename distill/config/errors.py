@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distill.config.kinds import Setting
+from distill.config.kinds import REMOVED_KEYS, Setting
 from distill.config.schema import SETTINGS
 from distill.data import DATA
 from distill.data.base import ClipSettings
@@ -80,7 +80,9 @@ def no_recipe(name: str) -> str:
 
 def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:
     """Return the message for a typed ``key`` that is not among the ``known`` settings of the run."""
-    group = key.partition(".")[0]
+    group, _, last = key.partition(".")
+    if removed := REMOVED_KEYS.get(last):
+        return f"{key} {removed}"
     if key in SETTINGS:
         owners = sorted(f"{group}={setting.owner.name}" for setting in SETTINGS[key])
         chosen = known[f"{group}.name"].owner.name

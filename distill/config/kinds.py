@@ -21,12 +21,13 @@ _LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]", list[int]: "[[
 _MAPPINGS = {float: "{patch_embedding.*: 0.1}", str: "{caption: prompt}", Any: "{num_layers: 4}"}
 _SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
 _LONGEST = 200
-REMOVED = {
+REMOVED = {  # by the last part of the key and the value
     ("communication_buffers", "pooled"): "was removed, as its effect was never measured; use default",
     ("backend", "flash_attn_3"): "was removed, as it was never run; use auto or flash_attn_4",
     ("backend", "transformer_engine"): "was removed, as it was never run; use auto or cudnn, which has the same kernel",
 }
-"""Messages for removed values of settings, by the last part of the key and the value."""
+REMOVED_KEYS = {"gather_early": "was removed: it began the gather of one block early; leave it out"}
+"""Messages for removed settings whose nearest name would mislead, by the last part of the key."""
 
 
 class NoSuchSetting(UserError):

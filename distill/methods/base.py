@@ -195,10 +195,6 @@ class Method(ABC):
         """Return the one role that trains at ``step`` (0-based), the same on every rank; by default the student."""
         return "student"
 
-    def first_role(self, step: int) -> str:
-        """Return the role that runs the first forward of ``step``. It may depend only on ``step`` and the settings."""
-        return "student"
-
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
         """Return steps of a run of ``steps``, the most expensive first, with weights (sum 1) whose mean cost is that of
         all steps that train ``role``; empty if none does. By default the last one: steps differ in drawn integers."""

@@ -57,9 +57,6 @@ class Dcm(FewStepMethod):
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         check_same_chunks(causal)
 
-    def first_role(self, step: int) -> str:
-        return "teacher"
-
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("dcm", lambda: self._loss(batch, random))
 

@@ -86,9 +86,6 @@ class MeanFlow(FewStepMethod):
     def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:
         return {"student": (NAME,)}
 
-    def first_role(self, step: int) -> str:
-        return "student" if self.settings.velocity == "data" else "teacher"
-
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("meanflow", lambda: self._loss(step, batch, random))
 

@@ -77,9 +77,6 @@ class Rcm(Scm):
         joint = step - self.settings.consistency_steps
         return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"
 
-    def first_role(self, step: int) -> str:
-        return "student" if self.trained_role(step) == "fake" else "teacher"
-
     def student_updates(self, step: int) -> int:
         joint = max(0, step - self.settings.consistency_steps)
         return min(step, self.settings.consistency_steps) + math.ceil(joint / self.settings.student_every)

@@ -82,9 +82,6 @@ class Scm(FewStepMethod):
     check = staticmethod(check_exact)
     settings: ScmSettings
 
-    def first_role(self, step: int) -> str:
-        return "teacher"
-
     def student_updates(self, step: int) -> int:
         return step
 

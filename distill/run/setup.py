@@ -244,7 +244,7 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
     for group in sharing(roles, trained):
         for first, other in combinations(group, 2):
             # A frozen role has no training settings to compare.
-            free = {"gather_early"} if {first.name, other.name} <= {*trained} else {"gather_early", *_OF_TRAINING}
+            free = () if {first.name, other.name} <= {*trained} else _OF_TRAINING
             for name in (item.name for item in fields(ShardSettings) if item.name not in free):
                 one, two = (getattr(role.sharding, name) for role in (first, other))
                 if one != two:

@@ -331,7 +331,6 @@ class Trainer:
             return StepRandom(seed=self.config.seed, device=self.device, **at)
 
         with PhaseTimes(self.device) as times:
-            self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
             share = batching.micro_batch_size / self.config.batch_size

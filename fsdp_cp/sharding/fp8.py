@@ -123,10 +123,6 @@ def torchao_linear(layer: nn.Linear, *, emulate: bool) -> nn.Module:
     in_fp8 = made.forward
 
     def forward(x: Tensor) -> Tensor:
-        # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return forward(x)
         if not inside_dual_level():
             return in_fp8(x)
         if isinstance(made.weight, Float8TrainingTensor):
@@ -159,12 +155,10 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Module], shard_mesh: 
 
     @torch.no_grad()
     def settle_scales(_module: nn.Module, _args: Any) -> None:
-        # Leave inference mode, as for FSDP2's memory: a backward could not save a scale created in it.
-        with torch.inference_mode(False):
-            shards = [weight.sharded_param._local_tensor for weight, _ in weights]
-            largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            scales = amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
+        shards = [weight.sharded_param._local_tensor for weight, _ in weights]
+        largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        scales = amax_to_scale(largest, _target_dtype(weights[0][1])).unbind()
         for (weight, layer), shard, scale in zip(weights, shards, scales, strict=True):
             if not hasattr(shard, "fsdp_pre_all_gather"):  # first forward, to_empty, loading
                 gather_by(weight, *_gather_functions(shard, layer))

@@ -70,8 +70,6 @@ class ShardSettings:
     """Units gathered ahead in backward; 1 is FSDP2's own prefetch."""
     keep_gathered: bool = False
     """Whether parameters stay gathered from a step's first micro-batch to its last (``optim_grads_params``)."""
-    gather_early: bool = False
-    """Whether to begin gathering the first unit of a step's first forward before its data arrive."""
     gradient_buffers: int = 2
     """Maximum number of units whose full gradients wait for their reduce-scatter."""
     separate_reduce_group: bool = False
@@ -169,7 +167,7 @@ class ShardSettings:
 TRAINED_ONLY = ("reduce_dtype", "activation_checkpointing", "keep_operators", "activation_offload", "backward_prefetch",
                 "keep_gathered", "gradient_buffers", "separate_reduce_group")  # fmt: skip
 """Settings of :class:`ShardSettings`, in addition to ``master_dtype``, that do not apply to a frozen network."""
-GATHERED_ONLY = ("replicate", "shard_ranks", "fp8_gather", "gather_stream", "forward_prefetch", "gather_early",
+GATHERED_ONLY = ("replicate", "shard_ranks", "fp8_gather", "gather_stream", "forward_prefetch",
                  "separate_reduce_group", "communication_buffers")  # fmt: skip
 """Settings without effect if every rank holds all parameters (``no_shard``)."""
 

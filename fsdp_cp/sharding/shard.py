@@ -90,7 +90,6 @@ def shard_module(
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     state.remember_units(root)
-    _allow_inference_mode(root)
     if settings.fp8_gather:
         gather_in_fp8(root, fp8_layers, shard_mesh)  # after the line above: its hook must run first
     refuse_tangents_with_gradients(root)
@@ -243,22 +242,6 @@ def _refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
 
     # FSDP2 finds an output's tensors by the same private function (torch 2.11 to 2.13).
     model.register_forward_hook(lambda _module, _args, output: _apply_to_tensors(check_backward, output))
-
-
-def _allow_inference_mode(model: ShardedModule) -> None:
-    """Allow a first forward under ``torch.inference_mode()`` without breaking later training."""
-
-    # FSDP2 keeps the full parameters that the first forward creates, and inference tensors would break later gathers.
-    # This hook runs before FSDP2's and creates them outside inference mode: it gathers and frees each unit once.
-    def make(_module: nn.Module, _args: tuple) -> None:
-        if not torch.is_inference_mode_enabled():
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for unit in state.never_gathered_units(model):
-                unit.unshard()
-                unit.reshard()
-
-    model.register_forward_pre_hook(make, prepend=True)
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:

@@ -62,12 +62,6 @@ def gathered_units(model: nn.Module) -> list[ShardedModule]:
     return list(dict.fromkeys(gathered))
 
 
-def never_gathered_units(model: nn.Module) -> list[ShardedModule]:
-    """Return the units whose full parameters were never allocated."""
-    fresh = [m for m, group in _groups(model) if any(not hasattr(p, "_unsharded_param") for p in group.fsdp_params)]
-    return list(dict.fromkeys(fresh))
-
-
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter of ``model``, and pending gathers, whose weights would miss the next update."""
     for module in gathered_units(model):

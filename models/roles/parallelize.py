@@ -69,8 +69,7 @@ def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precisi
     role = (adapted or roles)[0]
     settings = replace(role.sharding, precision=precision or role.sharding.precision)
     if adapted:  # adapters keep fp32 masters; the base is stored in its compute dtype
-        early = any(role.sharding.gather_early for role in roles)
-        return replace(settings, master_dtype="keep", gather_early=early)
+        return replace(settings, master_dtype="keep")
     if role.as_it_is:
         return replace(settings.frozen(), master_dtype="keep")
     return settings if role.name in trained else settings.frozen()

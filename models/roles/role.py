@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from fsdp_cp.duals import may_be_dual
 from fsdp_cp.sequence import with_whole_gradient
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
-from fsdp_cp.sharding.shard import gather_first_block_early, kept_gathered, settings_of
+from fsdp_cp.sharding.shard import kept_gathered
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.base import additions_of
 from models.additions.gan_head import GanHead
@@ -336,14 +336,6 @@ class Role:
                         names |= network.owned_names(self.name)
                     stack.enter_context(frozen(network.module, names))
             yield
-
-    def gather_early(self) -> None:
-        """Begin to gather what the next forward needs first, if set; a network that two roles adapt would free it
-        again."""
-        if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # the next expert is not known yet
-            return
-        if settings_of(self.network).gather_early:
-            gather_first_block_early(self.network, self.family.blocks(self.network)[0])
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
             GATHER,
             (
                 {"strategy": "optim", "activation_checkpointing": "selective", "activation_offload": True},
-                {"keep_gathered": True, "gather_stream": "compute", "gather_early": True},
+                {"keep_gathered": True, "gather_stream": "compute"},
             ),
             marks=pytest.mark.long,
         ),

@@ -3,7 +3,6 @@
 import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.sequence import gather_tokens, split_tokens
-from fsdp_cp.sharding.settings import Strategy
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
 
@@ -172,39 +170,6 @@ def _gradients(model, x):
     found = [p.grad.to_local().clone() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return found
-
-
-def _inference_first(settings, cp):
-    """Compare inference mode, training and inference mode with a network that was never in inference mode."""
-    mesh = _mesh(cp=cp)
-    model, fresh = (_transformer(mesh, **settings) for _ in range(2))
-    generator = torch.Generator().manual_seed(mesh.dp_rank)
-    x = torch.randn(2, TOKENS, 5, generator=generator)
-    x = x.to(torch.bfloat16) if settings.get("precision") == "bf16" else x
-    with torch.no_grad():
-        out = fresh(x)
-    for _ in range(2):
-        with torch.inference_mode():
-            assert torch.equal(model(x), out)
-        for ours, theirs in zip(_gradients(model, x), _gradients(fresh, x), strict=True):
-            assert torch.equal(ours, theirs)
-    with torch.no_grad():
-        assert torch.equal(model(x), out) and not model(x).is_inference()
-    return True
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "optim_grads_params", "precision": "bf16"},
-        pytest.param({"keep_gathered": True}, marks=SLOW),
-        *(pytest.param({"strategy": s, "precision": "bf16"}, marks=pytest.mark.long) for s in get_args(Strategy)[:-1]),
-        pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long),
-        pytest.param({"gather_stream": "compute"}, marks=pytest.mark.long),
-    ],
-)
-def test_a_first_forward_in_inference_mode(pools, settings):
-    assert pools[3].run(_inference_first, settings, 3) == [True] * 3
 
 
 # ---- arguments

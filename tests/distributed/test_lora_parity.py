@@ -53,7 +53,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
                 (REPLICAS, {"strategy": "optim"}),
                 (REPLICAS, {"strategy": "optim_grads"}),
-                ({"dp_shard": 2}, {"gather_stream": "compute", "gather_early": True}),
+                ({"dp_shard": 2}, {"gather_stream": "compute"}),
                 ({"dp_shard": 2}, {"offload": "cpu"}),
             )
         ),

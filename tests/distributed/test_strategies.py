@@ -46,23 +46,16 @@ SWITCHES = {
     "mixed offload": ("dp", 1, {"student": {"strategy": "optim", "offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
     "kept, one stream": ("cp", 2, {"all": {"keep_gathered": True, "gather_stream": "compute"}}),
     "prefetch": ("dp", 1, {"all": {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}}),
-    "early, one buffer": ("dp", 2, {"all": {"gather_early": True, "gradient_buffers": 1}}),
-    "early, three buffers": (
+    "one buffer": ("dp", 2, {"all": {"gradient_buffers": 1}}),
+    "three buffers": (
         "dp",
         1,
-        {
-            "all": {
-                "gather_early": True,
-                "strategy": "optim_grads",
-                "gradient_buffers": 3,
-                "separate_reduce_group": True,
-            }
-        },
+        {"all": {"strategy": "optim_grads", "gradient_buffers": 3, "separate_reduce_group": True}},
     ),
     "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
 }
 
-LONG_SWITCHES = tuple(name for name in SWITCHES if name not in ("mixed strategies", "early, three buffers"))
+LONG_SWITCHES = tuple(name for name in SWITCHES if name not in ("mixed strategies", "three buffers"))
 pytestmark = pytest.mark.slow
 
 

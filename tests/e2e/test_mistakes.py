@@ -27,6 +27,7 @@ MISTAKES = {
         ("seed=9223372036854775808", "seed"),
         ("precision=fp16", "precision"),
         ("student.communication_buffers=pooled", "student.communication_buffers=pooled was removed"),
+        ("student.gather_early=true", "student.gather_early was removed"),
         ("attention.backend=flash_attn_3", "attention.backend=flash_attn_3 was removed"),
         ("dry_run=maybe", "dry_run"),
         ("optim.student.betas=0.9", "optim.student.betas"),

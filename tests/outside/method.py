@@ -38,9 +38,6 @@ class Halving(FewStepMethod):
     def trained_role(self, step):
         return "student"
 
-    def first_role(self, step):
-        return "teacher"
-
     def losses(self, step, batch, random):
         yield Loss("halving", lambda: self._loss(batch, random), 1.0)
 

@@ -31,7 +31,6 @@ CHANGED = {
     "forward_prefetch": 2,
     "backward_prefetch": 3,
     "keep_gathered": True,
-    "gather_early": True,
     "gradient_buffers": 1,
     "separate_reduce_group": True,
     "communication_buffers": "process_group",
@@ -111,8 +110,8 @@ def is_refused(given: dict, device: str) -> bool:
 # Settings that have no effect under a strategy if no other setting is changed.
 IDLE = {
     "no_shard": set(
-        "replicate shard_ranks gather_stream forward_prefetch backward_prefetch keep_gathered gather_early"
-        " separate_reduce_group communication_buffers fp8_gather".split()
+        "replicate shard_ranks gather_stream forward_prefetch backward_prefetch keep_gathered separate_reduce_group"
+        " communication_buffers fp8_gather".split()
     ),
     "optim": {"keep_gathered", "backward_prefetch"},
     "optim_grads": {"keep_gathered", "backward_prefetch"},
