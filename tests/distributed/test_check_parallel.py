@@ -8,6 +8,7 @@ from torch import nn
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context.check_parallel import ParallelMismatch, check_parallel
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens
+from tests.tiers import parametrize
 
 PLAN = {"blocks.0": {"x": SplitTokens(1)}, "head": GatherTokens(1)}
 DIM = 8
@@ -61,7 +62,7 @@ def test_a_right_plan():
     assert check_parallel(_build, PLAN, (_inputs()["x"],), cp=(2,))[2] < 1e-12
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("kind", "plan", "name"),
     [
         ("own tokens", PLAN, "'blocks.1.out'"),
@@ -71,6 +72,7 @@ def test_a_right_plan():
         ("right", PLAN | {"head": {"input": SplitTokens(2)}}, "RuntimeError"),
         ("right", {"blocks.1": {"x": SplitTokens(1)}}, "model"),
     ],
+    quick=4,
 )
 def test_a_difference_is_named(kind, plan, name):
     with pytest.raises(ParallelMismatch, match=f"^cp=2: .*{name}") as raised:

@@ -18,7 +18,7 @@ from tests.pools import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 EXAMPLES = {
-    "max_examples": 100,
+    "max_examples": 40,
     "deadline": None,
     "derandomize": True,  # ranks must draw the same
     "database": None,

@@ -18,6 +18,7 @@ from models.roles.load import build_roles
 from models.roles.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
+from tests.tiers import parametrize
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_what_no_adapters_can_be(network, settings, named):
 WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=4", "fake.lora.rank=4")
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("words", "named"),
     [
         (("student.strategy=optim",), "student.strategy"),
@@ -80,6 +81,7 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
         (("teacher.lora.rank=4",), "teacher.lora"),
     ],
     ids=str,
+    quick=4,
 )
 def test_settings_that_exclude_each_other(words, named):
     with pytest.raises(UserError, match=named):
@@ -105,6 +107,7 @@ def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
         plan_run(compose_config(words))
 
 
+@pytest.mark.slow
 def test_who_shares():
     def groups(*words):
         plan = plan_run(compose_config([*WORDS, *words]))

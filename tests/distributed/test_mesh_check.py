@@ -41,5 +41,6 @@ def test_first_steps_on_two_meshes(tmp_path, cp):
     assert own["step 1 (student)"] != own["step 2 (fake)"]
 
 
+@pytest.mark.slow
 def test_one_rank_has_nothing_to_compare(tmp_path):
     assert run_ranks(1, checked, tmp_path, 1)[0][0] == {}

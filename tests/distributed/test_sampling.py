@@ -25,6 +25,7 @@ from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.tiers import parametrize
 
 
 class _Captions:
@@ -161,7 +162,7 @@ def test_causal_roles_of_a_few_step_method_make_the_same_clips(pools, checkpoint
             assert (clips - truth).norm() < 1e-5 * truth.norm(), role
 
 
-@pytest.mark.parametrize("limits", [{}, {"window": 1}, {"window": 1, "sink": 1}], ids=str)
+@parametrize("limits", [{}, {"window": 1}, {"window": 1, "sink": 1}], ids=str, quick=1)
 def test_the_program_of_the_page_streams_the_same_clip(checkpoints, tmp_path, limits):
     page = Path(__file__).parents[2] / "docs" / "causal.md"
     (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

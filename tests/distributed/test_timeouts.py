@@ -100,6 +100,7 @@ def _waits_in_vain():
     return lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_says_where():
     (dp,), (_,), (absent,), (cp,) = run_ranks(4, _waits_in_vain, timeout=POOL)
     assert all(fact in dp for fact in ("rank 0", "6 of 9", "inner", "all_gather", "mesh_dp"))

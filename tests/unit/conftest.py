@@ -8,9 +8,9 @@ from fsdp_cp.launch import process_group
 from tests.tiny_pipeline import build_tiny_pipeline
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Return the folder of a complete tiny pipeline."""
+    """Return the folder of a complete tiny pipeline, which no test changes."""
     return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
 
 

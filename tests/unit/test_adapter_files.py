@@ -16,6 +16,7 @@ from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
 from tests.oracles.small_wan import SMALL, small_role
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 
 LATENTS, TEXT = (2, 1, 4, 4), (3, 6)
 RANK = 4
@@ -134,8 +135,8 @@ def planned(base, checkpoint, **settings):
     return plan_role("student", checkpoint=str(base), lora=LoraSettings(**settings), saved=found)
 
 
-@pytest.mark.parametrize(
-    "make", [diffusers, kohya, kohya_some, kohya_metadata, diffsynth, diffsynth_bare, distilled, head]
+@parametrize(
+    "make", [diffusers, kohya, kohya_some, kohya_metadata, diffsynth, diffsynth_bare, distilled, head], quick=3
 )
 def test_a_role_says_what_diffusers_says(base, one_rank, tmp_path, make):
     tensors = make(base)

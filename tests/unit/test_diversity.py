@@ -43,6 +43,7 @@ def test_it_measures_the_spread_of_the_scenes(scenes):
     assert found["spread/phase"].value == pytest.approx(phase, rel=0.06)
 
 
+@pytest.mark.slow
 def test_copies_of_one_clip_have_none_and_fewer_kinds_have_less(scenes):
     copies = [scenes[i - i % EACH] for i in range(len(scenes))]
     assert all(m.value < 1e-9 for m in diversity(clips_of(copies), ASKED).values())
@@ -51,6 +52,7 @@ def test_copies_of_one_clip_have_none_and_fewer_kinds_have_less(scenes):
         assert 1e-3 < measure.value < diversity(clips_of(scenes), ASKED)[name].value
 
 
+@pytest.mark.slow
 def test_differences_between_captions_do_not_count(scenes):
     clips = clips_of([scenes[i - i % EACH] for i in range(len(scenes))])
     assert diversity(clips, ["one"] * len(clips))["spread/phase"].value > 0.01

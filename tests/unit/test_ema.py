@@ -8,6 +8,7 @@ from models.roles.ema import Ema
 from tests.oracles.samples import video
 from tests.oracles.small_wan import small_role
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def worst(ema, expected):
     return max(((found[n].double() - e).norm() / e.norm().clamp_min(1e-12)).item() for n, e in expected.items())
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.9])
+@parametrize("decay", [0.0, 0.9], quick=1)
 def test_constant_decay_equals_the_weighted_sum(role, decay):
     initial = {name: w.double() for name, w in full(role.weights()).items()}
     ema = Ema(role, decay=decay, gamma=6.94, start=0)
@@ -50,7 +51,7 @@ def test_constant_decay_equals_the_weighted_sum(role, decay):
     assert worst(ema, expected) < 1e-6
 
 
-@pytest.mark.parametrize("gamma", [0.0, 6.94])
+@parametrize("gamma", [0.0, 6.94], quick=1)
 def test_power_schedule_weighs_update_k_by_its_power(role, gamma):
     """b_i = (1 - 1/(i+1))^(gamma+1): the products telescope to ((k+1)/n)^(gamma+1), so the start is forgotten."""
     ema = Ema(role, decay=None, gamma=gamma, start=0)

@@ -240,6 +240,7 @@ class Copier(Painter):
         return (video(condition.tensors["image_latents"]) for _ in noise)
 
 
+@pytest.mark.slow
 def test_a_clip_of_an_image_stands_in_the_report_below_the_clip_that_the_image_is_of(tmp_path, monkeypatch):
     evaluate = evaluator(tmp_path, Copier(), report_clips=4)
     evaluate.data, made = Pictured(), []

@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from fsdp_cp.checkpoint.save_load import Checkpoints
 from models.export import main
 from tests.oracles.tiny_wan import ARCHITECTURE
+from tests.tiers import parametrize
 from tests.unit.damage import snapshot
 
 METHOD = {"name": "dmd2", "step_list": [1.0, 0.5]}
@@ -67,7 +68,7 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     assert not list(out.parent.glob(".out*"))
 
 
-@pytest.mark.parametrize(("expert", "added"), [("high", 0), ("low", 1)])
+@parametrize(("expert", "added"), [("high", 0), ("low", 1)], quick=1)
 def test_one_of_two_experts_is_exported_alone(capsys, run, tmp_path, network, expert, added):
     assert export(capsys, tmp_path / "experts" / "step_00000001", tmp_path / "out", "--expert", expert) == 0
     found = WanTransformer3DModel.from_pretrained(tmp_path / "out").named_parameters()
@@ -75,7 +76,7 @@ def test_one_of_two_experts_is_exported_alone(capsys, run, tmp_path, network, ex
         assert torch.equal(p, q + added), name
 
 
-@pytest.mark.parametrize("place", ["RUN", "RUN/checkpoints/step_00000002", "full", "file", "."])
+@parametrize("place", ["RUN", "RUN/checkpoints/step_00000002", "full", "file", "."], quick=3)
 def test_folders_that_hold_anything_else_are_left_alone(capsys, run, tmp_path, monkeypatch, place):
     full = tmp_path / "full"
     (full / "sub").mkdir(parents=True)

@@ -13,6 +13,7 @@ from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
 from fsdp_cp.measure import fake_world
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.activations import offload_saved_tensors
+from tests.tiers import parametrize
 
 NORMS = {"weight and bias": ((2, 300, 64), (64,), True), "weight": ((2, 300, 64), (64,), False),
          "of two dimensions": ((3, 50, 6, 64), (6, 64), True)}  # fmt: skip
@@ -54,7 +55,7 @@ def test_the_tangent_of_a_layer_norm(case):
     torch.testing.assert_close(fake_world._tangent(x, t, mean, scale, weight, bias), wanted.tangent)
 
 
-@pytest.mark.parametrize("moving", ["kv", "qkv", ""])
+@parametrize("moving", ["kv", "qkv", ""], quick=1)
 @pytest.mark.parametrize(("queries", "keys"), [(900, 1700), (100, 90)])
 def test_two_tiles_of_attention_hold_what_all_do(queries, keys, moving):
     def held(live):

@@ -16,6 +16,7 @@ from models.families.ltx import LTX
 from models.families.wan import Wan
 from tests.oracles import tiny_hunyuan, tiny_ltx, tiny_wan
 from tests.oracles.samples import video
+from tests.tiers import parametrize
 
 
 def wan_inputs(changes, batch, sizes, text_tokens, image=False):
@@ -110,7 +111,7 @@ class _Counted(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("inputs", "changes", "sizes"),
     [
         (wan_inputs, {}, (3, 8, 8)),
@@ -119,6 +120,7 @@ class _Counted(TorchDispatchMode):
         (hunyuan_inputs, NARROW_HUNYUAN, (2, 8, 8)),
         (hunyuan_inputs, UNREFINED, (2, 8, 8)),
     ],
+    quick=3,
 )
 def test_those_of_a_tangent_too(inputs, changes, sizes):
     """The test counts tangents of the state and the time, which the methods with derivatives need."""

@@ -50,7 +50,7 @@ def oracle_step(line: bytes) -> int | None:
     return step if type(step) is int and 0 <= step < 2**53 else None
 
 
-@settings(max_examples=120, derandomize=True, deadline=None, database=None)
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
 @given(damaged_lines.files, st.integers(0, 12))
 def test_whatever_is_in_the_file_nothing_readable_is_lost(content, step):
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def test_whatever_is_in_the_file_nothing_readable_is_lost(content, step):
         assert [p.name for p in Path(folder).iterdir()] == ["metrics.jsonl"], "no temporary file stays"
 
 
-@settings(max_examples=80, derandomize=True, deadline=None, database=None)
+@settings(max_examples=30, derandomize=True, deadline=None, database=None)
 @given(damaged_lines.files)
 def test_every_object_is_read(content):
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def test_no_file_and_a_folder_hold_nothing(tmp_path):
 
 
 @given(damaged_lines.odd)
-@settings(max_examples=80, derandomize=True, deadline=None, database=None)
+@settings(max_examples=30, derandomize=True, deadline=None, database=None)
 def test_a_number_is_finite_or_nan(value):
     number = finite_number(value)
     assert math.isnan(number) or number == value

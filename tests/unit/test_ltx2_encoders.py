@@ -13,6 +13,7 @@ from distill.data.encoders.ltx2 import log_mel
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
+from tests.tiers import parametrize
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.unit.refused import refused
 
@@ -73,7 +74,7 @@ def test_texts_are_those_of_the_pipeline(folders, version):
         assert torch.equal(found["text"], video[0].float()) and torch.equal(found["audio_text"], audio[0].float())
 
 
-@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@parametrize("version", ["2.0", "2.3"], quick=1)
 def test_clips_are_those_of_the_pipeline(folders, version):
     """The pipeline's own normalization, packing and decoding, of both parts."""
     folder = choose_encoders(folders[version])

@@ -13,6 +13,7 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.rng import StepRandom
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
 from tests.unit.refused import refuses_all
@@ -77,7 +78,7 @@ def run_loss(method, step=0, count=6, problem=PROBLEMS[0], positions=None):
 # ---------------------------------------------------------------- known answers
 
 
-@pytest.mark.parametrize(("problem", "power"), list(zip(PROBLEMS, (1.0, 0.0), strict=True)), ids=IDS)
+@parametrize(("problem", "power"), list(zip(PROBLEMS, (1.0, 0.0), strict=True)), ids=IDS, quick=1)
 def test_exact_mean_velocities_leave_no_gradient(problem, power):
     student = ExactMean(problem)
     method = meanflow(

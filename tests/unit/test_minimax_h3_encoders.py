@@ -20,6 +20,7 @@ from distill.data.sets.encode import Encoding
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
+from tests.tiers import parametrize
 from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 from tests.unit.refused import refusal, refused
 
@@ -36,7 +37,7 @@ def clip_of(**changes):
     return ClipFormat(**{"num_frames": 22, "height": 32, "width": 64, "fps": 24.0} | changes)
 
 
-@pytest.mark.parametrize("frames", [22, 124, 158, 209, 243, 260, 311, 345])
+@parametrize("frames", [22, 124, 158, 209, 243, 260, 311, 345], quick=3)
 def test_a_clip_has_the_latents_of_the_pipeline(path, frames):
     """At 158, 209, 260 and 311 frames the sound of the whole clip would have one latent more."""
     folder = choose_encoders(path)
@@ -64,6 +65,7 @@ def test_texts_are_those_of_the_pipeline(path):
     assert len(encoder.embeddings("a" * 40)["text"]) == 32 and len(encoder.cuts) == 1
 
 
+@pytest.mark.slow
 def test_clips_are_those_of_the_pipeline(path):
     """The pipeline's pixels and statistics, of both parts, with tiles, as released."""
     folder = choose_encoders(path)

@@ -15,6 +15,7 @@ from models.lora.saved import inspect_adapters
 from models.lora.settings import LoraSettings
 from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.tiny_minimax_h3 import packed, velocity
+from tests.tiers import parametrize
 from tests.unit.refused import refusal, refused
 
 FAMILY = MiniMaxH3()
@@ -143,7 +144,7 @@ def test_the_recipe_adapts_the_family_s_own_targets():
     assert set(ours) == set(recipe)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("word", "shown"),
     [
         ("data.num_frames=241", "226 or 243"),
@@ -153,6 +154,7 @@ def test_the_recipe_adapts_the_family_s_own_targets():
         ("method.guidance_scale=3", "must be 1"),
         ("method.audio_guidance_scale=7", "must be 1"),
     ],
+    quick=2,
 )
 def test_what_the_model_does_not_take_is_refused_by_the_plan(word, shown):
     roles = [f"{role}.architecture={{num_layers: 1, num_refiner_layers: 1}}" for role in ("teacher", "student", "fake")]

@@ -18,6 +18,7 @@ from models.files.checkpoint_files import defining, tensor_reader
 from models.files.originals import RELEASED, configure, own_config, own_names
 from models.lora.merge import Weights
 from models.roles.role_plan import plan_role
+from tests.tiers import parametrize
 from tests.unit.refused import refusal
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32, "freq_dim": 16,
@@ -183,7 +184,7 @@ def test_other_files_of_lightricks_are_refused(ltx2, tmp_path):
     assert "ROLE.config" in refusal(plan_role, "teacher", checkpoint=str(file), family="ltx2")
 
 
-@pytest.mark.parametrize("name", sorted(LTX2.planning.networks))
+@parametrize("name", sorted(LTX2.planning.networks), quick=1)
 def test_a_released_ltx2_needs_no_header(name):
     with torch.device("meta"):
         network = LTX2().build(dict(LTX2.planning.networks[name]), "architecture")

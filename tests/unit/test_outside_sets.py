@@ -20,6 +20,7 @@ from distill.encode import main
 from tests.encoded import open_set
 from tests.oracles import outside_sets
 from tests.oracles.outside_sets import write_tar
+from tests.tiers import parametrize
 from tests.unit.refused import refused
 
 needs_pyarrow = pytest.mark.skipif(
@@ -64,7 +65,7 @@ def own(tiny, clips, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", VIDEOS)
+@parametrize("kind", VIDEOS, quick=1)
 def test_listed_and_archived_videos(kind, tiny, clips, own, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source")
     assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
@@ -79,7 +80,7 @@ def test_fastvideos_latents_are_normalized(tiny, clips, own, tmp_path):
     assert shards(tmp_path / "set") == shards(own / "fp32")
 
 
-@pytest.mark.parametrize(("kind", "options"), [("rcm", {}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2})])
+@parametrize(("kind", "options"), [("rcm", {}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2})], quick=1)
 def test_normalized_latents_are_taken_as_they_are(kind, options, tiny, clips, own, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source", **options)
     rate = ("--fps", "8") if kind == "rcm" else ()
@@ -107,7 +108,7 @@ def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
         assert torch.equal(made.text(made.text_of(i))["text"], text)
 
 
-@pytest.mark.parametrize("kind", ["clips", "texts", "index"])
+@parametrize("kind", ["clips", "texts", "index"], quick=1)
 def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monkeypatch):
     """The next run continues: finished entries stay, and all files equal those of an undisturbed run."""
     outside_sets.rcm(clips, tmp_path / "source")
@@ -133,6 +134,7 @@ def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monke
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir() if file.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
     """A clip of another length, one that is damaged and one that would run code are left out, and named."""
     source, mark = tmp_path / "source", tmp_path / "mark"

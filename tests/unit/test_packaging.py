@@ -254,6 +254,7 @@ def test_imports_make_no_circle():
     assert of_benchmarks == set(), "benchmarks take their oracles from the tests, not the other way round"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_import_one_way(package):
     graph = rooms(package)

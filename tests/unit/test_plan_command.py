@@ -170,18 +170,14 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     assert config.student.gather_stream == "compute" and config.fake.compile is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "layers"),
     [
         ((), [(4, 4, 4), (5, 5, 5)]),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
-                (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
-                (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
-            )
-        ),
+        (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
+        (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
+        (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
     ],
 )
 def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
@@ -196,6 +192,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 
+@pytest.mark.slow
 def test_of_several_sizes_the_one_with_most_tokens_is_planned():
     sizes = "data.buckets=[[81,480,832],[49,720,1280],[81,832,480]]"
     config, plan = planned("world=8", "data=video_folder_480p", sizes)

@@ -15,6 +15,7 @@ from distill.report import charts
 from distill.report.page import number
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
 from distill.report.write import write_report
+from tests.tiers import parametrize
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
 
@@ -228,6 +229,6 @@ def test_an_empty_time_bin_is_no_point():
     assert len(healthy["fake/loss/t0.25"][0]) == 2
 
 
-@pytest.mark.parametrize("values", [[3e38, -3e38, 3e38], [1e-45, 3e38], [-1e-45, 1.0]])
+@parametrize("values", [[3e38, -3e38, 3e38], [1e-45, 3e38], [-1e-45, 1.0]], quick=1)
 def test_values_at_the_ends_of_what_fp32_holds_are_drawn(values):
     assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, np.array(values))

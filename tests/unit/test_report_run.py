@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from distill.data.base import Measure
 from distill.report.page import read_starts, start_facts
 from distill.report.verdict import ReportRow, troubles
 from distill.report.write import write_report
+from tests.tiers import parametrize
 from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
@@ -54,7 +54,7 @@ def test_a_healthy_run_is_shown_as_a_success(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["troubles"] == []
 
 
-@pytest.mark.parametrize("change", [{"student/loss": None}, {"student/skipped": 3.0}, {"student/grad_norm": 1e9}])
+@parametrize("change", [{"student/loss": None}, {"student/skipped": 3.0}, {"student/grad_norm": 1e9}], quick=1)
 def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, change):
     records = healthy()
     records[-1] |= change

@@ -8,6 +8,7 @@ from distill.config import compose_config
 from distill.run import checkpoint_checks as room
 from distill.run.checkpoint_checks import check_disk, checkpoint_bytes
 from distill.run.setup import plan_run
+from tests.tiers import parametrize
 from tests.unit.refused import refused
 
 
@@ -28,7 +29,7 @@ def planned(tmp_path, monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("settings", "there", "needed"),
     [
         (("checkpoint.every=10", "checkpoint.keep=2"), 0, 3),  # two, and the one that is being written
@@ -36,6 +37,7 @@ def planned(tmp_path, monkeypatch):
         (("checkpoint.every=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 8),
         (("checkpoint.every=40", "checkpoint.keep=0"), 0, 3),
     ],
+    quick=2,
 )
 def test_what_is_there_at_once_must_fit(planned, settings, there, needed):
     planned(needed, there, *settings)

@@ -7,6 +7,7 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 from distill.methods.common.sampling import guided, integrate, unipc_sample
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
 from tests.unit.refused import refused
@@ -38,7 +39,7 @@ def pipeline(tmp_path_factory):
     return WanPipeline.from_pretrained(build_tiny_pipeline(tmp_path_factory.mktemp("pipeline")))
 
 
-@pytest.mark.parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)])
+@parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)], quick=2)
 def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
     noise = torch.randn(2, LATENT_CHANNELS, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     text = torch.randn(2, 6, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))

@@ -14,6 +14,7 @@ from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from fsdp_cp.launch import process_group
+from tests.tiers import parametrize
 
 ASSET = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_stored_clips_are_what_the_teacher_makes():
     assert len(stored(first=compose_config([]).sample.report_clips)) == 256, "as many as the report wants"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "other",
     [
         {"words": ["method.guidance_scale=1.5"]},
@@ -55,6 +56,7 @@ def test_stored_clips_are_what_the_teacher_makes():
         {"skip": 1},
     ],
     ids=json.dumps,
+    quick=5,
 )
 def test_what_defines_the_clips_must_agree(other):
     assert stored(*other.pop("words", []), **other) is None

@@ -15,6 +15,7 @@ from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_ar
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
 from fsdp_cp.errors import UserError
+from tests.tiers import parametrize
 from train import main as train
 
 QUICK = ["experiment=quickstart", "device=cpu", "batch_size=2"]
@@ -72,7 +73,7 @@ def test_the_command_line():
     assert "--standalone" in parse_arguments(["-m", "--nproc-per-node", "2", "seed=1"]).launcher
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("words", "named"),
     [
         ("--bogus seed=1,2", "--bogus"),
@@ -91,6 +92,7 @@ def test_the_command_line():
         ("seed=1,2 steps=3", "steps=3"),
         ("seed=1,2 hydra/launcher=submitit_slurm", "hydra/launcher"),
     ],
+    quick=6,
 )
 def test_mistakes_are_a_line_and_write_nothing(tmp_path, capsys, monkeypatch, words, named):
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,7 @@ from fsdp_cp.sequence import gather_tokens
 from models.condition import Condition
 from models.families.registry import FAMILIES
 from models.sample import Sample
+from tests.tiers import parametrize
 
 EXAMPLES = [(name, example) for name, family in FAMILIES.items() for example in family.examples()]
 
@@ -68,7 +69,7 @@ def _linear_dtypes(family_name, example):
     return seen, derivative.dtype, derivative.shapes == x.shapes
 
 
-@pytest.mark.parametrize(("family", "example"), EXAMPLES)
+@parametrize(("family", "example"), EXAMPLES, quick=1)
 def test_every_linear_layer_gets_tangents_of_its_inputs_dtype(pool, family, example):
     seen, dtype, fits = pool.run(_linear_dtypes, family, example)[0]
     assert sum(moves for _, _, moves in seen) > 10, "most layers come after the state"

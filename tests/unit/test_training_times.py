@@ -17,6 +17,7 @@ from distill.methods.meanflow import MeanFlowSettings
 from models.causal import CausalSettings
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
@@ -114,7 +115,7 @@ def check_all(name, settings):
         assert share >= floor, f"{name}: {share:.5f} of the training is near {where}"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@parametrize("recipe", RECIPES, quick=3)
 def test_every_call_of_a_recipes_sampler_is_trained(recipe):
     config = compose_config([f"experiment={recipe}"])
     assert type(config) is Config and type(config.data) in DATA.values()

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch.autograd import forward_ad
 
@@ -11,6 +10,7 @@ from distill.methods.common.derivatives import directional_derivative
 from distill.methods.common.schedules import add_noise, denoise
 from distill.methods.common.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
 from tests.oracles.samples import video
+from tests.tiers import parametrize
 from tests.unit.analytic import PROBLEMS, normal, nothing
 from tests.unit.method_roles import SHAPE, Net, close, make_batch, wide
 
@@ -32,7 +32,7 @@ def test_states_are_those_of_rectified_flow():
     torch.testing.assert_close(x / scale_of(t), add_noise(video(x0), video(noise), flow_time(t)).video)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
+@parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES, quick=1)
 def test_the_field_is_the_derivative_along_the_trajectory(problem):
     """The test includes other times than the state's, so the velocities check the flow maps too."""
     t = TIMES

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from distill.config import compose_config
 from distill.config.errors import CONFIGS, choices
 from distill.config.schema import SETTINGS
@@ -32,6 +34,7 @@ def test_every_setting_is_in_the_short_help_of_its_run_too():
             assert last in names, key
 
 
+@pytest.mark.slow
 def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
     in_full = information(["--help", "all"])
     sections = dict(re.findall(r"^(\w+Settings|Config)[^\n]*:\n((?:  [^\n]*\n?)+)", in_full, re.M))
