@@ -6,12 +6,12 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from models.condition import has_image
 from models.sample import Sample
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SAMPLE_SEED = 12345
 """Noise seed of all sample clips. It is fixed, so that clips are comparable across steps, runs and seeds."""
@@ -86,12 +88,16 @@ class Evaluator:
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
             return Clips(stored) if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
-        with progress(len(captions), f"sampling {name}", "clip") as advance:
-            clips = self.decoded(name, self.data, self.latents(role, steps, captions, clips=items, advance=advance))
+        clips = self.decoded(name, self.data, self.shown_latents(role, steps, captions, items))
         if clips is None:
             return None
         log.info("sampled %s: %s in %s", name, counted(len(captions), "clip"), duration(time.perf_counter() - started))
         return clips
+
+    def shown_latents(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Sample:
+        """Sample :meth:`latents`, and show the progress."""
+        with progress(len(captions), f"sampling {role}, {_steps(steps)}", "clip") as advance:
+            return self.latents(role, steps, captions, clips=items, advance=advance)
 
     def latents(self, role: str, steps: int, captions: list[str], **options: Any) -> Sample:
         """Sample the latents of clips; ``options`` are those of :func:`generate`."""
@@ -108,10 +114,12 @@ class Evaluator:
             **options,
         )
 
-    def decoded(self, name: str, data: ClipDataset, latents: Sample) -> Clips | None:
-        """Decode the clips ``name`` like :func:`decode`. Clips that are not finite become a warning and ``None``."""
+    def decoded(
+        self, name: str, data: ClipDataset, latents: Sample, use: Callable[[ClipDataset, Sample], T | None] = decode
+    ) -> T | None:
+        """Return what ``use`` makes of the clips ``name``. Clips that are not finite become a warning and ``None``."""
         try:
-            return decode(data, latents)
+            return use(data, latents)
         except NotFinite as error:
             if rank() == 0:
                 log.warning("left out the clips of %s: %s", name, error)
@@ -236,12 +244,16 @@ class Evaluator:
         return [caption for caption in sample_captions(self.data, len(self.data.captions())) if caption in own]
 
     def real_clips(self, captions: list[str]) -> Clips | None:
-        """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
+        """Return a real clip for each of ``captions``, like :func:`decode`."""
+        return self.decoded("the data", *self.real_latents(captions))
+
+    def real_latents(self, captions: list[str]) -> tuple[ClipDataset, Sample]:
+        """Return the data set of a real clip for each of ``captions``, and its latents. A small one repeats clips."""
         source = self.data.heldout() if isinstance(self.data, MeasuredDataset) else self.data
         items = default_collate([source[i] for i in self._items(captions, source)])
         latents = sample_of(items, dict.fromkeys(source.latent_shapes, 1.0))
         assert latents is not None, "the report is of data with clips"
-        return self.decoded("the data", source, latents)
+        return source, latents
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption, of its first bucket. Items of the same caption take turns."""

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from distill.data import ClipDataset
+from distill.data.shares import Shares
 from distill.evaluate.evaluator import SAMPLE_SEED, Evaluator
 from distill.evaluate.measures import SHARES, prompt_measures
-from distill.evaluate.sampling import TEACHER_STEPS, sample_captions
+from distill.evaluate.sampling import TEACHER_STEPS, check_finite, sample_captions
 from distill.methods.common.chunks import noise_like
 from distill.methods.common.distribution_matching import fake_score_error
 from distill.methods.common.expert_times import Times
@@ -68,10 +70,19 @@ _REMEDIES = {
 """Remedies by the setting that a method must have, in the order of what helped in public threads (docs/trouble.md)."""
 
 
-def by_caption(clips: np.ndarray) -> dict[str, list[float]]:
-    """Return the mean of each measure for each caption; clips are uint8 (captions x SEEDS, T, H, W, 3)."""
-    measured = [prompt_measures({"": clips[i : i + SEEDS]}, {}, None)[""] for i in range(0, len(clips), SEEDS)]
-    return {name: [float(np.mean(of_caption[name])) for of_caption in measured] for name in SIDES}
+def by_caption(data: ClipDataset, latents: Sample) -> dict[str, list[float]]:
+    """Return the mean of each measure for each caption, of the clips that :data:`SEEDS` ``latents`` in a row are.
+
+    A collective: ranks share the captions. What is not finite raises :class:`NotFinite` on all of them.
+    """
+    check_finite(latents)
+
+    def measured(i: int) -> dict[str, list[float]]:
+        clips = data.decode(latents[SEEDS * i : SEEDS * (i + 1)].to("cpu", torch.float32)).numpy()
+        return prompt_measures({"": clips}, {}, None)[""]
+
+    found = Shares().run(len(latents) // SEEDS, measured)
+    return {name: [float(np.mean(of_caption[name])) for of_caption in found] for name in SIDES}
 
 
 def limits_of(measured: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
@@ -206,8 +217,7 @@ class Guard:
         if not state.limits:
             state.captions, state.reference, state.limits = self.captions, self.reference, self._reference()
         latents = evaluator.latents("student", max(self.config.sample.student_steps), self.captions)
-        clips = evaluator.decoded("the student", evaluator.data, latents)
-        found = on_first_rank(lambda: {} if clips is None else by_caption(clips.frames))
+        found = evaluator.decoded("the student", evaluator.data, latents, by_caption)
         evaluator.data.release()
         before = state.values
         raised = state.judge({name: float(np.mean(found[name])) if found else None for name in state.limits})
@@ -266,13 +276,13 @@ class Guard:
         """Measure the teacher's clips at its full steps, or real ones without a teacher."""
         evaluator = self.evaluator
         if "teacher" in self.method.roles:
-            clips = evaluator.clips("teacher", self._teacher_steps(), self.captions)
+            source = evaluator.data, evaluator.shown_latents("teacher", self._teacher_steps(), self.captions)
         else:
-            clips = evaluator.real_clips(self.captions)
-        limits = on_first_rank(lambda: None if clips is None else limits_of(by_caption(clips.frames)))
-        if limits is None:
+            source = evaluator.real_latents(self.captions)
+        measured = evaluator.decoded("the guard's reference", *source, by_caption)
+        if measured is None:
             raise UserError(f"guard.every={self.settings.every}: the clips to compare with are not finite; use 0")
-        return limits
+        return limits_of(measured)
 
     def _health(self, latents: Sample, before: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return the health of the game: metrics of training, the student's pace, the fake score's error."""

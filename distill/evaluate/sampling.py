@@ -88,14 +88,19 @@ def decoded(data: ClipDataset, latents: Sample) -> Clips:
     return Clips(frames, [Sound(wave, sample_rate) for wave in waves.numpy()])
 
 
-def decode(data: ClipDataset, latents: Sample) -> Clips | None:
-    """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others. A collective: rank ``i %
-    world`` decodes clip i. What is not finite raises :class:`NotFinite` on all ranks."""
+def check_finite(latents: Sample) -> None:
+    """Raise :class:`NotFinite` if any of n samples is not finite."""
     finite = [part.isfinite().flatten(1).all(1) for part in latents.parts.values()]
     broken = int((~torch.stack(finite).all(0)).sum())
     if broken:
         clips = f"the latents of {broken} of {len(latents)} clips"
         raise NotFinite(f"{clips} are not finite; use an earlier checkpoint, or fp32")
+
+
+def decode(data: ClipDataset, latents: Sample) -> Clips | None:
+    """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others. A collective: rank ``i %
+    world`` decodes clip i. What is not finite raises :class:`NotFinite` on all ranks."""
+    check_finite(latents)
     mine = latents[rank() :: world_size()].to("cpu", torch.float32)
     made = gathered(lambda: decoded(data, mine) if len(mine) else None)
     if made is None:

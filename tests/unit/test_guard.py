@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from distill.config import compose_config
 from distill.evaluate.evaluator import Evaluator
 from distill.evaluate.guard import ALLOWED, SEEDS, SIDES, Guard, GuardState, by_caption, limits_of, middle_time
 from distill.evaluate.measures import clip_measures
 from distill.train.trainer import build_trainer
+from models.sample import VIDEO, Sample
 from tests.unit.refused import refused
 
 
@@ -22,20 +24,25 @@ def state_of(**limits: tuple[float, float]) -> GuardState:
 INSIDE, OUTSIDE = {"saturation": 0.2, "motion": 0.5}, {"saturation": 0.2 + 0.2 * ALLOWED, "motion": 0.5}
 
 
+def measured(clips: np.ndarray) -> dict[str, list[float]]:
+    data = SimpleNamespace(decode=lambda latents: latents.video.byte())
+    return by_caption(data, Sample({VIDEO: torch.from_numpy(clips)}))
+
+
 def test_measures_are_by_caption_and_limits_have_their_spread():
     clips = np.random.default_rng(0).integers(0, 256, (3 * SEEDS, 4, 8, 8, 3), dtype=np.uint8)
     clips[2 * SEEDS :] //= 4
-    measured = by_caption(clips)
-    for i, motion in enumerate(measured["motion"]):
+    found = measured(clips)
+    for i, motion in enumerate(found["motion"]):
         own = [clip_measures(clip)["motion"] for clip in clips[SEEDS * i : SEEDS * (i + 1)]]
         assert motion == pytest.approx(np.mean(own))
-    assert measured["diversity"][2] == pytest.approx(measured["diversity"][0] / 4, rel=0.1)
-    limits = limits_of(measured)
-    assert limits["motion"] == pytest.approx((np.mean(measured["motion"]), np.std(measured["motion"], ddof=1)))
+    assert found["diversity"][2] == pytest.approx(found["diversity"][0] / 4, rel=0.1)
+    limits = limits_of(found)
+    assert limits["motion"] == pytest.approx((np.mean(found["motion"]), np.std(found["motion"], ddof=1)))
     assert limits["static"] == (0, 0.25), "none of so few clips is static by chance"
     assert limits_of({"motion": [0.5, 0.5], "flicker": [math.nan] * 2}) == {"motion": (0.5, 0.025)}
     assert limits.keys() == SIDES.keys()
-    gray = limits_of(by_caption(np.full((2 * SEEDS, 4, 8, 8, 3), 9, dtype=np.uint8)))
+    gray = limits_of(measured(np.full((2 * SEEDS, 4, 8, 8, 3), 9, dtype=np.uint8)))
     assert "diversity" not in gray, "a caption of one real clip has none"
     state = GuardState(limits=gray)
     state.judge({name: mean for name, (mean, _) in gray.items()})
