@@ -256,14 +256,7 @@ class MiniMaxH3(DiffusersFamily):
                 " use data with sound of the encoders that the checkpoint is from"
             )
 
-    def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-    ) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
         rows, width, embedded = video + audio + text, config["hidden_size"], config["time_embed_dim"]
         heads, layers, refiners = super().width(config), config["num_layers"], config["num_refiner_layers"]
