@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from distill.data.sources import fastvideo, lightx2v, lists, rcm, webdataset
+from distill.data.sources import archives, fastvideo, lightx2v, lists
 from distill.data.sources.outside_set import OutsideSet
 from distill.data.videos.video_folder import TABLES, has_text_files
 from fsdp_cp.errors import UserError
 
-READERS = (lists.read_array, lists.read_lines, fastvideo.read, rcm.read, webdataset.read)
+READERS = (lists.read_array, lists.read_lines, fastvideo.read, archives.read)
 
 
 def read_outside(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
