@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fsdp_cp.errors import UserError, one_line, shown
 
@@ -50,31 +50,51 @@ def check_choices(settings: Any, where: str = "") -> None:
             raise UserError(f"{where}{name} must be {' or '.join(texts)}{none}, got {shown(value)}")
 
 
-def check_range(
-    settings: Any,
-    *names: str,
-    where: str = "",
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Refuse numbers, or lists of them, outside of inclusive (``least``, ``most``) or exclusive bounds.
+class Bounds(NamedTuple):
+    """Bounds of a number, or of the numbers of a list, in the hint of a setting."""
 
-    ``None`` and a missing value (``"???"``) pass.
-    """
-    all_bounds = (
-        ("at least", operator.ge, least), ("above", operator.gt, above),
-        ("at most", operator.le, most), ("below", operator.lt, below),
-    )  # fmt: skip
-    bounds = [(word, inside, bound) for word, inside, bound in all_bounds if bound is not None]
-    for name in names:
-        value = getattr(settings, name)
-        for number in value if isinstance(value, list) else [value]:
-            # Negate the test for being inside: NaN compares as False and must be refused.
-            if number not in (None, "???") and not all(inside(number, bound) for _, inside, bound in bounds):
-                wanted = " and ".join(f"{word} {bound}" for word, _, bound in bounds)
-                raise UserError(f"{where}{name} must be {wanted}, got {shown(value)}")
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+
+_INSIDE = {"least": ("at least", operator.ge), "above": ("above", operator.gt),
+           "most": ("at most", operator.le), "below": ("below", operator.lt)}  # fmt: skip
+PositiveInt = Annotated[int, Bounds(least=1)]
+NonNegativeInt = Annotated[int, Bounds(least=0)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeFloat = Annotated[float, Bounds(least=0)]
+Share = Annotated[float, Bounds(least=0, most=1)]
+
+
+class Bounded:
+    """Base of settings dataclasses that refuses numbers outside of the bounds in their hints; ``None`` and a missing
+    value (``"???"``) pass. Messages have ``prefix`` before names."""
+
+    __slots__ = ()
+    prefix = ""
+
+    def __post_init__(self) -> None:
+        for name, bounds in _bounds(type(self)).items():
+            limits = [(*_INSIDE[key], bound) for key, bound in bounds._asdict().items() if bound is not None]
+            value = getattr(self, name)
+            for number in value if isinstance(value, list) else [value]:
+                # Negate the test for being inside: NaN compares as False and must be refused.
+                if number not in (None, "???") and not all(inside(number, bound) for _, inside, bound in limits):
+                    wanted = " and ".join(f"{word} {bound}" for word, _, bound in limits)
+                    raise UserError(f"{self.prefix}{name} must be {wanted}, got {shown(value)}")
+
+
+@cache
+def _bounds(settings: type) -> dict[str, Bounds]:
+    def of(hint: Any) -> Bounds | None:
+        if get_origin(hint) is Annotated:
+            return hint.__metadata__[0]
+        return next(filter(None, map(of, get_args(hint))), None)
+
+    found = {name: of(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+    return {name: bounds for name, bounds in found.items() if bounds is not None}
 
 
 def user_path(text: str, setting: str) -> Path:

@@ -17,9 +17,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import Bounded, Bounds, NonNegativeInt, PositiveInt
 from fsdp_cp.errors import UserError, one_line, shown
 
 if TYPE_CHECKING:
@@ -34,24 +34,19 @@ NOTE = (
 
 
 @dataclass(kw_only=True)
-class CausalSettings:
+class CausalSettings(Bounded):
     """``student.causal.*`` and ``teacher.causal.*``; see docs/causal.md."""
 
-    chunk: int | None = None
+    chunk: PositiveInt | None = None
     """Number of latent frames in a chunk; null to attend to all frames, or for the checkpoint's ``causal.json``."""
-    first_chunk: int | None = None
+    first_chunk: PositiveInt | None = None
     """Number of latent frames in the first chunk; null for ``chunk``. A given first frame is a chunk of 1."""
-    window: int | None = None
+    window: PositiveInt | None = None
     """Number of earlier chunks that a chunk attends to; null for all."""
-    sink: int = 0
+    sink: NonNegativeInt = 0
     """Number of first chunks that all later chunks attend to, in addition to ``window``."""
-    context_time: float = 0.0
+    context_time: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Time in [0, 1) at which a finished chunk is cached; 0 for no noise."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "chunk", "first_chunk", "window", least=1)
-        check_range(self, "sink", least=0)
-        check_range(self, "context_time", least=0, below=1)
 
     @property
     def enabled(self) -> bool:

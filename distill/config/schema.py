@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import II, MISSING
 
 from distill.config.kinds import Setting, walk_settings
 from distill.data import DATA
 from distill.methods import METHODS, add_installed_methods
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import Bounded, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
@@ -19,6 +19,9 @@ from models.lora.settings import LoraSettings
 
 MOST = 2**20
 """Limit on numbers of samples, ranks or clips, which become lists and loops."""
+Number = Annotated[int, Bounds(least=1, most=MOST)]
+Decay = Annotated[float, Bounds(least=0, below=1)]
+Minutes = Annotated[float, Bounds(least=0.01, most=7 * 24 * 60)]
 _ALLOCATOR = re.compile(r"\w+:(\[[^\]\s]+\]|[^\[\],\s]+)(,\w+:(\[[^\]\s]+\]|[^\[\],\s]+))*", re.ASCII)
 
 
@@ -39,34 +42,27 @@ class MeshSettings:
 
 
 @dataclass(kw_only=True)
-class AttentionSettings:
+class AttentionSettings(Bounded):
     """``attention.*``, for all roles; see docs/library.md."""
 
     backend: str = "auto"
     """Local attention kernel; ``auto`` selects the best available one and logs its name."""
-    head_groups: int = 1
+    head_groups: PositiveInt = 1
     """Number of head groups per rank over which the Ulysses all-to-all overlaps with attention; at least 1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "head_groups", least=1)
 
 
 @dataclass(kw_only=True)
-class EmaSettings:
+class EmaSettings(Bounded):
     """``student.ema.*`` and ``fake.ema.*``."""
 
     enabled: bool = False
     """Keep an exponential moving average (EMA) of the role's weights; samples, report and export use the student's."""
-    decay: float | None = 0.99
+    decay: Decay | None = 0.99
     """Constant weight of the old average per update, 0 to below 1; null for the power schedule."""
-    gamma: float = 6.94
+    gamma: NonNegativeFloat = 6.94
     """Exponent of the power schedule, (1 - 1/(i+1)) ** (gamma + 1); at least 0."""
-    start: int = 0
+    start: NonNegativeInt = 0
     """Number of updates of the role before averaging starts; until then the average equals the weights."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "decay", least=0, below=1)
-        check_range(self, "gamma", "start", least=0)
 
 
 @dataclass(kw_only=True)
@@ -119,34 +115,33 @@ class StudentSettings(TrainedRoleSettings):
 
 
 @dataclass(kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(Bounded):
     """``optim.student.*`` and ``optim.fake.*``: AdamW."""
 
-    lr: float = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.0, 0.999])
+    betas: list[Decay] = field(default_factory=lambda: [0.0, 0.999])
     """Adam's two decay factors, each 0 to below 1."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Term added to the root of Adam's second moment."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, multiplied by the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate schedule: ``constant``, or ``cosine`` down to ``final_lr`` at the role's last update."""
-    warmup: int = 0
+    warmup: NonNegativeInt = 0
     """Number of updates of this role over which the rate grows linearly, starting at ``lr / warmup``."""
-    final_lr: float = 0.0
+    final_lr: NonNegativeFloat = 0.0
     """Final rate of ``cosine``, as a fraction of ``lr``."""
     no_decay: list[str] = field(default_factory=list)
     """Patterns of parameter names without weight decay, e.g. ``[*.bias,*norm*]``."""
     lr_scale: dict[str, float] | None = None
     """Factors of the rate by pattern of parameter names, e.g. ``{patch_embedding.*: 0.1}``; the first match counts."""
-    additions_lr: float | None = None
+    additions_lr: NonNegativeFloat | None = None
     """Peak rate of the method's additions to the network (``additions.*``: GAN heads, time of the last step, second
     time), on the same schedule; null for ``lr``."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr", "additions_lr", "eps", "weight_decay", "warmup", "final_lr", least=0)
-        check_range(self, "betas", least=0, below=1)
+        super().__post_init__()
         if len(self.betas) != 2:
             raise UserError(f"betas={shown(self.betas)} must be two numbers")
         if self.lr == 0 and self.additions_lr is not None:  # the optimizer keeps additions_lr as a factor of lr
@@ -156,30 +151,26 @@ class OptimizerSettings:
 
 
 @dataclass(kw_only=True)
-class OptimSettings:
+class OptimSettings(Bounded):
     """``optim.*``."""
 
     student: OptimizerSettings = field(default_factory=OptimizerSettings)
     fake: OptimizerSettings = field(default_factory=OptimizerSettings)
-    clip: float | None = 10.0
+    clip: PositiveFloat | None = 10.0
     """Maximal norm of a role's gradient, > 0; null for no clipping."""
-    max_skipped: int = 10
+    max_skipped: PositiveInt = 10
     """Number of consecutive updates skipped for a non-finite gradient norm after which the run stops; at least 1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "clip", above=0)
-        check_range(self, "max_skipped", least=1)
 
 
 @dataclass(kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(Bounded):
     """``checkpoint.*``."""
 
-    every: int = 500
+    every: NonNegativeInt = 500
     """Number of steps between checkpoints; 0 for only one at the end."""
-    keep: int = 2
+    keep: NonNegativeInt = 2
     """Number of newest checkpoints to keep; 0 for all."""
-    keep_every: int = 0
+    keep_every: NonNegativeInt = 0
     """Permanently keep checkpoints whose step is a multiple of this; 0 for none."""
     asynchronous: bool = True
     """Write checkpoints during training, from a copy in host memory; training waits if the copy does not fit."""
@@ -190,17 +181,14 @@ class CheckpointSettings:
     accept: list[str] = field(default_factory=list)
     """Settings whose files or data may differ from the checkpoint's, e.g. ``[teacher.checkpoint]``."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "every", "keep", "keep_every", least=0)
-
 
 @dataclass(kw_only=True)
-class LogSettings:
+class LogSettings(Bounded):
     """``log.*``."""
 
-    every: int = 10
+    every: PositiveInt = 10
     """Number of steps between lines of ``metrics.jsonl``; at least 1."""
-    norms_every: int = 0
+    norms_every: NonNegativeInt = 0
     """Number of steps between lines of ``norms.jsonl``, the norms of each weight and gradient by role; 0 for none."""
     wandb: bool = False
     """Also log to Weights & Biases (needs the ``wandb`` extra)."""
@@ -208,10 +196,6 @@ class LogSettings:
     """Also log to TensorBoard (needs the ``tensorboard`` extra)."""
     project: str = "fsdp_cp"
     """Project name in Weights & Biases."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "every", least=1)
-        check_range(self, "norms_every", least=0)
 
 
 @dataclass(kw_only=True)
@@ -234,50 +218,44 @@ class ProfileSettings:
 
 
 @dataclass(kw_only=True)
-class SampleSettings:
+class SampleSettings(Bounded):
     """``sample.*``: clips made during and after training, and the report."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Number of steps between sample clips; 0 for only at the end."""
     at_end: bool = True
     """Sample after the last step, and write the report if ``report_clips`` is above 0."""
-    prompts: int = 4
+    prompts: Number = 4
     """Number of clips per set of samples, with captions from the data set; at least 1."""
     captions: list[str] = field(default_factory=list)
     """Captions to sample instead, one clip each; the data set must contain them."""
     images: list[str] = field(default_factory=list)
     """Paths to images, or to videos for their first frame, in the order of ``captions``, for image-to-video models;
     empty for the data set's images."""
-    student_steps: list[int] = field(default_factory=lambda: [4])
+    student_steps: list[Number] = field(default_factory=lambda: [4])
     """Numbers of sampling steps of the student; one set of samples for each."""
-    teacher_steps: list[int] = field(default_factory=list)
+    teacher_steps: list[Number] = field(default_factory=list)
     """Numbers of sampling steps of the teacher, which is sampled once for comparison."""
-    report_clips: int = 0
+    report_clips: Annotated[int, Bounds(least=0, most=MOST)] = 0
     """Number of clips per row of ``report.html``; 0 for no report."""
 
     def __post_init__(self) -> None:
-        check_range(self, "every", least=0)
-        check_range(self, "prompts", "student_steps", "teacher_steps", least=1, most=MOST)
-        check_range(self, "report_clips", least=0, most=MOST)
+        super().__post_init__()
         if not self.student_steps:
             raise UserError("student_steps=[] must have a number of steps")
 
 
 @dataclass(kw_only=True)
-class GuardSettings:
+class GuardSettings(Bounded):
     """``guard.*``: looks at fixed clips of the student, and an alarm when they collapse; see docs/trouble.md."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Number of the student's updates between looks; 0 for none. There is one before the first step."""
     action: Literal["warn", "stop", "keep"] = "warn"
     """Answer to an alarm, in addition to ``guard/alarm`` in the metrics: a warning (``warn``), or the end of the run
     (``stop``). ``keep`` warns and keeps the best checkpoint, for ``models.export --checkpoint best``."""
-    captions: int = 8
+    captions: Annotated[int, Bounds(least=2, most=MOST)] = 8
     """Number of captions, of ``sample.captions`` or the data set's, with two clips each; at least 2."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "every", least=0)
-        check_range(self, "captions", least=2, most=MOST)
 
 
 @dataclass(kw_only=True)
@@ -293,16 +271,16 @@ class ExportSettings:
 
 
 @dataclass(kw_only=True)
-class TimeoutSettings:
+class TimeoutSettings(Bounded):
     """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/running.md."""
 
-    start: float = 60.0
+    start: Minutes = 60.0
     """Minutes until each trained role's first step is done, and during samples, checkpoints and the end of the run."""
-    step: float = 10.0
+    step: Minutes = 10.0
     """Minutes in every later step; at most ``start``."""
 
     def __post_init__(self) -> None:
-        check_range(self, "start", "step", least=0.01, most=7 * 24 * 60)
+        super().__post_init__()
         if self.step > self.start:
             raise UserError(f"step={self.step} must be at most timeout.start={self.start}: first steps take longer")
 
@@ -318,18 +296,18 @@ class PlanningSettings:
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(Bounded):
     """All settings of a run."""
 
-    steps: int = MISSING
+    steps: PositiveInt = MISSING
     """Optimizer steps, over all roles. A resumed run with more steps continues."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of data order and random draws. Results do not depend on the mesh."""
-    batch_size: int = MISSING
+    batch_size: Number = MISSING
     """Number of samples per step, over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Number | None = None
     """Number of samples per data-parallel rank and forward; null for one forward per step or part of it."""
-    expert_draws: int = 1
+    expert_draws: PositiveInt = 1
     """Number of parts of a batch for roles with two experts (Wan 2.2 A14B). Each part draws the expert that it runs and
     the length of DMD2's rollout (docs/models.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -348,7 +326,7 @@ class Config:
     mesh_check: bool = False
     """Before training, compute each trained role's first step on this mesh and on one with all ranks on ``cp`` (or on
     ``dp_shard`` if this mesh has that already). Log and report show both losses and gradient norms."""
-    world: int | None = None
+    world: Number | None = None
     """Number of ranks for ``dry_run`` or ``plan``; null for this process's world."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
@@ -368,9 +346,7 @@ class Config:
     planning: PlanningSettings = field(default_factory=PlanningSettings)
 
     def __post_init__(self) -> None:
-        check_range(self, "steps", "expert_draws", least=1)
-        check_range(self, "seed", least=0)
-        check_range(self, "batch_size", "micro_batch_size", "world", least=1, most=MOST)
+        super().__post_init__()
         if self.cuda_allocator is not None and not _ALLOCATOR.fullmatch(self.cuda_allocator):
             example = "name:value, with commas between, as expandable_segments:True"
             raise UserError(f"cuda_allocator={self.cuda_allocator} must be {example}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp_cp.choices import Bounded, Bounds
 from fsdp_cp.errors import NotFinite, UserError
 from models.condition import Condition
 from models.sample import PartShapes, Sample, part_name
@@ -21,8 +22,10 @@ VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(kw_only=True)
-class ClipSettings:
+class ClipSettings(Bounded):
     """Settings that decide what a clip and a caption become."""
+
+    prefix = "data."
 
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
@@ -40,8 +43,8 @@ class ClipSettings:
     enlarge clips."""
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
-    max_text_tokens: int = 512
-    """Tokens of a caption; longer ones are cut, and that is logged."""
+    max_text_tokens: Annotated[int, Bounds(least=1, most=8192)] = 512
+    """Tokens of a caption; longer ones are cut, and that is logged. Attention over more than 8192 would fill a GPU."""
     vae_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
@@ -54,6 +57,7 @@ class ClipSettings:
     out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(sizes := self.buckets, list):
             if not sizes or not all(len(size) == 3 and min(size) >= 1 and sizes.count(size) == 1 for size in sizes):
                 kind = "different sizes [frames, height, width]"

@@ -11,6 +11,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,33 +44,22 @@ REFERENCE_CLIPS = 512
 class MovingShapes:
     """Data set of the rendered clips. Item i has caption i modulo 64, and depends on seed, split, i and sizes."""
 
-    def __init__(
-        self,
-        *,
-        encoders: str,
-        num_frames: int,
-        height: int,
-        width: int,
-        fps: float,
-        negative_prompt: str,
-        num_clips: int,
-        colour_shares: Sequence[float] | None,
-        sound: bool,
-        seed: int,
-    ) -> None:
-        self._captions = captions_of(colour_shares)
-        self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
-        self._table = WordTable(encoders)
-        self._size = {"num_frames": num_frames, "height": height, "width": width}
-        self._frame = {"height": height, "width": width}
-        self._seed, self._split, self._num_clips = seed, "train", num_clips
-        self.fps = float(fps)
-        self._has_sound = sound
-        self.latent_shapes = {VIDEO: (3, num_frames, height, width)}
-        if sound:
-            self.latent_shapes[AUDIO] = (1, ROWS * num_frames, BANDS)
+    def __init__(self, settings: Any, seed: int) -> None:
+        """Make the data of :class:`distill.data.settings.MovingShapesSettings`."""
+        shares, frames = settings.colour_shares, settings.num_frames
+        self._captions = captions_of(shares)
+        self._colour_shares = None if shares is None else _checked_shares(shares)
+        self._table = WordTable(settings.encoders)
+        self._frame = {"height": settings.height, "width": settings.width}
+        self._size = {"num_frames": frames, **self._frame}
+        self._seed, self._split, self._num_clips = seed, "train", settings.num_clips
+        self.fps = float(settings.fps)
+        self._has_sound = settings.sound
+        self.latent_shapes = {VIDEO: (3, frames, *self._frame.values())}
+        if self._has_sound:
+            self.latent_shapes[AUDIO] = (1, ROWS * frames, BANDS)
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
-        prompts = [negative_prompt, ""]
+        prompts = [settings.negative_prompt, ""]
         null_text, empty_text = self._table.embed(prompts, CAPTION_WORDS, "data.negative_prompt")
         self.null, self.empty = self._tensors(null_text), self._tensors(empty_text)
         self.condition_shapes = {name: tuple(value.shape) for name, value in self.null.items()}

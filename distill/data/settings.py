@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
 from distill.data.base import ClipDataset, ClipSettings
-from fsdp_cp.choices import add_installed, check_choices, check_range
+from fsdp_cp.choices import Bounded, Bounds, add_installed
 from fsdp_cp.errors import UserError, counted
 from models.sample import PartShapes
 
@@ -27,9 +27,10 @@ Shape = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
-class DataSettings:
+class DataSettings(Bounded):
     """Base of the settings of a data set."""
 
+    prefix = "data."
     has_clips: ClassVar[bool] = True
     """Whether items have latents to train on. Captions alone have none."""
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns")
@@ -82,18 +83,19 @@ class MovingShapesSettings(DataSettings):
     name: str = "moving_shapes"
     encoders: str = "assets/quickstart_teacher"
     """Folder with the word table ``words.safetensors``."""
-    num_frames: int = 6
+    # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
+    num_frames: Annotated[int, Bounds(least=6)] = 6
     """Frames of a clip."""
-    height: int = 16
+    height: Annotated[int, Bounds(least=16)] = 16
     """Pixels."""
-    width: int = 16
+    width: Annotated[int, Bounds(least=16)] = 16
     """Pixels."""
     fps: float = 8.0
     """Frames per second of the sample videos."""
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
-    num_clips: int = 65536
-    """Clips in an epoch."""
+    num_clips: Annotated[int, Bounds(least=64, most=2**24)] = 65536
+    """Clips in an epoch, whose order is a list of all."""
     colour_shares: list[float] | None = None
     """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
     blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
@@ -106,18 +108,10 @@ class MovingShapesSettings(DataSettings):
 
     def build(self, *, seed: int, captions: Sequence[str] = (), **_: Any) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
-        from distill.data.shape_scenes import captions_of
         from distill.data.videos.decode import ClipFormat
 
-        # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels. An
-        # epoch's order is a list of all clips.
-        check_range(self, "num_frames", least=6, where="data.")
-        check_range(self, "height", "width", least=16, where="data.")
-        check_range(self, "num_clips", least=len(captions_of(self.colour_shares)), most=2**24, where="data.")
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
-        sizes = {name: values[name] for name in ("num_frames", "height", "width", "fps")}
-        ClipFormat(**sizes)  # refuses sizes of no clip
-        data = MovingShapes(**values, seed=seed)
+        ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)  # refuses no clips
+        data = MovingShapes(self, seed)
         data.condition(list(captions))  # refuses unknown words
         return data
 
@@ -233,7 +227,6 @@ class EncodedSettings(DataSettings):
         return self.bucket_shapes()[0]
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
-        check_choices(self, "data.")
         return self.encoding().bucket_shapes()
 
     def encoding(self) -> Encoding:

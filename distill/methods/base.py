@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distill.methods.common.chunks import chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
-from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.choices import Bounded, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
@@ -77,24 +77,21 @@ class Loss(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class PartSettings:
+class PartSettings(Bounded):
     """Settings of the parts of a sample other than the video."""
+
+    prefix = "method."
 
     guidance_scale: float = 5.0
     """Guidance scale ``w`` of the teacher, or of ``method=flow_matching``'s samples: ``u + w (c - u)``; 1 for none."""
     audio_guidance_scale: float | None = None
     """Guidance scale of the audio; null for that of the video."""
-    audio_weight: float = 1.0
+    audio_weight: NonNegativeFloat = 1.0
     """Weight of the audio's loss next to the video's, at least 0. With 0, parameters that only the audio's output
     reaches change by weight decay alone."""
-    audio_shift_ratio: float | None = None
+    audio_shift_ratio: PositiveFloat | None = None
     """Shift from the video's time to the audio's, > 0: the ratio of their shifts. null for the model's; LTX-2's
     pipeline samples with that alone, so another ratio exports no scheduler."""
-
-    def __post_init__(self) -> None:
-        check_choices(self, "method.")
-        check_range(self, "audio_weight", least=0, where="method.")
-        check_range(self, "audio_shift_ratio", above=0, where="method.")
 
     @property
     def weights(self) -> dict[str, float]:

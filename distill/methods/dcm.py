@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from distill.methods.common.chunks import check_same_chunks, chunk_integers, cle
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import Bounds
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -31,14 +31,10 @@ class DcmSettings(StepListSettings):
     """``method=dcm``."""
 
     name: str = "dcm"
-    grid_steps: int = 48
+    grid_steps: Annotated[int, Bounds(least=1, most=10_000)] = 48
     """Number ``K`` of Euler steps of the teacher from noise to data, spaced by ``shift``; 1 to 10000."""
     target: Literal["student", "ema"] = "student"
     """Weights that predict the target at the next node: the ``student``'s, or its EMA (``ema``)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "grid_steps", least=1, most=10_000, where="method.")
 
 
 class Dcm(FewStepMethod):

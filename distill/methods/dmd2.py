@@ -27,7 +27,7 @@ from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
 from distill.methods.common.schedules import add_noise, denoise
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
@@ -46,7 +46,7 @@ class Dmd2Settings(StepListSettings):
     """``method=dmd2``."""
 
     name: str = "dmd2"
-    fake_updates_per_student_update: int = 5
+    fake_updates_per_student_update: PositiveInt = 5
     """Fake-score updates after each student update; at least 1."""
     min_time: float = 0.02
     """Smallest time of the scores, in comparison and training; from 0 to below ``max_time``."""
@@ -60,17 +60,17 @@ class Dmd2Settings(StepListSettings):
     student_input: Literal["rollout", "clips"] = "rollout"
     """Input of the student's last step in training: what its own steps make (``rollout``), or a real clip noised to the
     time of that step (``clips``), one of ``step_list``."""
-    data_forcing: float = 0.0
+    data_forcing: Share = 0.0
     """Probability that the teacher scores a batch's real clips in the place of the student's samples, at the same times
     and with the same noise; 0 to 1. One draw for a step."""
     fake_knows_last_step: bool = False
     """Condition the fake score on the time of the student's last step. Not in the paper, where one score covers all
     rollout lengths and their errors may cancel (docs/methods/dmd2.md)."""
-    gan_weight_student: float = 0.0
+    gan_weight_student: NonNegativeFloat = 0.0
     """Weight of the student's GAN loss; 0 for no GAN. Published: 1e-3 to 5e-3 (DMD2), 0.03 (FastGen)."""
-    gan_weight_head: float = 1e-2
+    gan_weight_head: PositiveFloat = 1e-2
     """Weight of the discriminator's loss relative to the fake score's, > 0; it trains the heads and the fake score."""
-    gan_r1_weight: float = 0.0
+    gan_r1_weight: NonNegativeFloat = 0.0
     """Weight of the approximate R1 penalty in the discriminator's loss (Lin et al. 2025, arXiv:2501.08316), or 0."""
     gan_blocks: list[int] | None = None
     """Indices of the fake score's blocks that the discriminator reads, ascending; null for three blocks, in the middle,
@@ -78,10 +78,6 @@ class Dmd2Settings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "fake_updates_per_student_update", least=1, where="method.")
-        check_range(self, "gan_weight_student", "gan_r1_weight", least=0, where="method.")
-        check_range(self, "gan_weight_head", above=0, where="method.")
-        check_range(self, "data_forcing", least=0, most=1, where="method.")
         if self.data_forcing and self.gan:
             data = f"method.data_forcing={self.data_forcing}, which has no discriminator"
             raise UserError(f"method.gan_weight_student={self.gan_weight_student} must be 0 with {data}")

@@ -20,7 +20,7 @@ from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.sampling import Sampler, guided_states
 from distill.methods.common.schedules import add_noise
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import PositiveFloat, Share
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -40,25 +40,20 @@ class FlowMatchingSettings(PartSettings):
     the times at which Wan is sampled."""
     logit_mean: float = 0.0
     """Mean of logit(t), for ``logit_normal``."""
-    logit_std: float = 1.0
+    logit_std: PositiveFloat = 1.0
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
-    shift: float = 1.0
+    shift: PositiveFloat = 1.0
     """Time shift of training and sampling, > 0; above 1 for more noise. Wan: 3 at 480p, 5 at 720p."""
     weight: Literal["none", "gaussian"] = "none"
     """Weight of the loss at a time t: ``none``, or ``gaussian``, ``exp(-2 (t - 1/2)^2)`` less its value at 1, scaled to
     a mean of 1 over uniform times with this ``shift`` (Self-Forcing, Causal-Forcing, DiffSynth)."""
-    caption_dropout: float = 0.1
+    caption_dropout: Share = 0.1
     """Probability that a sample trains on the empty caption, which guidance needs; 0 to 1."""
     sampler: Sampler = "euler"
     """Sampler: ``euler``, or ``unipc``, which Wan's pipelines use."""
     history: Literal["clean", "noisy"] = "noisy"
     """Earlier chunks that a causal student sees in training: ``clean`` (teacher forcing, as in sampling), or ``noisy``
     at their own times (diffusion forcing). A bidirectional student has one chunk and no history."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "caption_dropout", least=0, most=1, where="method.")
-        check_range(self, "shift", "logit_std", above=0, where="method.")
 
 
 class FlowMatching(Method):

@@ -21,7 +21,7 @@ from distill.methods.common.observations import per_sample_norm, squared_error
 from distill.methods.common.sampling import StudentSampler
 from distill.methods.common.schedules import add_noise, per_sample
 from distill.methods.flow_matching import TimeDistribution, draw_time
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import NonNegativeFloat, NonNegativeInt, PositiveFloat, Share
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
@@ -40,17 +40,17 @@ class MeanFlowSettings(StepListSettings):
     """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
     logit_mean: float = -0.8
     """Mean of logit(t), for ``logit_normal``; default: FastGen's for Wan."""
-    logit_std: float = 1.6
+    logit_std: PositiveFloat = 1.6
     """Standard deviation of logit(t), for ``logit_normal``; > 0. Default: FastGen's for Wan."""
-    time_shift: float = 1.0
+    time_shift: PositiveFloat = 1.0
     """Shift of both times, > 0; ``shift`` only affects the teacher's sampler."""
-    interval_ratio: float = 1.0
+    interval_ratio: Share = 1.0
     """Probability that a sample has r < t, 0 to 1; other samples train the velocity at r = t. Paper: 0.25."""
-    tangent_warmup: int = 2000
+    tangent_warmup: NonNegativeInt = 2000
     """Student updates over which the derivative in the target grows from 0 to full size; 0 for no warm-up."""
-    weight_power: float = 1.0
+    weight_power: NonNegativeFloat = 1.0
     """Exponent ``p`` of a sample's weight ``1 / (rms + c)^p``, with the rms of its error; 0 for equal weights."""
-    weight_floor: float = 10.0
+    weight_floor: PositiveFloat = 10.0
     """Constant ``c`` of the weight ``1 / (rms + c)^p``, > 0. FastGen's 10 makes the weights nearly equal; a small one
     removes the error's size from the gradient."""
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
@@ -59,15 +59,9 @@ class MeanFlowSettings(StepListSettings):
     """No effect for this method: the student crosses its intervals without noise."""
     jvp: Mode = "exact"
     """Computation of du/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
-    jvp_step: float = 1e-4
+    jvp_step: PositiveFloat = 1e-4
     """Step of ``finite_difference`` to both sides, in t; > 0. The default has the least error on the quickstart's
     teacher, 0.2%: smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "time_shift", "logit_std", "weight_floor", "jvp_step", above=0, where="method.")
-        check_range(self, "tangent_warmup", "weight_power", least=0, where="method.")
-        check_range(self, "interval_ratio", least=0, most=1, where="method.")
 
 
 class MeanFlow(FewStepMethod):

@@ -22,7 +22,7 @@ from distill.methods.common.distribution_matching import distribution_matching, 
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.methods.scm import Scm, ScmSettings
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
@@ -35,12 +35,12 @@ class RcmSettings(ScmSettings):
     """``method=rcm``. ``shift`` also shifts ``p_D``: the times of the scores and of random rollouts."""
 
     name: str = "rcm"
-    consistency_steps: int = 1000
+    consistency_steps: NonNegativeInt = 1000
     """Number of initial steps with only the consistency loss; at least 0. rCM: 1000 for Wan 1.3B, 0 for 14B."""
     student_every: int = 5
     """Period in steps after ``consistency_steps``: the student trains once, then the fake score; at least 2. rCM: 5 for
     Wan 1.3B, 10 for 14B."""
-    consistency_weight: float | None = None
+    consistency_weight: PositiveFloat | None = None
     """Weight of the consistency loss relative to DMD's, > 0; null for the published ratio,
     50 / sqrt(elements of a sample)."""
     rollout: Literal["random", "fixed"] = "random"
@@ -51,8 +51,6 @@ class RcmSettings(ScmSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "consistency_steps", least=0, where="method.")
-        check_range(self, "consistency_weight", above=0, where="method.")
         if self.student_every < 2:
             every = f"method.student_every={self.student_every}"
             raise UserError(f"{every} leaves no step to the fake score; use 2 or more, or method=scm")

@@ -25,7 +25,7 @@ from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, squared_error
 from distill.methods.common.schedules import per_sample, widen
 from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -41,18 +41,18 @@ class ScmSettings(FewStepSettings):
     name: str = "scm"
     time_mean: float = 0.7
     """Mean of ``log tan t``; rCM: 0.7 for Wan 1.3B, 1.5 for 14B."""
-    time_std: float = 1.6
+    time_std: PositiveFloat = 1.6
     """Standard deviation of ``log tan t``; > 0."""
-    tangent_warmup: int = 1000
+    tangent_warmup: NonNegativeInt = 1000
     """Student updates over which the unstable part of the tangent grows from 0 to full size; 0 for no warm-up."""
     tangent: Tangent = "lu_song"
     """Form of the tangent: ``lu_song`` as published, or ``rcm``, rCM's later revision without warm-up of dF/dt."""
     jvp: Mode = "exact"
     """Computation of dF/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
-    jvp_step: float = 2e-4
+    jvp_step: PositiveFloat = 2e-4
     """Step of ``finite_difference`` to both sides, in TrigFlow time; > 0. The default has the least error, about 0.1%:
     smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
-    sigma_max: float | None = 80.0
+    sigma_max: PositiveFloat | None = 80.0
     """Noise level, > 0: the student's sampler starts at ``atan(sigma_max)``; null for pure noise, pi/2. rCM: 80 for Wan
     1.3B, 200 for 14B. rCM's rollouts always start at pure noise (docs/methods/rcm.md)."""
     mid_times: list[float] = field(default_factory=lambda: [1.5, 1.4, 1.0])
@@ -60,8 +60,6 @@ class ScmSettings(FewStepSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "time_std", "jvp_step", "sigma_max", above=0, where="method.")
-        check_range(self, "tangent_warmup", least=0, where="method.")
         times = self._trig_times()
         if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
             below = f"below {times[0]:.4f}, where samples begin (method.sigma_max)"

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import Bounded, Bounds, NonNegativeInt
 
 
 @dataclass(kw_only=True)
-class LoraSettings:
+class LoraSettings(Bounded):
     """Adapters of a role on a frozen base: adapted layers compute ``W x + (alpha / rank) B A x``."""
 
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rank: rows of A and columns of B; 0 for a role that trains its whole network."""
-    alpha: float | None = None
+    alpha: Annotated[float, Bounds(above=0, below=math.inf)] | None = None
     """Scale of the product times the rank; null for ``rank``, which gives scale 1."""
     targets: list[str] = field(default_factory=list)
     """Name patterns of the linear layers that get adapters, e.g. ``[*.attn1.*,*.ffn.*]``; empty for all linear layers
     of the blocks, or those that the family names."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "rank", least=0)
-        check_range(self, "alpha", above=0, below=math.inf)
 
     @property
     def enabled(self) -> bool:

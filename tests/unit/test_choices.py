@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from omegaconf import MISSING
@@ -13,7 +13,7 @@ from distill.config.kinds import defaults, make
 from distill.config.schema import Config
 from distill.data import DATA
 from distill.methods import METHODS
-from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.choices import Bounded, Bounds, check_choices
 from fsdp_cp.errors import UserError
 
 
@@ -80,12 +80,16 @@ def test_defaults_are_complete_and_plain():
 
 
 @pytest.mark.parametrize(
-    ("bounds", "wrong"), [({"least": 1}, 0), ({"above": 3}, 3), ({"most": 2}, 3), ({"below": 3}, 3)]
+    ("bounds", "right", "wrong"),
+    [({"least": 1}, 1, 0), ({"above": 3}, 4, 3), ({"most": 2}, 2, 3), ({"below": 3}, 2, 3)],
 )
-def test_numbers_outside_of_a_range_are_refused(bounds, wrong):
-    for number in (wrong, float("nan")):
+def test_numbers_outside_of_a_range_are_refused(bounds, right, wrong):
+    number = Annotated[float, Bounds(**bounds)]
+    fields = [("number", number | None, None), ("numbers", list[number] | Literal["all"], "all")]
+    kind = dataclasses.make_dataclass("Kind", fields, bases=(Bounded,), namespace={"prefix": "a."})
+    for value in (wrong, float("nan")):
         with pytest.raises(UserError, match=r"^a\.number\b"):
-            check_range(Outer(number=number), "number", where="a.", **bounds)
-    check_range(Outer(number=None), "number", **bounds)
-    with pytest.raises(UserError, match=r"^numbers\b"):
-        check_range(Outer(number=1, numbers=[2, wrong]), "numbers", **bounds)
+            kind(number=value)
+    with pytest.raises(UserError, match=r"^a\.numbers\b"):
+        kind(numbers=[right, wrong])
+    assert kind(numbers=[right]).number is None

@@ -30,7 +30,7 @@ from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, r
 from distill.data.videos.sound import SOUND_VERSION, read_sound
 from distill.data.videos.table import read_captions, read_images
 from distill.data.videos.video_folder import ListedClip, read_metadata
-from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _Read = tuple[torch.Tensor, torch.Tensor | None, int]
 """Frames (3, T, H, W) of a clip or stored latents (C, t, h, w), its sound, and its length where only one is read."""
-_MOST_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds")
 """Parts of a clip that its image gives."""
 _CHECKED_CLIPS = 64
@@ -60,7 +59,6 @@ class Encoding(ClipSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, "data.")
-        check_range(self, "max_text_tokens", least=1, most=_MOST_TOKENS, where="data.")
 
     @property
     def clips(self) -> list[ClipFormat]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from distill.data.videos.colors import ClipError, is_turned, other_colors, to_bt709, upright
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import Bounded, Bounds
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,26 +30,22 @@ DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 MAX_SIZE = 65536
 """Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
-FPS = (0.01, 1000.0)
-"""Frame rates that mp4 files can say."""
 _NO_TIMES = 0x80  # AVFMT_NOTIMESTAMPS: raw streams, to which FFmpeg gives 25 fps
 _MOST_B_FRAMES = 16  # in a row, of any codec
 _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ClipFormat:
+class ClipFormat(Bounded):
     """Length, size and rate of clips."""
 
-    num_frames: int
-    height: int
-    width: int
-    fps: float
-    """Frames per second at which the source is sampled."""
+    prefix = "data."
 
-    def __post_init__(self) -> None:
-        check_range(self, "num_frames", "height", "width", most=MAX_SIZE, where="data.")
-        check_range(self, "fps", least=FPS[0], most=FPS[1], where="data.")
+    num_frames: Annotated[int, Bounds(most=MAX_SIZE)]
+    height: Annotated[int, Bounds(most=MAX_SIZE)]
+    width: Annotated[int, Bounds(most=MAX_SIZE)]
+    fps: Annotated[float, Bounds(least=0.01, most=1000.0)]
+    """Frames per second at which the source is sampled, of those that mp4 files can say."""
 
 
 class SoundFormat(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guided
 from distill.methods.common.expert_times import Times
 from distill.methods.common.sampling import Sampler, StudentSampler, guided_states, rollout, rollout_chunks
-from fsdp_cp.choices import check_range
+from fsdp_cp.choices import PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -25,19 +25,15 @@ class FewStepSettings(PartSettings):
 
     guidance_scale_2: float | None = None
     """Guidance scale of the second, low-noise expert of a teacher (Wan 2.2 A14B); null for the first's."""
-    shift: float = 5.0
+    shift: PositiveFloat = 5.0
     """Time shift of the teacher's sampler, and of the times that some methods draw; > 0."""
-    teacher_shift: float | None = None
+    teacher_shift: PositiveFloat | None = None
     """Time shift of the teacher's sampler alone, > 0; null for ``shift``."""
     teacher_sampler: Sampler = "euler"
     """Sampler of the teacher's clips for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
     student_sampler: StudentSampler = "renoise"
     """Sampler of the student, in rollouts, samples and export: ``renoise`` (fresh noise at each step, DMD2) or ``ode``
     (along its own velocity)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "shift", "teacher_shift", above=0, where="method.")
 
     @property
     def guidance(self) -> Guidance:
