@@ -42,10 +42,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 .PHONY: quickstart
 # From scratch: what an earlier run left in runs/quickstart moves to runs/quickstart/previous/. Trains with dp_shard=2,
-# which is faster on two cores than the recipe's cp=2, and computes the first steps on cp=2 too, for the report.
+# which is faster on two cores than the recipe's cp=2.
 quickstart: $(STAMP)  ## distill the shipped teacher on two CPU processes, from scratch; ends in runs/quickstart/report.html
 	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart device=cpu \
-	  mesh.cp=1 mesh_check=true checkpoint.resume=never $(ARGS)
+	  mesh.cp=1 checkpoint.resume=never $(ARGS)
 
 .PHONY: test
 test: $(STAMP)  ## the tests to run after each change: 5 minutes on two cores

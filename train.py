@@ -18,7 +18,6 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     from distill.run.hub_names import resolve_hub_names
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
-    from distill.train.mesh_check import check_meshes
     from distill.train.trainer import build_trainer
 
     with run_log(), recorded_stop(config):
@@ -39,8 +38,6 @@ def train(arguments: list[str], stop: StopSignal) -> None:
         with open_run(config, plan, device=device, arguments=arguments) as run:
             shown = {"captions": config.sample.captions, "images": config.sample.images}
             data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
-            if config.mesh_check and run.start.resume_from is None:
-                run.facts |= check_meshes(run, data)
             build_trainer(run, data).run(run, stop)
 
 

@@ -323,9 +323,6 @@ class Config(Bounded):
     plan: bool | Literal["suggest"] = False
     """``true``: predict a rank's memory, operations and traffic on fake tensors, write ``RUN_DIR/plan.html`` and exit.
     ``suggest``: search for settings that fit ``planning.hardware`` and exit."""
-    mesh_check: bool = False
-    """Before training, compute each trained role's first step on this mesh and on one with all ranks on ``cp`` (or on
-    ``dp_shard`` if this mesh has that already). Log and report show both losses and gradient norms."""
     world: Number | None = None
     """Number of ranks for ``dry_run`` or ``plan``; null for this process's world."""
     mesh: MeshSettings = field(default_factory=MeshSettings)

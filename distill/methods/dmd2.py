@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error, score_time
+from distill.methods.common.distribution_matching import distribution_matching, fake_score_error, score_time
 from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
@@ -148,13 +148,23 @@ class Dmd2(FewStepMethod):
         if self.trained_role(step) == "student":
             yield from self._student_losses(batch, rollout, last, random)
             return
-        sample = Shared(lambda: self._rollout(batch, rollout, random), uses=2 if self.settings.gan else 1)
+        made: list[Sample] = []
+
+        def sample() -> Sample:
+            """Return the samples of one or two losses: the first makes them, the last takes them away."""
+            if made:
+                return made.pop()
+            with torch.no_grad():
+                clips = self._rollout(batch, rollout, random)
+            made.extend([clips] * self.settings.gan)
+            return clips
+
         if self.settings.gan:
             at_gan, weight = score_time(self, "dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
-            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), at_gan, last, random), weight, at_gan.at)
+            yield Loss("gan", lambda: self._head_loss(batch, sample(), at_gan, last, random), weight, at_gan.at)
         # This loss is last because its backward reaches every block: FSDP ends the step with it.
         times = score_time(self, "dmd2/fake_time", batch, random, "fake")
-        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), times, last, random), at=times.at)
+        yield Loss("fake_score", lambda: self._fake_loss(batch, sample(), times, last, random), at=times.at)
 
     @classmethod
     def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:

@@ -2,8 +2,12 @@
 
 The student's field ``F`` gives ``f(x_t, t) = cos(t) x_t - sin(t) F(x_t, t)``, which training makes constant along the
 teacher's trajectories. The derivative of ``f`` along a trajectory, the *tangent*, needs ``dF/dt`` along it: one
-forward-mode pass. Times are TrigFlow's, in [0, pi/2]. Causal roles see the clean clip as their history, which no
-derivative moves, and each chunk has its own time and tangent norm.
+forward-mode pass. Causal roles see the clean clip as their history, which no derivative moves, and each chunk has its
+own time and tangent norm.
+
+TrigFlow (section 3) is on a rectified-flow network, without retraining it: ``x_t = cos(t) x0 + sin(t) e`` with ``t`` in
+[0, pi/2]; dividing by ``k = cos t + sin t`` gives the rectified-flow state at time ``sin(t) / k``. x, e, v, F are
+samples, whose parts all have the time t: ``(B,)``, or ``(B, T)`` for a time per latent frame, fp32 or better.
 """
 
 from __future__ import annotations
@@ -12,24 +16,27 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss
+from distill.methods.base import Batch, Guidance, Loss, guided_velocity
 from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history, split_chunks
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, squared_error
 from distill.methods.common.schedules import per_sample, widen
-from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
+from models.condition import Condition
 from models.sample import Sample
+
+if TYPE_CHECKING:
+    from models.roles.role import Role
 
 Tangent = Literal["lu_song", "rcm"]
 
@@ -173,3 +180,41 @@ def normalise_tangent(g: Tensor) -> Tensor:
     section 4.2). Without the root, the gradient of the mean would shrink with the resolution, below Adam's epsilon."""
     norm = g.flatten(1).norm(dim=1)
     return g * widen(g[0].numel() ** 0.5 / (norm + 0.1), g)
+
+
+def add_trig_noise(x0: Sample, noise: Sample, t: Tensor) -> Sample:
+    """Return ``x_t = cos(t) x0 + sin(t) e``."""
+    return per_sample(torch.cos(t), x0) * x0 + per_sample(torch.sin(t), x0) * noise
+
+
+def flow_time(t: Tensor) -> Tensor:
+    """Return the rectified-flow time ``sin t / (cos t + sin t)`` of the TrigFlow time ``t``."""
+    return torch.sin(t) / (torch.cos(t) + torch.sin(t))
+
+
+def flow_time_of(t: float) -> float:
+    """Return :func:`flow_time` of a Python number."""
+    return math.sin(t) / (math.cos(t) + math.sin(t))
+
+
+def trig_field(
+    role: Role,
+    x: Sample,
+    t: Tensor,
+    condition: Condition,
+    guidance: Guidance = 1.0,
+    at: float | None = None,
+    *,
+    clean: Sample | None = None,
+) -> Sample:
+    """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``, ``dx_t/dt`` along the network's trajectory,
+    without 0/0 at ``t -> 0``. ``at`` and ``clean`` are a rectified-flow time and state
+    (:meth:`models.roles.role.Role.velocity`)."""
+    k = per_sample(torch.cos(t) + torch.sin(t), x)
+    v = guided_velocity(role, x / k, flow_time(t), condition, guidance, at, clean=clean)
+    return (per_sample(torch.cos(t) - torch.sin(t), x) * x + v) / k
+
+
+def trig_denoise(x: Sample, field: Sample, t: Tensor) -> Sample:
+    """Return ``x0 = cos(t) x_t - sin(t) F``."""
+    return per_sample(torch.cos(t), x) * x - per_sample(torch.sin(t), x) * field

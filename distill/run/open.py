@@ -63,8 +63,6 @@ class Run:
     """Words of the command that starts the run again."""
     start: Start | None = None
     """Checkpoint that the run resumes, and its data; ``None`` for steps that are only measured."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Facts for the report, in addition to those of every run."""
 
     @contextmanager
     def started(self, step: Callable[[], int]) -> Iterator[None]:

@@ -107,8 +107,6 @@ class Trainer:
         self.last_loss: dict[str, float] = {}
         """Loss of each role's latest update in this process."""
         self.saved_step: int | None = None
-        self.facts: dict[str, Any] = {}
-        """Facts that the report shows, in addition to those of every run."""
         self.log: MetricsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", **kept)
@@ -121,7 +119,7 @@ class Trainer:
         """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
         A signal, which ``stop`` holds, ends the run between two steps."""
         assert run.start is not None, "the run was opened"
-        self.sources, self.facts = run.start.sources, run.facts
+        self.sources = run.start.sources
         if self.guard is not None:
             self.guard.teacher = (self.sources.get("teacher.checkpoint") or {}).get("fingerprint")
         if run.start.resume_from is not None:
@@ -214,18 +212,6 @@ class Trainer:
         """Return the step of the checkpoint to keep for good, if the run keeps one."""
         return self.guard.state.best if self.guard is not None and self.config.guard.action == "keep" else None
 
-    def first_steps(self) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step, at most 10 steps; return loss and norm by ``step 1 (student)``."""
-        numbers: dict[str, tuple[float, float]] = {}
-        data, waiting = self._steps_of_data(), set(self.roles)
-        while waiting and self.step < min(10, self.config.steps):
-            name = self.method.trained_role(self.step)
-            metrics = self._train_step(data)
-            if name in waiting:
-                waiting.remove(name)
-                numbers[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
-        return numbers
-
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
         """Train the remaining steps; log, save and sample between them. Call ``advance`` after each step."""
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
@@ -278,7 +264,6 @@ class Trainer:
             "minutes of training": round(self.seconds / 60, 2),
             "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
             "peak memory per rank, GiB": round(self.memory()["memory/peak_gib"], 3),
-            **self.facts,
         }
         with self.method.student_average():
             self.evaluator.write_report(facts)

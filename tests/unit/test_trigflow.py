@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from distill.methods.base import guided_velocity
 from distill.methods.common.derivatives import directional_derivative
 from distill.methods.common.schedules import add_noise, denoise
-from distill.methods.common.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
+from distill.methods.scm import add_trig_noise, flow_time, trig_denoise, trig_field
 from tests.oracles.samples import video
 from tests.tiers import parametrize
 from tests.unit.analytic import PROBLEMS, normal, nothing

@@ -1,8 +1,7 @@
-"""Distribution matching (Yin et al. 2024): DMD's loss, the fake score's, and samples that several losses share."""
+"""Distribution matching (Yin et al. 2024): DMD's loss, and the fake score's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,23 +66,3 @@ def fake_score_error(
     t, at = times
     v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
     return squared_error(v, noise - sample)
-
-
-class Shared:
-    """Samples of several losses: the first of ``uses`` calls of :meth:`take` makes them, the last frees them."""
-
-    def __init__(self, make: Callable[[], Sample], uses: int):
-        self._make, self._left = make, uses
-        self._value: Sample | None = None
-
-    def take(self) -> Sample:
-        """Return the samples; call this at most ``uses`` times."""
-        assert self._left, "taken more often than announced"
-        if self._value is None:
-            with torch.no_grad():
-                self._value = self._make()
-        self._left -= 1
-        value = self._value
-        if not self._left:
-            self._value = None
-        return value
