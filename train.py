@@ -1,7 +1,5 @@
 """Distill a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``."""
 
-from __future__ import annotations
-
 import sys
 
 from distill.config import compose_config

@@ -8,8 +8,6 @@ files, rCM's tar shards, LightX2V's caches, archives of webdataset, ``metadata.j
 out, and why. ``--verify OUT`` reads a whole set and notes what is damaged.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

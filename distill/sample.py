@@ -7,8 +7,6 @@ checkpoint, and ``--student FOLDER`` samples it.
 another length, chunk by chunk, with a causal student.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from contextlib import ExitStack

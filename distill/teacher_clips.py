@@ -7,8 +7,6 @@ The settings are those of the training: ``teacher.checkpoint``, ``method.guidanc
 the data, and starts from the noise of ``seed`` and i. After a kill, the same command continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

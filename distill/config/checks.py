@@ -1,7 +1,5 @@
 """Checks of combinations of settings that do not depend on the world, the device or files."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import gcd
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Composition of Hydra's groups in ``configs/`` and a command line into a checked configuration."""
 
-from __future__ import annotations
-
 import logging
 import re
 import unicodedata

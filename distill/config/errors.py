@@ -1,7 +1,5 @@
 """Messages for unknown settings and unknown files of config groups, with the name that was probably meant."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

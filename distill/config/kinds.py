@@ -1,7 +1,5 @@
 """Types of settings: descriptions of the values that a field takes, and conversion of values to dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping

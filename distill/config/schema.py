@@ -1,7 +1,5 @@
 """Dataclasses of all settings; their YAML is in ``configs/``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Method that trained an export, which decides how its student is sampled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text of ``train.py --help`` and ``--cfg job``, generated from the configuration and its dataclasses."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

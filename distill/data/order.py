@@ -4,8 +4,6 @@ alone.
 So the order is the same on every mesh, and a resumed run needs no stored state.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

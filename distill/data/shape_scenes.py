@@ -1,7 +1,5 @@
 """Scenes of ``data=moving_shapes``: captions, clips of them, their pixels (with centres at .5) and their sound."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -5,8 +5,6 @@ at a node is trained towards its prediction at the next node. The optimum is the
 Causal roles see the clean clip as their history, and each chunk has its own node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

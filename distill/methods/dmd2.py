@@ -9,8 +9,6 @@ Data-forcing distillation (arXiv:2606.18478, equations 8 to 10) is the same with
 clip, and in some batches the teacher's score of this clip instead of the sample's.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A causal student draws one time per chunk. Its history is clean (teacher forcing
 (diffusion forcing, Chen et al. 2024, arXiv:2407.01392). The parallel pass trains what sampling by chunks computes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

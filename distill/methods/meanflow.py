@@ -4,8 +4,6 @@
 ``u = v - (t - r) du/dt`` (eq. 6). Its network gets the second time ``r`` from the addition ``second_time``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -5,8 +5,6 @@ Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2
 A causal student sees the set's clip as its history.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ them. The paper's ``p_D`` is a shifted uniform ``u`` in rectified-flow time here
 state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping

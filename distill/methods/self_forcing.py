@@ -8,8 +8,6 @@ forward per chunk, and the gradient can be *replayed*: roll out without gradient
 the exit step of one chunk after another with a graph, each with its own backward. One chunk's graph is alive at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Memory of a data set's encoders, measured on fake tensors: encoding before training, decoding of samples."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

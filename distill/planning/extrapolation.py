@@ -1,7 +1,5 @@
 """Simulation of deep networks from two shallow ones: memory, operations and traffic are linear in the depth."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Prediction of a run's memory, time and cost from the simulation of rank 0, and data of the GPUs it can run on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata

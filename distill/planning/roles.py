@@ -1,7 +1,5 @@
 """Roles of the planner: networks on fake tensors whose allocations are counted by role and kind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

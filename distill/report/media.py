@@ -3,8 +3,6 @@
 Tiny clips (the quickstart's are 16 pixels wide) are enlarged by whole factors without smoothing, to show the pixels.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import textwrap

@@ -1,7 +1,5 @@
 """HTML page of a report, by Jinja2. It has no scripts, loads nothing, and supports light mode, dark mode and print."""
 
-from __future__ import annotations
-
 import base64
 import math
 import re

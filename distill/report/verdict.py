@@ -1,7 +1,5 @@
 """Judgement of a run: rows of its report, student and teacher at the same number of steps, and what went wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

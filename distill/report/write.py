@@ -1,7 +1,5 @@
 """Files of a run's report: `report.html`, `report.json`, and a picture for a README. The verdict comes first."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Checks of a run's checkpoints before data and networks are built: what it resumes, and the disk space it needs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

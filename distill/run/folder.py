@@ -1,7 +1,5 @@
 """Run directory: its lock, its protection of other files, and the records of every start and of the end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Names on the Hugging Face hub among the settings of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

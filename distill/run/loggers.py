@@ -3,8 +3,6 @@
 Steps are 1-based, and a metric without a value is ``None``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Opening of a run: device, mesh, checkpoint, run directory and summary, before data and networks; dry runs."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Groups of parameters that share weight decay and learning rate: checked in a run's plan, used by its optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Plan of a run: all checks that need neither a process group nor data nor networks."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``python -m distill.sweep`` and ``train.py --multirun``: check all points, run them in turn, write the table."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

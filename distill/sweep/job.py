@@ -1,7 +1,5 @@
 """Processes of one point: start the planner and the torchrun job, classify how they end, read the measurements."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

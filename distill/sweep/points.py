@@ -1,7 +1,5 @@
 """Points of a sweep, from Hydra's grammar of several values: the command line of each point's run, or its refusal."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

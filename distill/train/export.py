@@ -1,7 +1,5 @@
 """Export of a run at its end."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Backward passes of one step of one role. Training runs them; the planner runs them on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple

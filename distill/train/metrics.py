@@ -1,7 +1,5 @@
 """Metrics of a step, which rank 0 writes: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log line."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Trained networks: AdamW with parameter groups, the learning-rate schedule, averages, and a checkpoint's state."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Trainer: a run's state and its loop of steps, with logs, checkpoints and exact resume."""
 
-from __future__ import annotations
-
 import logging
 import math
 import signal

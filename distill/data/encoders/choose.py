@@ -1,7 +1,5 @@
 """Encoders of a folder. The class of its VAE decides the family; a folder with a word table has that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from distill.data.encoders.folder import check_weight_files, part_settings, require_class

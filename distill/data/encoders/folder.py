@@ -1,7 +1,5 @@
 """Parts of a diffusers pipeline folder: settings and weights. Nothing is unpickled, fetched or run from a folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Wan's is CLIP's vision transformer, HunyuanVideo 1.5's SigLIP. H W pixels, N features of an image, D their width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

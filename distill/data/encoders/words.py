@@ -5,8 +5,6 @@ tensor ``vectors`` (words, D), mutually orthogonal with entries of root mean squ
 a JSON list that names the rows. Row 0 is the pad word, which also stands for "no caption".
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A tensor file is safetensors with one metadata entry, ``set``: JSON with each tensor's checksum (``crc32``) and notes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

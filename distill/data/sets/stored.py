@@ -1,7 +1,5 @@
 """Latents (C, t, h, w) and embeddings (L, D) that another project stored, in place of the encoders': their checks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress

@@ -6,8 +6,6 @@ write each of them as a file of ``SET/unfinished``, and one rank joins the files
 finished shards alone. ``set.json`` is written last: a folder with it is complete.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

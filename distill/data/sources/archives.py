@@ -4,8 +4,6 @@ rCM's shards (``rcm/datasets/build_synthetic_dataset.py`` of NVlabs/rcm) have ``
 ``N.embed.pt`` (512, D), both bf16, and ``N.prompt.txt`` of a clip. Others have a video and a ``.txt`` file.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """The format of a data set of another project, recognized by its files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

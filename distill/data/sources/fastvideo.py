@@ -6,8 +6,6 @@ mean of the VAE's posterior: its trainers normalize them (``normalize_dit_input`
 the video file, from which frames were picked at another rate.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -4,8 +4,6 @@ See ``lightx2v_train/data_process/wan/build_latent_dataset.py``: ``video_latent_
 (C, t, h, w) with their frame rate, ``condition_path`` the embedding of the caption. Either may be left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

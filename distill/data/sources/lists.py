@@ -1,7 +1,5 @@
 """Lists of videos and captions: a JSON array, or two text files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A data set in the format of another project, as the readers of this folder return it (``None`` for other formats)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

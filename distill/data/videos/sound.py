@@ -1,7 +1,5 @@
 """Sound of a video file, read by PyAV from the first frame's time stamp on."""
 
-from __future__ import annotations
-
 import logging
 from fractions import Fraction
 from itertools import chain

@@ -4,8 +4,6 @@ Rows that would damage a caption are refused by line: to Python's reader, a comm
 that nothing closes swallows rows.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import logging

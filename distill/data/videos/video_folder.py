@@ -1,7 +1,5 @@
 """Folders of videos with ``metadata.csv`` or ``metadata.jsonl`` (``file_name,caption``), or ``.txt`` files."""
 
-from __future__ import annotations
-
 import functools
 import os
 import unicodedata

@@ -1,7 +1,5 @@
 """Directional derivative of a network: exact by forward-mode AD, or approximate by a finite difference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Base of the methods that train a few-step student: samplers of student and teacher, and their settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

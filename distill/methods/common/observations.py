@@ -1,7 +1,5 @@
 """Intermediate values of a method's losses, averaged over the samples of a step for the metrics."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

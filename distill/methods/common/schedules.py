@@ -4,8 +4,6 @@ x, x0, e, v are samples. t is the time of their video, ``(B,)``, or ``(B, T)`` f
 apply to each part at its own time (:meth:`models.sample.Sample.time`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor
