@@ -119,17 +119,8 @@ class _Sampling:
         noise = chunk_noise(teacher, random, "teacher_clips/noise", shapes, clock)
         inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
         condition = condition_of(inputs, self.data).to(device)
-        chunks = guided_states(
-            teacher,
-            noise,
-            condition,
-            random,
-            sampler=method.teacher_sampler,
-            steps=self.arguments.steps,
-            shift=method.sampling_shift,
-            guidance=method.guidance,
-            states=states,
-        )
+        how = method.teacher_sampler, self.arguments.steps, method.sampling_shift, method.guidance
+        chunks = guided_states(teacher, noise, condition, random, *how, states)
         *kept, latents = (Sample.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
         made = {part_name("latents", part): x for part, x in latents.parts.items()}
         for part in clock if kept else ():

@@ -119,13 +119,11 @@ def build_tiny_pipeline(
 
 def _image_parts() -> dict[str, object]:
     """Return a CLIP of 2 x 2 patches and its processor."""
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    from distill.data.encoders.image import _processor_class
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
     sizes = {"hidden_size": 20, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
     encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8)).eval()
-    processor = _processor_class("CLIPVisionModel")(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     return {"image_encoder": encoder, "image_processor": processor}
 
 

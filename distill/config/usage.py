@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
@@ -33,12 +33,8 @@ _HEAD = [
 ]
 
 
-class _Row(NamedTuple):
-    """A setting, its value and its docstring."""
-
-    key: str
-    value: Any
-    meaning: str
+_Row = tuple[str, Any, str]
+"""Key of a setting, its value and its docstring."""
 
 
 def information(arguments: list[str]) -> str | None:
@@ -60,7 +56,7 @@ def information(arguments: list[str]) -> str | None:
 
 def usage(config: Config) -> list[str]:
     """Return the lines of the short text: the most used settings with their meaning, the others with their value."""
-    lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row.key))
+    lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row[0]))
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
@@ -75,7 +71,7 @@ def usage(config: Config) -> list[str]:
     for name in [item.name for item in fields(Config) if is_dataclass(getattr(config, item.name))]:
         if name not in above:
             rows = _rows(type(getattr(config, name)), "", getattr(config, name))
-            lines += _in_paragraph(f"{name}.", (row for row in rows if not row.key.startswith(("student.", "fake."))))
+            lines += _in_paragraph(f"{name}.", (row for row in rows if not row[0].startswith(("student.", "fake."))))
     return lines
 
 
@@ -86,7 +82,7 @@ def _every_setting(config: Config) -> list[str]:
         title = "" if settings in values else ", which is not chosen: defaults"
         lines += ["", f"{settings.__name__}{title}:"]
         for row in _rows(settings, prefix, values.get(settings)):
-            lines.append(f"  {_with_value(row, whole=True):<46} {row.meaning}")
+            lines.append(f"  {_with_value(row, whole=True):<46} {row[2]}")
     return lines
 
 
@@ -102,15 +98,15 @@ def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
             value = setting.default if chosen is None else attrgetter(key.removeprefix(prefix))(chosen)
-            yield _Row(key, value, field_docs(setting.owner).get(name, ""))
+            yield key, value, field_docs(setting.owner).get(name, "")
 
 
 def _with_value(row: _Row, *, whole: bool = False) -> str:
     """Return ``key=value``, or the key alone if a value is required. Long values are cut."""
-    value = shown(row.value)
+    key, value = row[0], shown(row[1])
     if not whole and len(value) > _LONGEST:
         value = f"{value[:12]}..."  # Chinese letters are two columns wide
-    return row.key if row.value == MISSING else f"{row.key}={value}"
+    return key if row[1] == MISSING else f"{key}={value}"
 
 
 def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
@@ -120,7 +116,7 @@ def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
         if len(left) > _KEY + 3:
             yield left.rstrip()
             left = ""
-        meaning = textwrap.wrap(row.meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
+        meaning = textwrap.wrap(row[2], _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
         for head, line in zip([left, *[""] * len(meaning)], meaning, strict=False):
             yield f"{head:<{_KEY + 3}}{line}".rstrip()
 

@@ -43,10 +43,10 @@ class DataSettings(Bounded):
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         """Return the shapes of a sample's parts and those of its condition, without encoding anything."""
-        raise NotImplementedError
+        return self.bucket_shapes()[0]
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
-        """Return the shapes of each bucket, as :meth:`sample_shapes`, which are those of the first."""
+        """Return the shapes of each bucket, as :meth:`sample_shapes`, those of the first. Override one of both."""
         return [self.sample_shapes()]
 
     def build(
@@ -151,9 +151,6 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     cache: str | None = None
     """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
-    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
-        return self.bucket_shapes()[0]
-
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
@@ -222,9 +219,6 @@ class EncodedSettings(DataSettings):
     def has_clips(self) -> bool:  # type: ignore[override]
         """Whether the set has clips; sets of captions have none."""
         return self.path is None or "latents" in self.open().parts
-
-    def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
-        return self.bucket_shapes()[0]
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         return self.encoding().bucket_shapes()

@@ -95,18 +95,15 @@ class MeanFlow(FewStepMethod):
             with torch.no_grad():
                 velocity = guided_velocity(self.roles["teacher"], x, t, batch.condition, settings.guidance)
         target = velocity
+
+        def mean(x: Sample, t: Tensor) -> Sample:
+            return student.velocity(x, t, batch.condition, r)
+
         if growth and settings.interval_ratio:
-            derivative = directional_derivative(
-                lambda x, t: student.velocity(x, t, batch.condition, r),
-                x,
-                t,
-                velocity,
-                mode=settings.jvp,
-                step=settings.jvp_step,
-            )
+            derivative = directional_derivative(mean, x, t, velocity, mode=settings.jvp, step=settings.jvp_step)
             target = velocity - growth * per_sample(t - r, x) * derivative
             self.observations.add("jvp_norm", per_sample_norm(derivative.video), where=r < t)
-        prediction = student.velocity(x, t, batch.condition, r)
+        prediction = mean(x, t)
         errors = squared_error(prediction, target).video
         # Log the unweighted errors: the weights hide the error's size in the loss.
         self.observations.add("error/instant", errors, where=r == t)

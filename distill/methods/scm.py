@@ -123,20 +123,18 @@ class Scm(FewStepMethod):
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")
         with torch.no_grad():
             teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at, clean=clean)
+
+        def field(x: Sample, t: Tensor) -> Sample:
+            return trig_field(student, x, t, batch.condition, at=at, clean=clean)
+
         # Multiply by cos t sin t after the derivative: as part of its direction, a small factor would make a finite
         # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
         # flow time is at most as long as in TrigFlow time.
         over = student.has_experts and settings.jvp == "finite_difference"
         with student.differences(settings.jvp_step) if over else nullcontext():
-            derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
-                lambda x, t: trig_field(student, x, t, batch.condition, at=at, clean=clean),
-                x,
-                t,
-                teacher,
-                mode=settings.jvp,
-                step=settings.jvp_step,
-            )
-        prediction = trig_field(student, x, t, batch.condition, at=at, clean=clean)
+            derivative = directional_derivative(field, x, t, teacher, mode=settings.jvp, step=settings.jvp_step)
+        derivative = per_sample(torch.cos(t) * torch.sin(t), x) * derivative
+        prediction = field(x, t)
         warmup = settings.tangent_warmup
         r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
         raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)

@@ -74,14 +74,7 @@ def _line(step: int, metrics: Mapping[str, float | None]) -> str:
 
 
 def speed(
-    name: str,
-    *,
-    seconds: float,
-    phases: Mapping[str, float],
-    samples: int,
-    tokens: int,
-    flops: float,
-    peak: float | None,
+    name: str, seconds: float, phases: Mapping[str, float], samples: int, tokens: int, flops: float, peak: float | None
 ) -> dict[str, float | None]:
     """Return the ``perf/*`` metrics of one step, of all ranks together: time by phase, throughput and model FLOP
     utilization of ``peak`` operations per second (``None`` if unknown). A line of metrics holds the latest step of

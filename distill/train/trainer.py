@@ -332,21 +332,14 @@ class Trainer:
         self.seconds += seconds
         self.last_loss[name] = loss
         peak, samples = peak_flops(self.device), self.config.batch_size
-        performance = speed(
-            name,
-            seconds=seconds,
-            phases=times.seconds(),
-            samples=samples,
-            tokens=self.roles[name].tokens(micro_batches[0].shapes) * samples,
-            flops=flops,
-            peak=None if peak is None else peak * world_size(),
-        )
+        peak = None if peak is None else peak * world_size()
+        tokens = self.roles[name].tokens(micro_batches[0].shapes) * samples
         return {
             f"{name}/loss": loss,
             f"{name}/grad_norm": norm,
             **rates,
             f"{name}/skipped": float(self.skipped[name]),
-            **performance,
+            **speed(name, seconds, times.seconds(), samples, tokens, flops, peak),
             **{f"{name}/{key}": value for key, value in means.items()},
         }
 

@@ -81,10 +81,9 @@ class ImageEncoder:
         self.model = load_part(getattr(transformers, folder.class_name), folder.path, "image_encoder", dtype=dtype).to(
             device
         )
+        processor = getattr(transformers, f"{folder.class_name.partition('Vision')[0]}ImageProcessorPil")
         with readable(folder.path, folder.processor):
-            self.processor = _processor_class(folder.class_name).from_pretrained(
-                folder.path / folder.processor, local_files_only=True
-            )
+            self.processor = processor.from_pretrained(folder.path / folder.processor, local_files_only=True)
 
     @torch.no_grad()
     def encode(self, rgb_HWC: torch.Tensor) -> torch.Tensor:
@@ -99,11 +98,3 @@ def encode_zeros(model: Any) -> None:
     """Run an image encoder on one image as :meth:`ImageEncoder.encode` does. The planner measures it."""
     side, is_clip = model.config.image_size, type(model).__name__ in CLIP
     model(torch.zeros(1, 3, side, side), output_hidden_states=is_clip)
-
-
-def _processor_class(encoder: str) -> Any:
-    """Return the processor on PIL of a class of encoders. transformers 5 has another name for it than 4."""
-    import transformers
-
-    name = f"{encoder.partition('Vision')[0]}ImageProcessor"
-    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)

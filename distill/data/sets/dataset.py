@@ -205,14 +205,9 @@ def encode_source(
 ) -> EncodedDataset:
     """Encode the source of ``data`` into a set of the folder ``cache``, unless it is there, and open it. A collective.
     ``captions`` and their ``images``, if any, are further ones, on which ``fingerprint`` does not depend."""
-    settings = data.encoding()
-
-    def check() -> Source:
-        source = data.source()
-        check_further(settings, captions, images)
-        return source
-
-    source, folder = check_local(check), cache.expanduser().absolute()
+    settings, folder = data.encoding(), cache.expanduser().absolute()
+    source = check_local(data.source)
+    check_local(lambda: check_further(settings, captions, images))
     made = encode(source, settings, device, cache=folder)
     if rank() == 0 and data.has_clips and (extra := unlisted_videos(source.folder, source.rows)):
         first = ", ".join(extra[:5])
