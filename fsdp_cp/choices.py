@@ -68,14 +68,15 @@ NonNegativeFloat = Annotated[float, Bounds(least=0)]
 Share = Annotated[float, Bounds(least=0, most=1)]
 
 
-class Bounded:
-    """Base of settings dataclasses that refuses numbers outside of the bounds in their hints; ``None`` and a missing
-    value (``"???"``) pass. Messages have ``prefix`` before names."""
+class Checked:
+    """Base of settings dataclasses that refuses words (:func:`check_choices`) and numbers that their hints do not allow;
+    ``None`` and a missing value (``"???"``) pass for numbers. Messages have ``prefix`` before names."""
 
     __slots__ = ()
     prefix = ""
 
     def __post_init__(self) -> None:
+        check_choices(self, self.prefix)
         for name, bounds in _bounds(type(self)).items():
             limits = [(*_INSIDE[key], bound) for key, bound in bounds._asdict().items() if bound is not None]
             value = getattr(self, name)

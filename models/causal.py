@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fsdp_cp.choices import Bounded, Bounds, NonNegativeInt, PositiveInt
+from fsdp_cp.choices import Bounds, Checked, NonNegativeInt, PositiveInt
 from fsdp_cp.errors import UserError, one_line, shown
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NOTE = (
 
 
 @dataclass(kw_only=True)
-class CausalSettings(Bounded):
+class CausalSettings(Checked):
     """``student.causal.*`` and ``teacher.causal.*``; see docs/causal.md."""
 
     chunk: PositiveInt | None = None

@@ -24,7 +24,10 @@ REMOVED = {  # by the last part of the key and the value
     ("backend", "flash_attn_3"): "was removed, as it was never run; use auto or flash_attn_4",
     ("backend", "transformer_engine"): "was removed, as it was never run; use auto or cudnn, which has the same kernel",
 }
-REMOVED_KEYS = {"gather_early": "was removed: it began the gather of one block early; leave it out"}
+REMOVED_KEYS = {
+    "gather_early": "was removed: it began the gather of one block early; leave it out",
+    "mesh_check": "was removed; python -m models.verify compares meshes",
+}
 """Messages for removed settings whose nearest name would mislead, by the last part of the key."""
 
 

@@ -9,7 +9,7 @@ from omegaconf import II, MISSING
 from distill.config.kinds import Setting, walk_settings
 from distill.data import DATA
 from distill.methods import METHODS, add_installed_methods
-from fsdp_cp.choices import Bounded, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fsdp_cp.choices import Bounds, Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
@@ -40,7 +40,7 @@ class MeshSettings:
 
 
 @dataclass(kw_only=True)
-class AttentionSettings(Bounded):
+class AttentionSettings(Checked):
     """``attention.*``, for all roles; see docs/library.md."""
 
     backend: str = "auto"
@@ -50,7 +50,7 @@ class AttentionSettings(Bounded):
 
 
 @dataclass(kw_only=True)
-class EmaSettings(Bounded):
+class EmaSettings(Checked):
     """``student.ema.*`` and ``fake.ema.*``."""
 
     enabled: bool = False
@@ -113,7 +113,7 @@ class StudentSettings(TrainedRoleSettings):
 
 
 @dataclass(kw_only=True)
-class OptimizerSettings(Bounded):
+class OptimizerSettings(Checked):
     """``optim.student.*`` and ``optim.fake.*``: AdamW."""
 
     lr: NonNegativeFloat = 1e-5
@@ -149,7 +149,7 @@ class OptimizerSettings(Bounded):
 
 
 @dataclass(kw_only=True)
-class OptimSettings(Bounded):
+class OptimSettings(Checked):
     """``optim.*``."""
 
     student: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -161,7 +161,7 @@ class OptimSettings(Bounded):
 
 
 @dataclass(kw_only=True)
-class CheckpointSettings(Bounded):
+class CheckpointSettings(Checked):
     """``checkpoint.*``."""
 
     every: NonNegativeInt = 500
@@ -181,7 +181,7 @@ class CheckpointSettings(Bounded):
 
 
 @dataclass(kw_only=True)
-class LogSettings(Bounded):
+class LogSettings(Checked):
     """``log.*``."""
 
     every: PositiveInt = 10
@@ -216,7 +216,7 @@ class ProfileSettings:
 
 
 @dataclass(kw_only=True)
-class SampleSettings(Bounded):
+class SampleSettings(Checked):
     """``sample.*``: clips made during and after training, and the report."""
 
     every: NonNegativeInt = 0
@@ -244,7 +244,7 @@ class SampleSettings(Bounded):
 
 
 @dataclass(kw_only=True)
-class GuardSettings(Bounded):
+class GuardSettings(Checked):
     """``guard.*``: looks at fixed clips of the student, and an alarm when they collapse; see docs/trouble.md."""
 
     every: NonNegativeInt = 0
@@ -269,7 +269,7 @@ class ExportSettings:
 
 
 @dataclass(kw_only=True)
-class TimeoutSettings(Bounded):
+class TimeoutSettings(Checked):
     """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/running.md."""
 
     start: Minutes = 60.0
@@ -294,7 +294,7 @@ class PlanningSettings:
 
 
 @dataclass(kw_only=True)
-class Config(Bounded):
+class Config(Checked):
     """All settings of a run."""
 
     steps: PositiveInt = MISSING

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_cp.choices import Bounded, Bounds
+from fsdp_cp.choices import Bounds, Checked
 from fsdp_cp.errors import NotFinite, UserError
 from models.condition import Condition
 from models.sample import PartShapes, Sample, part_name
@@ -22,7 +22,7 @@ VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(kw_only=True)
-class ClipSettings(Bounded):
+class ClipSettings(Checked):
     """Settings that decide what a clip and a caption become."""
 
     prefix = "data."

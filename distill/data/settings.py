@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from distill.data.base import ClipDataset, ClipSettings
-from fsdp_cp.choices import Bounded, Bounds, add_installed
+from fsdp_cp.choices import Bounds, Checked, add_installed
 from fsdp_cp.errors import UserError, counted
 from models.sample import PartShapes
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
-class DataSettings(Bounded):
+class DataSettings(Checked):
     """Base of the settings of a data set."""
 
     prefix = "data."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distill.methods.common.chunks import chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
-from fsdp_cp.choices import Bounded, NonNegativeFloat, PositiveFloat
+from fsdp_cp.choices import Checked, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
@@ -77,7 +77,7 @@ class Loss(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class PartSettings(Bounded):
+class PartSettings(Checked):
     """Settings of the parts of a sample other than the video."""
 
     prefix = "method."

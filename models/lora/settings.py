@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fsdp_cp.choices import Bounded, Bounds, NonNegativeInt
+from fsdp_cp.choices import Bounds, Checked, NonNegativeInt
 
 
 @dataclass(kw_only=True)
-class LoraSettings(Bounded):
+class LoraSettings(Checked):
     """Adapters of a role on a frozen base: adapted layers compute ``W x + (alpha / rank) B A x``."""
 
     rank: NonNegativeInt = 0

@@ -13,7 +13,7 @@ from distill.config.kinds import defaults, make
 from distill.config.schema import Config
 from distill.data import DATA
 from distill.methods import METHODS
-from fsdp_cp.choices import Bounded, Bounds, check_choices
+from fsdp_cp.choices import Bounds, Checked, check_choices
 from fsdp_cp.errors import UserError
 
 
@@ -86,7 +86,7 @@ def test_defaults_are_complete_and_plain():
 def test_numbers_outside_of_a_range_are_refused(bounds, right, wrong):
     number = Annotated[float, Bounds(**bounds)]
     fields = [("number", number | None, None), ("numbers", list[number] | Literal["all"], "all")]
-    kind = dataclasses.make_dataclass("Kind", fields, bases=(Bounded,), namespace={"prefix": "a."})
+    kind = dataclasses.make_dataclass("Kind", fields, bases=(Checked,), namespace={"prefix": "a."})
     for value in (wrong, float("nan")):
         with pytest.raises(UserError, match=r"^a\.number\b"):
             kind(number=value)

@@ -30,7 +30,6 @@ from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, r
 from distill.data.videos.sound import SOUND_VERSION, read_sound
 from distill.data.videos.table import read_captions, read_images
 from distill.data.videos.video_folder import ListedClip, read_metadata
-from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
@@ -55,10 +54,6 @@ class Encoding(ClipSettings):
 
     latents: Literal["fp32", "bf16"] = "fp32"
     """Stored type of latents. Embeddings are stored in the type in which their encoder computes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, "data.")
 
     @property
     def clips(self) -> list[ClipFormat]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from distill.data.videos.colors import ClipError, is_turned, other_colors, to_bt709, upright
-from fsdp_cp.choices import Bounded, Bounds
+from fsdp_cp.choices import Bounds, Checked
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ClipFormat(Bounded):
+class ClipFormat(Checked):
     """Length, size and rate of clips."""
 
     prefix = "data."
