@@ -69,8 +69,8 @@ Share = Annotated[float, Bounds(least=0, most=1)]
 
 
 class Checked:
-    """Base of settings dataclasses that refuses words (:func:`check_choices`) and numbers that their hints do not allow;
-    ``None`` and a missing value (``"???"``) pass for numbers. Messages have ``prefix`` before names."""
+    """Base of settings dataclasses that refuses words (:func:`check_choices`) and numbers that their hints do not
+    allow; ``None`` and a missing value (``"???"``) pass for numbers. Messages have ``prefix`` before names."""
 
     __slots__ = ()
     prefix = ""

@@ -78,8 +78,8 @@ def no_recipe(name: str) -> str:
 
 def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:
     """Return the message for a typed ``key`` that is not among the ``known`` settings of the run."""
-    group, _, last = key.partition(".")
-    if removed := REMOVED_KEYS.get(last):
+    group = key.partition(".")[0]
+    if removed := REMOVED_KEYS.get(key.rpartition(".")[2]):
         return f"{key} {removed}"
     if key in SETTINGS:
         owners = sorted(f"{group}={setting.owner.name}" for setting in SETTINGS[key])
