@@ -1,7 +1,5 @@
 """Values of settings: words (fields with a ``Literal`` hint), numbers in a range, paths, names of installed parts."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import os

@@ -4,8 +4,6 @@ Collectives and opaque operators drop tangents silently. An operator therefore u
 sends primals and tangents in one exchange, and builds its results with ``torch.autograd.forward_ad.make_dual``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

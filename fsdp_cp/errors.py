@@ -1,7 +1,5 @@
 """Exception for mistakes that the user can fix, and words for messages."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

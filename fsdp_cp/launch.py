@@ -3,8 +3,6 @@
 It also holds what torchrun shares with its workers: the error file, and the store through which ranks meet.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import json

@@ -5,8 +5,6 @@ axis: given two axes, ``fully_shard`` would use hybrid sharding and replicate ov
 innermost axis, so that its all-to-all stays inside a node.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Progress of long work on rank 0: a bar on a terminal, otherwise a log line each minute."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -5,8 +5,6 @@ The object functions also work without a process group. Only this module calls `
 C++. Each tensor's result is the same as if it were processed alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast

@@ -9,8 +9,6 @@ needs none in backward: each rank takes its own slice. Parameter gradients are p
 and the true gradient is their SUM over all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ its attention reads. A block recomputed in backward reads the record of its forw
 so far. If no count or several counts fit, attention asks for ``total_tokens``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Writers of diffusers folders: transformers and schedulers."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

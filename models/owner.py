@@ -1,7 +1,5 @@
 """Owner and public name of each parameter of a network that several roles can share."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from models.additions.base import ADDITIONS

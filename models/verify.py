@@ -8,8 +8,6 @@ A network that can be causal is also compared as a causal role with that role on
 history, and chunk by chunk.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import logging

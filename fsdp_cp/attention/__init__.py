@@ -4,8 +4,6 @@ It combines Ulysses all-to-all and ring attention, works with any token count, a
 derivatives. See docs/library.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

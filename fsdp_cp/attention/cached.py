@@ -6,8 +6,6 @@ Without, it can be a buffer that new tokens enter in place, so that a kernel see
 (:mod:`fsdp_cp.attention.pass_q`). See docs/library.md, "Masks and cached attention".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

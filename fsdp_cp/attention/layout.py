@@ -5,8 +5,6 @@ device. A *chunk* holds the tokens of one ring rank: those of the ``ulysses`` ne
 rank order, each rank's tokens padded to the same length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

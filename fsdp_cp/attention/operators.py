@@ -9,8 +9,6 @@ Calling an operator written in Python costs the host more than launching a small
 same two functions through an ``autograd.Function``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ belong to the sequence of the queries or to another one, and each rank may hold 
 Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.01783. Shapes as in the module ``ring``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

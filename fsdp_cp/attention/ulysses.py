@@ -8,8 +8,6 @@ Shapes: B batch, s tokens of a rank, P ranks of the Ulysses group, h heads of a 
 F = sum over the tensors of h D / P.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 

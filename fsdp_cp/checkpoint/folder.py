@@ -8,8 +8,6 @@ The reader of torch's files runs no code from them and reports damage in one lin
 classes that describe tensors (torch 2.11 to 2.13; private names are marked).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Lock of a directory that one program writes, on one node or on several."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

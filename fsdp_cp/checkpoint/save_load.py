@@ -3,8 +3,6 @@
 ``folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """Comparison of one step on several local processes with the same step on one process, tensor by tensor."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

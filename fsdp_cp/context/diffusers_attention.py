@@ -6,8 +6,6 @@ private to diffusers, so its arguments are compared with those of diffusers 0.42
 call it raises an error. This module does not import diffusers.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Atomic publication of folders, without loss of other files in their place."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Check of a folder before a command writes into it: it must not hold files of other programs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Files of JSON lines, to which a run appends: read them, and cut them back on resume."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

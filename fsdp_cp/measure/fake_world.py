@@ -3,8 +3,6 @@
 ``FakeTensorMode`` and the ``fake`` backend are torch's test utilities (torch 2.11 to 2.13). Only this module uses them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence

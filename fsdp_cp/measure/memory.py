@@ -1,7 +1,5 @@
 """Peak memory and peak arithmetic rate of a device, memory of this host, and live bytes of tensors by label."""
 
-from __future__ import annotations
-
 import os
 import resource
 import weakref

@@ -1,7 +1,5 @@
 """Traffic of a rank: calls and bytes of the collectives in a block of code, including backward."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

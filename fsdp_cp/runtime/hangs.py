@@ -1,7 +1,5 @@
 """Report of a rank that waits too long for the others: steps done, phase and last collective."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Optional packages: imported at first use, with a minimum version."""
 
-from __future__ import annotations
-
 import importlib
 from functools import lru_cache
 from importlib import metadata

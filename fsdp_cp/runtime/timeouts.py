@@ -4,8 +4,6 @@ torch sets the timeout of each group separately. Groups of a ``DeviceMesh`` get 
 gloo, 10 for NCCL), whatever timeout the group of all ranks has. Private names of torch (2.11 to 2.13) are all here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Tensors that FSDP2 allocates for a sharded network beyond its shards: parameters, gradients, staging buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import cycle

@@ -9,8 +9,6 @@ to 2.20; not yet run on a GPU here) has current scaling, inputs and weights in e
 saves no fp8 weight; its backward casts the weight that FSDP2 gathers.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import weakref

@@ -3,8 +3,6 @@
 No rank holds more than its shards and one module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

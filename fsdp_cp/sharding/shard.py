@@ -3,8 +3,6 @@
 :func:`microbatch` accumulates gradients over micro-batches and over several losses of one micro-batch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

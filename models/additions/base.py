@@ -4,8 +4,6 @@ An addition is sharded, trained, averaged and resumed with the network that it i
 names ``additions.NAME.*``. Other roles of the network run without it. It changes the network only through hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 

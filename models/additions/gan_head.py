@@ -5,8 +5,6 @@ several transformer blocks (three, as in FastGen's recipes for Wan). No rank nee
 is exact for every token split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,8 +1,6 @@
 """A second time input: the start of MeanFlow's interval (Geng et al. 2025, arXiv:2505.13447, section 4.3), or the last
 step of the samples that a fake score learns from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ tokens of a rank, and first frames.
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

@@ -12,8 +12,6 @@ so the order of keys does not matter, and attention skips masked keys.
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L tokens of all texts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

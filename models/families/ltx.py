@@ -6,8 +6,6 @@ the network takes ``text_mask``, the text tokens that count, and ``latent_spacin
 seconds and pixels for its rotary embedding. LTX's encoders provide both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

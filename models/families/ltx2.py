@@ -9,8 +9,6 @@ diffusers' pipeline.
 Shape legend: B samples, C T H W latents of the video, A L F channels, rows and bands of the audio's, S tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

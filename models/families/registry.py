@@ -8,8 +8,6 @@ A package adds a family without changes here::
 ``Mine`` is a subclass of :class:`models.families.base.Family`, and ``ROLE.family=mine`` chooses it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fsdp_cp.choices import installed_names, load_installed

@@ -10,8 +10,6 @@ frame in the data replaces the noisy one (models/families/diffusers_family.py), 
 numbers (2 GB in fp32 at 720p).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Wan's attention over tokens split over the mesh, and rotary tables of a rank's own tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

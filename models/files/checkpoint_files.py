@@ -1,7 +1,5 @@
 """Contents of a diffusers transformer folder, read from ``config.json`` and the safetensors headers only."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -5,8 +5,6 @@ A command resolves such a name once, at its start, to ``owner/name@COMMIT``, and
 safetensors and vocabularies are downloaded: no code, and nothing to unpickle.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

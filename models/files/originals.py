@@ -5,8 +5,6 @@ diffusers guesses a configuration from the width and channels, which is wrong fo
 shape. So :func:`configure` takes a given configuration, or a released network's by all shapes that differ between them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

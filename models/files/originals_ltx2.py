@@ -4,8 +4,6 @@ them, and back. The functions are those of :mod:`models.files.originals`.
 A released file holds all networks of a pipeline, and their configuration in its header.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Mapping

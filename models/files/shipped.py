@@ -1,7 +1,5 @@
 """Lookup of files shipped with the project, from any working directory, and of those in the hub's cache."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

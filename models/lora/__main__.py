@@ -1,7 +1,5 @@
 """Extract adapters from a fully trained network by SVD: ``python -m models.lora extract FULL BASE OUT --rank 64``."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Extraction of adapters from a trained student and its base: low-rank approximations of the layers' differences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

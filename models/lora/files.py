@@ -4,8 +4,6 @@ If a format has no field for ``alpha / rank`` that all its readers support, the 
 then reproduces the trained network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

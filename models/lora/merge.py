@@ -1,7 +1,5 @@
 """Merging of a role's adapters into a base, as plain weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Adapters from files of diffusers, of peft, or with names of a model's original code, which diffusers converts."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

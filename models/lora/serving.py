@@ -5,8 +5,6 @@ backward, so they are not used. Instead the role is an argument of every FSDP un
 then uses the same role, even if the network has served another role since.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Settings ``ROLE.lora.*`` of a role that trains adapters on a frozen base."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated

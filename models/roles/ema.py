@@ -1,7 +1,5 @@
 """Exponential moving average (EMA) of a role's fp32 masters, with the same sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Construction of roles: build on the meta device, split, shard, then fill from a diffusers folder or a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path

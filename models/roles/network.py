@@ -1,7 +1,5 @@
 """A network on the mesh: one sharded module with facts from its family, used by one or several roles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps that parallelize a network, in execution order."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 

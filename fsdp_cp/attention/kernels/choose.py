@@ -5,8 +5,6 @@ Two implementations compute attention with its derivative: one fused Triton kern
 (:mod:`fsdp_cp.attention.kernels.kernel`), on every device.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

@@ -9,8 +9,6 @@ Each private function of torch and of FlashAttention 4 is called in one place, w
 key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

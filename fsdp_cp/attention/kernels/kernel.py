@@ -9,8 +9,6 @@ of flash attention): with ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` 
 Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads (Hk divides H), D head size.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
