@@ -6,7 +6,6 @@ state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -86,26 +85,15 @@ class Rcm(Scm):
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
         """Return steps with the longest, the shortest and no rollout: the cost is linear in a rollout's length."""
-        latest: dict[int, int] = {}
-        counts: Counter[int] = Counter()
-        for step in range(steps):
-            if self.trained_role(step) == role:
-                length = self.rollout_steps(step) if step >= self.settings.consistency_steps else 0
-                latest[length] = step
-                counts[length] += 1
-        total = counts.total()
-        shares = {latest[0]: counts[0] / total} if 0 in counts else {}
-        lengths = sorted(counts.keys() - {0})
-        if not lengths:
-            return shares
-        shortest, longest = lengths[0], lengths[-1]
-        of_rollouts = total - counts[0]
-        mean = sum(length * counts[length] for length in lengths) / of_rollouts
-        upper = (mean - shortest) / (longest - shortest) if longest > shortest else 1.0
-        rollouts = {latest[longest]: upper * of_rollouts / total}
-        if upper < 1:
-            rollouts[latest[shortest]] = (1 - upper) * of_rollouts / total
-        return rollouts | shares
+        first, own = self.settings.consistency_steps, [n for n in range(steps) if self.trained_role(n) == role]
+        lengths = {step: self.rollout_steps(step) if step >= first else 0 for step in own}
+        rollouts, latest = [length for length in lengths.values() if length], {n: step for step, n in lengths.items()}
+        counts = {0: float(len(own) - len(rollouts))}
+        if rollouts:
+            shortest, longest = min(rollouts), max(rollouts)
+            upper = (sum(rollouts) / len(rollouts) - shortest) / (longest - shortest) if longest > shortest else 1.0
+            counts |= {shortest: (1 - upper) * len(rollouts), longest: upper * len(rollouts)}
+        return {latest[length]: count / len(own) for length, count in sorted(counts.items(), reverse=True) if count}
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         if self.trained_role(step) == "fake":
