@@ -25,8 +25,8 @@ from tests.oracles.tiny_wan import ARCHITECTURE, text_condition, tiny_role
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
-    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 1}, {"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
-    *(pytest.param(mesh, marks=LONG) for mesh in ({"dp_shard": 2}, {"cp": 2})),
+    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
+    *(pytest.param(mesh, marks=LONG) for mesh in ({"cp": 1}, {"dp_shard": 2}, {"cp": 2})),
     pytest.param({"dp_replicate": 2, "cp": 2}, marks=LONG), pytest.param({"cp": 3, "ring": 3}, marks=LONG),
     *(pytest.param({"cp": 4, "ring": ring}, marks=LONG) for ring in (1, 2, 4)),
 ]  # fmt: skip
@@ -199,6 +199,8 @@ def _on_mesh(folder, sizes):
     mine = torch.arange(2).chunk(mesh.dp_size)[mesh.dp_rank]
     gradients = {}
     for kind, strategy in KINDS.items():
+        if kind == "compiled" and mesh.world.size() > 2:
+            continue  # half a minute each; the smaller meshes compile
         with Counted() as counted:
             saved = {"activation_checkpointing": "selective", "compile": True} if kind == "compiled" else {}
             role = build(folder, mesh, **{"activation_checkpointing": kind, "strategy": strategy} | saved)
@@ -380,14 +382,14 @@ def test_adapters(pools, checkpoints):
 
 
 def _streamed(folder, sizes, precision):
-    """Stream 30 chunks by compiled blocks, eagerly, again, and through a training cache.
+    """Stream 12 chunks by compiled blocks, eagerly, again, and through a training cache.
 
     Return the velocities; the graphs and the attention calls after each chunk, by kind; and the bytes of a stream.
     """
     mesh = build_mesh(**sizes, heads=4, device_type="cpu")
     found, graphs, calls, forward = {}, {}, {}, CpuFlash.forward
-    clean, noisy, t, text, _ = data(frames=59)
-    arguments = (clean, noisy, t[:, :1].expand(-1, 59), text_condition(text), (1, *[2] * 29))
+    clean, noisy, t, text, _ = data(frames=23)
+    arguments = (clean, noisy, t[:, :1].expand(-1, 23), text_condition(text), (1, *[2] * 11))
 
     def count(*args):
         calls[kind].append(None)
@@ -411,22 +413,23 @@ def _streamed(folder, sizes, precision):
 
 
 @SLOW
-@pytest.mark.parametrize("sizes", [
-    {"cp": 1}, {"cp": 2, "ring": 1}, {"cp": 3, "ring": 3}, pytest.param({"cp": 2, "ring": 2}, marks=LONG),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp64", 1e-12)])
+@pytest.mark.parametrize(
+    ("sizes", "precision", "bound"),
+    [({"cp": 1}, "fp32", 1e-5), ({"cp": 2, "ring": 1}, "fp32", 1e-5), ({"cp": 3, "ring": 3}, "fp64", 1e-12)],
+    ids=str,
+)
 def test_a_stream(pools, checkpoints, sizes, precision, bound):
     """A stream computes what a training cache does, with the same bits each time, in a buffer of the planned size.
 
     Each layer is one call of self-attention and one of cross-attention. Two graphs serve the first chunk, which has its
     own size: with the text, and with its keys and values. One serves all others. A training cache runs uncompiled.
     """
-    whole, layers, forwards = 0, ARCHITECTURE["num_layers"], 2 * 30  # a velocity, and the finished chunk
+    whole, layers, forwards = 0, ARCHITECTURE["num_layers"], 2 * 12  # a velocity, and the finished chunk
     for found, counts, size in pools[sizes["cp"]].run(_streamed, checkpoints, sizes, precision):
         for kind in ("compiled", "eager"):
             assert relative_error(found[kind], found["training"]) < bound, kind
         assert torch.equal(found["eager"], found["again"])
-        assert [graphs for graphs, _ in counts["compiled"]] == [2] + [3] * 29
+        assert [graphs for graphs, _ in counts["compiled"]] == [2] + [3] * 11
         assert counts["eager"][-1] == (0, 2 * layers * forwards) and counts["training"][-1][0] == 0
         whole += size
     kept = 2 * (15 + 3 * 30) + 15  # keys and values: the sink, and 2 + 1 chunks; the sink's unmoved keys

@@ -140,7 +140,7 @@ def _penalties(settings, replicas):
         ("optim_grads", False, 1),
         pytest.param("no_shard", False, 1, marks=pytest.mark.long),
         pytest.param("optim", False, 2, marks=pytest.mark.long),
-        pytest.param("optim_grads_params", True, 2, marks=SLOW),
+        pytest.param("optim_grads_params", True, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_gradient_penalty(pools, strategy, kept, replicas):

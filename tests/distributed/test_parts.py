@@ -247,7 +247,7 @@ def _run(setup, folder, run_dir, first=0, save_at=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, ADAPTERS])
+@pytest.mark.parametrize("lora", [{}, pytest.param(ADAPTERS, marks=pytest.mark.long)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, folder, tmp_path, lora):
     setup = Setup(
         cp=2, dp_shard=2, micro_batch_size=2, steps=4, family="ltx2", architecture=ARCHITECTURE, method=SETTINGS,

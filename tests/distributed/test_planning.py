@@ -125,7 +125,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
-@slow
+@long
 def test_no_size_takes_more_than_the_one_that_is_planned(pools):
     sizes = [[8, 16, 16], [6, 16, 32], [7, 32, 16]]
     data = ("data=video_folder", "data.path=x", "data.encoders=assets/quickstart_teacher", "data.max_text_tokens=4")

@@ -8,7 +8,7 @@ from models.verify import write_example
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp_shard", "cp"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("family", "grid", "optional"),
     [

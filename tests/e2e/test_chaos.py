@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from collections import Counter
 
 import pytest
 import torch
@@ -68,15 +67,6 @@ def test_kills_are_judged(tmp_path):
         bad = chaos.Kill(**about, step=step, newest=newest, kept=kept)
         bad.judge(start)
         assert bad.faults
-
-
-def test_every_kind_of_kill_has_its_turn():
-    chance = random.Random(0)
-    left = Counter({"any moment": 40, "a checkpoint": 20, "the export": 20})
-    assert {chaos.choose(left, 0, False, chance) for _ in range(40)} == {"any moment", "a checkpoint"}
-    assert chaos.choose(left, 0, True, chance) == chaos.choose(left, chaos.STEPS, False, chance) == "the export"
-    left = Counter({"any moment": 0, "a checkpoint": 2, "the export": 0})
-    assert chaos.choose(left, chaos.STEPS, False, chance) is None, "no checkpoint is written any more"
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ from benchmarks.gpu.command import main
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import run_part
 from benchmarks.gpu.report import Results
-from benchmarks.gpu.wan import against_plan
 from fsdp_cp.errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -146,11 +145,6 @@ def test_rows_are_read_to_the_last_whole_one(tmp_path):
     assert read_rows(file) == []
     file.write_text('{"what": "a"}\n{"what": "b", "x": 1}\n{"what": "c", "x"')
     assert [row["what"] for row in read_rows(file)] == ["a", "b"]
-
-
-@pytest.mark.parametrize(("planned", "measured", "fits"), [(10.4, 10.0, True), (10.6, 10.0, False), (9.4, 10.0, False)])
-def test_a_plan_may_be_off_by_a_twentieth(planned, measured, fits):
-    assert against_plan(planned, measured)["within 5 %"] is fits
 
 
 @pytest.mark.long

@@ -1,8 +1,11 @@
-"""A check of refusals that does not depend on their wording."""
+"""Checks of refusals that do not depend on their wording, and of files that stay."""
 
+import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +33,14 @@ def refusal(function, *args, **kwargs) -> str:
         function(*args, **kwargs)
     (line,) = str(caught.value).splitlines()
     return line
+
+
+def snapshot(*folders: Path) -> dict[str, str]:
+    """Return a hash of every file below ``folders``."""
+    found = {}
+    for file in (file for folder in folders for file in sorted(folder.rglob("*"))):
+        about = os.readlink(file) if file.is_symlink() else ""
+        if file.is_file() and not file.is_symlink():
+            about = hashlib.sha256(file.read_bytes()).hexdigest()
+        found[str(file)] = about
+    return found

@@ -184,22 +184,6 @@ def test_tensorboard_shows_the_sheet_and_the_measures(tmp_path):
     assert (scalar.step, scalar.value) == (20, 0.0)
 
 
-@pytest.mark.slow
-def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    logged = []
-    log = wandb.sdk.wandb_run.Run.log
-    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", lambda self, data: logged.append(data) or log(self, data))
-    log_one_set(tmp_path, wandb=True)
-    (shown,) = (data for data in logged if "samples/sheet" in data)
-    assert shown["step"] == 20 and shown["validation/student_3steps/colour_accuracy"] == 0
-    assert [len(shown[f"samples/{name}"]) for name in ("teacher_5steps", "student_3steps")] == [2, 2]
-    media = [path for path in (tmp_path / "wandb").rglob("media/**/*") if path.is_file()]
-    assert sorted(path.suffix for path in media) == [".mp4", ".mp4", ".png"], "equal clips are kept once"
-    assert len(list((tmp_path / "samples").glob("*.mp4"))) == 4, "copied, not moved"
-
-
 # ---------------------------------------------------------------- image to video
 
 

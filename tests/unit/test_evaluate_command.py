@@ -12,7 +12,7 @@ from distill.evaluate.command import main
 from tests.e2e.launch import forked
 from tests.oracles.clips import write_dino, write_lpips
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
-from tests.unit.damage import snapshot
+from tests.unit.refused import snapshot
 from tests.unit.test_sample_command import TEACHER, full_disk, write_run
 from train import main as train
 

@@ -12,7 +12,7 @@ from fsdp_cp.checkpoint.save_load import Checkpoints
 from models.export import main
 from tests.oracles.tiny_wan import ARCHITECTURE
 from tests.tiers import parametrize
-from tests.unit.damage import snapshot
+from tests.unit.refused import snapshot
 
 METHOD = {"name": "dmd2", "step_list": [1.0, 0.5]}
 

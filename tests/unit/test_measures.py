@@ -94,21 +94,6 @@ def test_corrupted_clips_score_worse(renders, clean, how):
         assert found[key].worse_by(clean[key]) > 5, (key, found[key], clean[key])
 
 
-@pytest.mark.slow
-def test_sizes_are_seen(renders, clean):
-    """The area reveals clips in which all shapes are small; no accuracy of color does."""
-    area = features(renders["heldout"])["area"].mean(axis=1)
-    chosen = []
-    for k in range(len(CAPTIONS)):
-        rows = np.arange(k, len(area), len(CAPTIONS))
-        chosen.append(rows[np.argsort(area[rows])][: len(rows) // 4])
-    small = renders["heldout"][np.stack(chosen, axis=1).ravel()]
-    assert len(small) == N
-    found = measure(small, ASKED, renders["reference"])
-    assert found["distance/area"].worse_by(clean["distance/area"]) > 4
-    assert found["colour_accuracy"].worse_by(clean["colour_accuracy"]) < 3
-
-
 def test_detector_reads_renders_even_when_noisy(renders):
     asked = [caption_parts(caption) for caption in ASKED]
     for noise, share in ((0.0, 0.99), (0.1, 0.97)):

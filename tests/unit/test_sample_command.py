@@ -19,7 +19,7 @@ from distill.run.open import summary
 from distill.run.setup import plan_run
 from distill.sample import main
 from models.causal import CausalSettings
-from tests.unit.damage import snapshot
+from tests.unit.refused import snapshot
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
