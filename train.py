@@ -16,6 +16,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
     from distill.run.hub_names import resolve_hub_names
     from distill.run.open import dry_run, open_device, open_run
     from distill.run.setup import plan_run
+    from distill.train.export import check_export
     from distill.train.trainer import build_trainer
 
     with run_log(), recorded_stop(config):
@@ -30,6 +31,7 @@ def train(arguments: list[str], stop: StopSignal) -> None:
             return plan_command(config, command_line(arguments))
         device = open_device(config)
         plan = plan_run(config)  # check as much as possible before anything is built
+        check_export(config, plan)
         refuse_foreign_run(plan.run_dir)
         if config.dry_run:
             return dry_run(config, plan)

@@ -71,14 +71,17 @@ class RoleExport:
         """Names of the weights that an adapter file cannot hold."""
         return [name for weights in self.trained.values() for name in weights.shapes if ".lora_" not in name]
 
-    def schedulers(self) -> dict[str, SchedulerMixin]:
-        """Return the schedulers with which a plain diffusers pipeline samples the student, by folder; log why if none
-        fits."""
+    def schedulers(self, kind: str | None = None) -> dict[str, SchedulerMixin]:
+        """Return the schedulers with which a plain diffusers pipeline samples the student, by folder. If none fits, log
+        why, or refuse a ``kind`` of export that only a pipeline reads that takes no times."""
         if self.few_steps is None:
             return {}
         try:
             return self.family.schedulers(**self.few_steps)
         except UserError as error:
+            if not self.family.takes_times and kind != "wan-lora":
+                hint = "" if self.scale is None else "; --format wan-lora exports adapters for ComfyUI"
+                raise UserError(f"{error}{hint}") from error
             log.warning("could not write a scheduler: %s", error)
             return {}
 
@@ -177,7 +180,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
         )
         about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
         about["method"] = settings.get("method")  # decides how the student is sampled
-        dtype, schedulers = DTYPES[options.dtype or as_the_run["dtype"]], exported.schedulers()
+        dtype, schedulers = DTYPES[options.dtype or as_the_run["dtype"]], exported.schedulers(kind)
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -89,10 +89,10 @@ class Simulation:
 class _Lengths:
     """Values of the random integers of a step, which decide how many forwards it runs."""
 
-    shortest: bool = False
-    """Whether all integers take their lower bound; otherwise they take the upper one."""
-    differ: bool = False
-    """Whether the step drew an integer with different bounds."""
+    above: int | None = None
+    """Distance of all integers from their lower bounds; ``None``: they take the upper ones."""
+    spans: set[int] = field(default_factory=set)
+    """Distances between different bounds of the integers that a step drew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class _Draws(StepRandom):
         return torch.rand(len(self.positions), dtype=dtype)
 
     def shared_integer(self, purpose: str, low: int, high: int) -> int:
-        self.lengths.differ |= low < high
-        return low if self.lengths.shortest else high
+        self.lengths.spans |= {high - low} - {0}
+        return high if self.lengths.above is None else min(low + self.lengths.above, high)
 
 
 def simulate(config: Config, plan: RunPlan, *, stands_for: str = "cpu") -> Simulation:
@@ -143,10 +143,10 @@ def run_steps(
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
             # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps.
-            run.lengths.shortest = True
+            run.lengths.above = 0
             for steps in chosen.values():
-                step = next(iter(steps))
-                run.costs_of_one[step] = run.measured(step, run.batches[:1])
+                step, run.lengths.spans = next(iter(steps)), set()
+                run.costs_of_one[step] = run.measured(step, run.batches[:1]), run.lengths.spans
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
@@ -166,8 +166,9 @@ class _Run:
         self.config, self.plan, self.method, self.watch = config, plan, method, watch
         self.storages, self.sent, self.copied = watch.storages, sent, 0
         self.lengths = _Lengths()
-        self.costs_of_one: dict[int, StepCost] = {}
-        """Costs of steps of one micro-batch with the shortest rollout, from the warm-up, whose memory is unusual."""
+        self.costs_of_one: dict[int, tuple[StepCost, set[int]]] = {}
+        """Costs of steps of one micro-batch with the shortest rollout, from the warm-up, whose memory is unusual, and
+        :attr:`_Lengths.spans`."""
         self.allocate_host_buffer = activations.host_buffer
         self.trained = {name: self.training_of(method.roles[name], 0) for name in plan.method.trained_roles}
         method.student_average = partial(averaged, [self.trained[name] for name in self.trained if name == "student"])
@@ -258,17 +259,19 @@ class _Run:
     def _mean_of_lengths(self, step: int, every_micro_batch: bool) -> StepCost:
         """Return the mean cost over the integers that a step draws; it is linear in a rollout's length. One more
         micro-batch costs two minus one, since a step may reduce gradients or gather weights only once; longer rollouts
-        add the same to each, so two run with the shortest alone."""
+        add the same to each, so two run with the shortest alone. The next longer rollout shows the peaks of all."""
         few = self.batches if every_micro_batch else self.batches[:1]
         more = self.accumulation - len(few)
-        self.lengths.shortest, self.lengths.differ = True, False
-        # Where a step runs several micro-batches, those also show its peaks.
-        mean = (more and self.costs_of_one.get(step)) or self.measured(step, few)
+        self.lengths.above = 0
+        mean, spans = (None, set()) if every_micro_batch else self.costs_of_one.get(step, (None, set()))
+        if mean is None or not (more or spans):  # several micro-batches and longer rollouts also show a step's peaks
+            self.lengths.spans = spans = set()
+            mean = self.measured(step, few)
         another = self.measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
-        self.lengths.shortest = False
-        if self.lengths.differ:
+        if spans:
+            span, self.lengths.above = (*spans, 1) if len(spans) == 1 else (1, None)
             longer = self.measured(step, few).plus(mean, -1)
-            mean, another = mean.plus(longer, 0.5), another.plus(longer, 0.5)
+            mean, another = mean.plus(longer, span / 2), another.plus(longer, span / 2)
         return mean.plus(another, more)
 
     def measured(self, step: int, batches: list[Batch]) -> StepCost:

@@ -10,7 +10,9 @@ from typing import Any
 from distill.config import Config
 from distill.config.trained_method import METHOD
 from distill.methods import Method
+from distill.run.setup import RunPlan
 from distill.train.optimizers import Trained
+from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
@@ -22,6 +24,18 @@ log = logging.getLogger(__name__)
 
 ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS))
 """Names of :attr:`Trained.adapter_folder` that a run's export may have."""
+
+
+def check_export(config: Config, plan: RunPlan) -> None:
+    """Refuse a run before it trains if diffusers' pipeline could not sample what it exports at its end."""
+    roles: dict[str, Any] = {role.name: role for role in plan.roles}
+    student = roles.get("student")
+    if student is None or student.family.takes_times or not config.export.at_end:
+        return
+    try:
+        student.family.check_export(plan.shapes[0], plan.method(config.method, roles).few_steps or {})
+    except UserError as error:
+        raise UserError(f"{error}; to train for other samplers, set export.at_end=false") from error
 
 
 def export_student(config: Config, method: Method, trained: Sequence[Trained], step: int) -> None:

@@ -133,6 +133,8 @@ class Family(ABC):
     """Facts that only a plan of memory and time uses."""
     takes_guidance: ClassVar[bool] = True
     """Whether the released networks know a caption's absence, which guidance needs."""
+    takes_times: ClassVar[bool] = True
+    """Whether diffusers' pipeline takes a list of times. Otherwise it cannot sample a student without a scheduler."""
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False
@@ -304,6 +306,16 @@ class Family(ABC):
                 f"{self.name}'s pipeline samples parts with the shifts {dict(self.parts)}, not {dict(shifts)}"
             )
         return {"scheduler": few_step_scheduler(**steps, pipeline_times=self.pipeline_times)}
+
+    def check_export(self, shapes: PartShapes, few_steps: Mapping[str, Any]) -> None:
+        """Refuse samples and students that diffusers' pipeline cannot make, before training; see :attr:`takes_times`.
+
+        Args:
+            shapes: shapes of a sample's parts.
+            few_steps: arguments of :meth:`schedulers`; empty for a student without.
+        """
+        if few_steps:
+            self.schedulers(**few_steps)
 
     # Running
 

@@ -115,7 +115,7 @@ class MiniMaxH3(DiffusersFamily):
     label = "MiniMax-H3"
     planning = MiniMaxH3Planning()
     time_scale = 0.0
-    takes_guidance = False
+    takes_guidance = takes_times = False
     parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
@@ -143,6 +143,13 @@ class MiniMaxH3(DiffusersFamily):
                 f" the nearest method.step_list is [{', '.join(f'{t:.6f}' for t in made)}]"
             )
         return {"scheduler": video, "audio_scheduler": MiniMaxH3Scheduler(shift=shift * part_shifts[AUDIO])}
+
+    def check_export(self, shapes: PartShapes, few_steps: Mapping[str, Any]) -> None:
+        least, most = FRAMES
+        frames = (shapes[VIDEO][1] - 2) // CHUNK_LATENTS * CHUNK + CHUNK_LATENTS
+        if not least <= frames <= most:
+            raise UserError(f"data.num_frames={frames} must be {least} to {most}: diffusers' pipeline samples no other")
+        super().check_export(shapes, few_steps)
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         patch, rotated = values["patch_size"], 6 * values["rope_freq_dim"]

@@ -17,7 +17,9 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.sets.encode import Encoding
+from distill.data.sets.encoded_set import EncodedSet
 from distill.data.videos.decode import ClipFormat
+from distill.encode import main as encode
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
 from tests.tiers import parametrize
@@ -108,6 +110,41 @@ def test_a_set_tells_the_length_of_a_text(path, tmp_path):
     assert data.condition(["a blue square"]).null.tensors["text_length"].tolist() == [1]
     assert data.embeddings("a blue square")["text"].dtype == torch.bfloat16
     assert not data[0]["text"][12:].any() and data[0]["text"][11].any()
+
+
+def test_lightx2v_s_embeddings_are_taken_as_they_are(path, tmp_path, capsys):
+    texts = {caption: torch.zeros(0) for caption in ("a red square", "a blue square", "with a keyframe")}
+    encoder = choose_encoders(path).text_encoder(max_tokens=32, dtype=torch.bfloat16, **CPU)
+    rows = []
+    (tmp_path / "source" / "conditions").mkdir(parents=True)
+    for number, caption in enumerate(texts):
+        task = "i2av" if "keyframe" in caption else "t2av"
+        texts[caption] = text = (1.01 * encoder.embeddings(caption)["text"]).bfloat16()  # not what we would make
+        name = f"conditions/condition_{number:08d}.pt"
+        positive = {"prompt_embeds": text[None], "text_token_tags": torch.ones(len(text), dtype=torch.long)}
+        positive |= {"task": task, "keyframe_anchors": torch.empty(0, dtype=torch.long), "target_num_frames": 124}
+        metadata = {"model": {"component_files": [{"path": "vae/config.json", "size": 1}]}, "media": {}}
+        made = {"cache_schema_version": 3, "cache_metadata": metadata, "conditioning": {"positive": positive}}
+        torch.save(made | {"prompt": caption, "source_id": number, "task": task}, tmp_path / "source" / name)
+        rows.append({"id": number, "task": task, "caption": caption, "condition_path": name, "num_frames": 124})
+    table = tmp_path / "source" / "metadata.jsonl"
+
+    def encoded(out, rows):
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sizes = ["--num-frames", "124", "--height", "32", "--width", "64", "--fps", "24", "--max-text-tokens", "32"]
+        return encode([str(table.parent), str(out), "--encoders", str(path), "--device", "cpu", *sizes])
+
+    assert encoded(tmp_path / "set", rows) == 0
+    made = EncodedSet(tmp_path / "set", "SET")
+    assert list(made.captions) == list(texts)[:2] and not made.parts
+    for i, text in enumerate([*texts.values()][:2]):
+        assert torch.equal(made.text(made.text_of(i))["text"], text.float())
+    without_task = [{"caption": row["caption"], "condition_path": row["condition_path"]} for row in rows]
+    with_sound = [row | {"audio_latent_path": "a.pt"} for row in rows]
+    capsys.readouterr()
+    for other, named in ((without_task, "--encoders"), (with_sound, "SOURCE")):
+        assert encoded(tmp_path / "other", other) == 2
+        assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from safetensors.torch import save_file
 
 from distill.config import compose_config
 from distill.planning.command import plan_without_gpus
+from distill.train.export import check_export
 from models.condition import Condition
+from models.export import RoleExport
 from models.families.minimax_h3 import MiniMaxH3, stream_positions
 from models.files.checkpoint_files import inspect_checkpoint
 from models.lora.files import file_tensors
@@ -21,6 +23,8 @@ from tests.unit.refused import refusal, refused
 FAMILY = MiniMaxH3()
 EXAMPLES = FAMILY.examples()
 TEXT = 7
+LAYERS = [f"{role}.architecture={{num_layers: 1, num_refiner_layers: 1}}" for role in ("teacher", "student", "fake")]
+TINY = ["adapters=none", "plan=true", "world=8", *LAYERS]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +78,32 @@ def test_both_parts_have_a_scheduler_of_the_students_times(times, shifts):
     [([1.0, 0.9, 0.75, 0.51], False, "0.51"), ([1.0, 0.947368, 0.857143, 0.666667], True, "student_sampler")],
 )
 def test_other_students_have_no_scheduler(times, stochastic, named):
-    with refused(named):
-        FAMILY.schedulers(times=times, stochastic=stochastic)
+    """The pipeline takes no list of times, so an export for it is refused; ComfyUI's adapters have no scheduler."""
+    steps = {"times": times, "stochastic": stochastic}
+    student = RoleExport(family=FAMILY, config={}, trained={}, bases=list, scale=1.0, few_steps=steps)
+    for kind in (None, "merged", "diffusers-lora"):
+        with refused(named):
+            student.schedulers(kind)
+    assert student.schedulers("wan-lora") == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method.step_list=[1.0,0.9,0.75,0.51]", "sample.student_steps=[4]"],
+        ["method.student_sampler=renoise"],
+        ["data.num_frames=107"],
+        ["data.num_frames=362"],
+    ],
+    ids=str,
+)
+def test_a_run_whose_export_the_pipeline_cannot_sample_is_refused_at_its_start(words):
+    config = compose_config(["experiment=minimax_h3_t2av_dmd2", *TINY, *words])
+    config, plan = plan_without_gpus(config)
+    with refused(words[0].partition("=")[0]):
+        check_export(config, plan)
+    config.export.at_end = False
+    check_export(config, plan)
 
 
 @pytest.mark.parametrize("targets", [[], ["*"], ["*.to_q", "*.to_v"]], ids=str)
@@ -157,9 +185,7 @@ def test_the_recipe_adapts_the_family_s_own_targets():
     quick=2,
 )
 def test_what_the_model_does_not_take_is_refused_by_the_plan(word, shown):
-    roles = [f"{role}.architecture={{num_layers: 1, num_refiner_layers: 1}}" for role in ("teacher", "student", "fake")]
-    config = compose_config(["experiment=minimax_h3_t2av_dmd2", "adapters=none", "plan=true", "world=8", *roles, word])
-    line = refusal(plan_without_gpus, config)
+    line = refusal(plan_without_gpus, compose_config(["experiment=minimax_h3_t2av_dmd2", *TINY, word]))
     assert word.partition("=")[0] in line and shown in line
 
 

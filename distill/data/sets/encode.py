@@ -373,7 +373,7 @@ class _Job:
     def _encode_text(self, number: int) -> Made:
         caption = self._texts[number]
         if caption in self._stored_texts:
-            return {"text": self._stored_text(caption)}, {}
+            return {"text": self._stored_text(caption).to(self.folder.text_dtype)}, {}
         encoder = self._text_encoder
         made = encoder.embeddings(caption)
         if not all(text.isfinite().all() for text in made.values()):

@@ -10,7 +10,6 @@ import torch
 
 from distill.data.base import ClipSettings
 from distill.data.encoders.choose import choose_encoders
-from distill.data.encoders.wan import VideoCodec
 from distill.data.sources.outside_set import OutsideSet
 from distill.data.videos.colors import ClipError
 from fsdp_cp.errors import UserError
@@ -37,8 +36,8 @@ def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collect
     if outside.latents is None and outside.text is None:
         return settings
     folder = choose_encoders(settings.encoders)
-    if folder.codec_class is not VideoCodec:
-        raise UserError(f"data.encoders={settings.encoders} must be Wan's, whose tensors {where} holds; give these")
+    if folder.codec_class.vae_class != (wanted := outside.vae_class):
+        raise UserError(f"data.encoders={settings.encoders} must have the {wanted} that {where} is for; give these")
     if settings.image is not None:
         raise UserError(f"data.image={settings.image}: {where} holds no frames of its clips; give a folder of videos")
     names = [row.file for row in outside.rows if not row.problem]

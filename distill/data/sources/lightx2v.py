@@ -1,7 +1,8 @@
-"""LightX2V's caches of Wan: ``metadata.jsonl``, or ``metadata_rankNN.jsonl``, that name ``.pt`` files by row.
+"""LightX2V's caches: ``metadata.jsonl``, or ``metadata_rankNN.jsonl``, that name ``.pt`` files by row.
 
 See ``lightx2v_train/data_process/wan/build_latent_dataset.py``: ``video_latent_path`` holds normalized latents
-(C, t, h, w) with their frame rate, ``condition_path`` the embedding of the caption. Either may be left out.
+(C, t, h, w) with their frame rate, ``condition_path`` the embedding of the caption. Either may be left out. Of
+MiniMax-H3 (``minimax_h3/build_minimax_h3_prompt_latents.py``) rows have a ``task``, and only embeddings are read.
 """
 
 from collections.abc import Mapping
@@ -29,8 +30,9 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
     named = sorted({key for record in found.values() for key in (LATENT, CONDITION, SOUND) if (record or {}).get(key)})
     if not named:
         return None
-    if SOUND in named:
-        raise UserError(f"data.path={path} is a cache with sound ({SOUND}); give one of Wan's")
+    of_h3 = any("task" in (record or {}) for record in found.values())
+    if SOUND in named or (of_h3 and LATENT in named):
+        raise UserError(f"data.path={path} is a cache with sound; give one of Wan's, or of MiniMax-H3's captions alone")
     rows = []
     for name, record in found.items():
         if record is None:
@@ -44,6 +46,8 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
         require_utf8(caption if isinstance(caption, str) else None, f"data.path: {path}: {name}")
         missing = [key for key in named if not record.get(key)]
         problem = f"has no {' and no '.join(missing)}" if missing else ""
+        if of_h3 and record.get("task") != "t2av":
+            problem = f"has task={record.get('task')!r}, not t2av: it may have keyframes"
         if not isinstance(caption, str) or not caption.strip():
             caption, problem = "", problem or "has no caption"
         rows.append(ListedClip(file=name, caption=caption, problem=problem))
@@ -52,6 +56,8 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
         return as_tensor(entry(name, LATENT, "latents"), 4)
 
     def text(name: str) -> torch.Tensor:
+        if of_h3:
+            return as_tensor(entry(name, CONDITION, "conditioning", "positive", "prompt_embeds"), 3)[0]
         return as_tensor(entry(name, CONDITION, "conditions", "prompt_embed"), 2)
 
     def entry(name: str, column: str, *keys: str) -> Any:
@@ -70,5 +76,6 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | N
         files=files,
         latents=latents if LATENT in named else None,
         text=text if CONDITION in named else None,
+        vae_class="AutoencoderKLMiniMaxH3" if of_h3 else OutsideSet.vae_class,
         fps=lambda name: entry(name, LATENT, "fps"),
     )

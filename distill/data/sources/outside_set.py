@@ -15,7 +15,7 @@ from fsdp_cp.errors import first_line
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideSet:
-    """Clips or captions of another project, perhaps with latents of Wan's VAE and embeddings of its text encoder."""
+    """Clips or captions of another project, perhaps with latents of a VAE and embeddings of the text encoder."""
 
     format: str
     """Name of the format."""
@@ -29,6 +29,8 @@ class OutsideSet:
     """Read the stored latents (C, t, h, w) of a row by its ``file``; ``ClipError`` if they are damaged."""
     text: Callable[[str], torch.Tensor] | None = None
     """Read the stored embedding (tokens, D) of a row's caption likewise, perhaps filled up with zeros."""
+    vae_class: str = "AutoencoderKLWan"
+    """Class of the VAE of the model that stored tensors are for."""
     is_normalized: bool = True
     """Whether stored latents are as the transformer takes them, or as the VAE's encoder gives them."""
     is_checked: bool = True

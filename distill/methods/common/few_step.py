@@ -91,7 +91,7 @@ class FewStepMethod(Method):
             "times": times,
             "stochastic": self.settings.student_sampler == "renoise",
             "boundaries": list(student.boundaries),
-            "experts": [student.expert_at(time) for time in times],
+            "experts": [student.expert_at(time) for time in times] if student.boundaries else [],
             **({} if self.settings.audio_shift_ratio is None else {"shifts": dict(self.clock("student"))}),
         }
 
