@@ -123,7 +123,8 @@ def run_steps(
     config: Config, plan: RunPlan, tensors: AbstractContextManager, *, every_micro_batch: bool = False
 ) -> Simulation:
     """Run the steps of :func:`simulate` in the existing process group. ``tensors`` is a ``FakeTensorMode``, or an empty
-    context for real ones. With ``every_micro_batch``, run all of a step; else extrapolate from one and two."""
+    context for real ones. With ``every_micro_batch``, run all of a step, and the longest rollouts; else extrapolate
+    from one and two micro-batches, and from the two shortest rollouts."""
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = LiveStorages(place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True)
     sent, watch = CollectiveCounter(), Watch(storages)
@@ -269,7 +270,7 @@ class _Run:
             mean = self.measured(step, few)
         another = self.measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
         if spans:
-            span, self.lengths.above = (*spans, 1) if len(spans) == 1 else (1, None)
+            span, self.lengths.above = (*spans, 1) if len(spans) == 1 and not every_micro_batch else (1, None)
             longer = self.measured(step, few).plus(mean, -1)
             mean, another = mean.plus(longer, span / 2), another.plus(longer, span / 2)
         return mean.plus(another, more)
