@@ -5,28 +5,33 @@ and of each phase, operations, and bytes sent. Both count storages through torch
 compares plans with CUDA's allocator.
 
 A run that the planner refuses is a row with the refusal. The exit code is 1 if a bound is broken.
+
+``--minimax-h3`` plans that model's adapters over ``mesh.cp`` instead and draws ``results/minimax_h3.png``. A plan takes
+a minute or two; ``results/minimax_h3.json`` keeps those that were made.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 
 from distill.config import compose_config
 from distill.planning.command import FILE, plan_command, plan_without_gpus
-from distill.planning.prediction import GIB
+from distill.planning.prediction import FRAGMENTATION, GIB, load_hardware
 from distill.planning.prediction import predict as predict_from
 from distill.planning.simulation import Simulation, run_steps
 from fsdp_cp.errors import UserError
@@ -228,10 +233,60 @@ def report(cases: Sequence[Case]) -> bool:
     return good
 
 
+# --- MiniMax-H3 over cp ---
+
+RESULTS = Path(__file__).parent / "results"
+CLIPS, RANKS = (124, 243, 345), (1, 2, 4, 8)
+
+
+def plan_minimax_h3(file: Path) -> dict[str, dict[str, float]]:
+    """Return memory in training (GiB) and seconds a step on 8 H20, by frames and cp; plan what ``file`` has not."""
+    plans = json.loads(file.read_text()) if file.exists() else {}
+    for frames, cp in itertools.product(CLIPS, RANKS[::-1]):
+        name = f"{frames} frames, cp={cp}"
+        if name not in plans:
+            sizes = [f"data.num_frames={frames}", f"mesh.cp={cp}", f"batch_size={8 // cp}", "planning.hardware=h20"]
+            plan = planned(["experiment=minimax_h3_t2av_dmd2", "plan=true", "world=8", *sizes])
+            added = sum(plan["device_gib_of"][part] for part in ("cuda_context", "nccl"))
+            device = (1 + FRAGMENTATION) * plan["allocated_gib"] + added
+            plans[name] = {"device_gib": round(device, 2), "seconds_per_step": round(plan["seconds_per_step"], 1)}
+            file.write_text(json.dumps(plans, indent=1) + "\n")
+    return plans
+
+
+def draw_minimax_h3(file: Path, plans: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw memory and seconds against cp, a line for each length."""
+    figure, (memory, time) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, key, label in (
+        (memory, "device_gib", "GiB a GPU in training"),
+        (time, "seconds_per_step", "seconds a step of 8 / cp clips, 8 H20"),
+    ):
+        for frames in CLIPS:
+            axes.plot(RANKS, [plans[f"{frames} frames, cp={cp}"][key] for cp in RANKS], "o-", label=f"{frames} frames")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(RANKS, [str(cp) for cp in RANKS])
+        axes.set_xlabel("cp: GPUs that share a clip, of 8")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    for name in ("h100", "h20", "h200"):
+        limit = load_hardware(name).memory_gib
+        memory.axhline(limit, color="0.4", linewidth=0.8, linestyle="--")
+        memory.annotate(name.upper(), (8, limit), ha="right", va="bottom", fontsize="small", color="0.4")
+    memory.set_ylim(0)
+    time.set_yscale("log")
+    time.legend()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="networks of one block, two runs")
+    parser.add_argument("--minimax-h3", action="store_true", help="plan MiniMax-H3 over cp, and draw it, instead")
     args = parser.parse_args(argv)
+    if args.minimax_h3:
+        draw_minimax_h3(RESULTS / "minimax_h3.png", plan_minimax_h3(RESULTS / "minimax_h3.json"))
+        return 0
     print(f"torch {torch.__version__}, gloo, {platform.machine()}, {os.cpu_count()} cores, one thread a rank\n")
     cases: tuple[Case, ...] = CASES
     if args.quick:
