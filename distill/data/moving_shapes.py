@@ -5,13 +5,11 @@ position, size, amount of growth, start and speed of the fall; with ``colour_sha
 caption's clips have eight modes of known weight. There is no VAE: latents are pixels scaled to [-1, 1].
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -64,7 +62,7 @@ class MovingShapes:
         self.null, self.empty = self._tensors(null_text), self._tensors(empty_text)
         self.condition_shapes = {name: tuple(value.shape) for name, value in self.null.items()}
 
-    def heldout(self) -> MovingShapes:
+    def heldout(self) -> Self:
         data = copy.copy(self)
         data._split = "heldout"
         return data

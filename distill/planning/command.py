@@ -97,22 +97,18 @@ def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
         single = [replace(data, buckets=[size]) for size in data.sizes]
         buckets = [(one, planned_shapes(replace(config, data=one))) for one in single]
     else:
-        buckets = [(data, shapes) for shapes in _stored_buckets(config) or [planned_shapes(config)]]
+        stored = data.bucket_shapes() if isinstance(data, EncodedSettings) else [planned_shapes(config)]
+        buckets = [(data, shapes) for shapes in stored]
     # More tokens need more memory and time in every phase.
     config.data, shapes = max(buckets, key=lambda bucket: math.prod(bucket[1][0][VIDEO][1:]))
     return config, plan_run(config, shapes=shapes)
-
-
-def _stored_buckets(config: Config) -> list[Shapes]:
-    """Return the shapes of the buckets of an encoded set."""
-    return config.data.bucket_shapes() if isinstance(config.data, EncodedSettings) else []
 
 
 def _planned_size(config: Config, plan: RunPlan) -> list[int] | None:
     """Return frames, height and width of the bucket that is planned; ``None`` for data of one size."""
     if isinstance(config.data, ClipSettings):
         return None if config.data.buckets is None else config.data.sizes[0]
-    stored = _stored_buckets(config)
+    stored = config.data.bucket_shapes() if isinstance(config.data, EncodedSettings) else []
     return config.data.encoding().sizes[stored.index(plan.shapes)] if len(stored) > 1 else None
 
 

@@ -47,16 +47,14 @@ class Ltx2Codec(LtxVideoCodec):
 
     vae_class = "AutoencoderKLLTX2Video"
 
-    def __init__(
-        self, folder: Ltx2EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
-    ) -> None:
-        super().__init__(folder, device=device, dtype=dtype, tiling=tiling)
+    def __init__(self, folder: Ltx2EncoderFolder, **options: Any) -> None:
+        super().__init__(folder, **options)
         import diffusers
 
         self.folder = folder
         kinds = {"audio_vae": diffusers.AutoencoderKLLTX2Audio, "vocoder": getattr(_parts(), folder.vocoder)}
         parts = (load_part(kind, folder.path, part, torch_dtype=torch.float32) for part, kind in kinds.items())
-        self.sound_vae, self.vocoder = (part.to(device) for part in parts)
+        self.sound_vae, self.vocoder = (part.to(self.device) for part in parts)
         # One number for each channel and band, in the order in which LTX2Pipeline packs them into a row.
         statistics = (self.sound_vae.latents_mean, self.sound_vae.latents_std)
         self.sound_mean, self.sound_std = (x.view(-1, 1, folder.bands) for x in statistics)

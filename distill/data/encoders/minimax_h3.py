@@ -49,13 +49,11 @@ class MiniMaxH3Codec(VideoCodec):
 
     vae_class = "AutoencoderKLMiniMaxH3"
 
-    def __init__(
-        self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
-    ) -> None:
-        super().__init__(folder, device=device, dtype=dtype, tiling=tiling)
+    def __init__(self, folder: EncoderFolder, **options: Any) -> None:
+        super().__init__(folder, **options)
         import diffusers
 
-        cls = diffusers.AutoencoderKLMiniMaxH3Audio
+        cls, device = diffusers.AutoencoderKLMiniMaxH3Audio, self.device
         self.sound_vae: Any = load_part(cls, folder.path, "audio_vae", torch_dtype=torch.float32).to(device)
         statistics = (self.sound_vae.config["latents_mean"], self.sound_vae.config["latents_std"])
         self.sound_mean, self.sound_std = (torch.tensor(values, device=device)[:, None] for values in statistics)
