@@ -132,38 +132,30 @@ class ClipDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``caption``, ``latents`` fp32 ``(C, T, H, W)``, ``latents/PART`` of parts other than the video, and
         each tensor of the condition by its name, fp32. Captions alone have no latents."""
-        ...
 
     def caption(self, index: int) -> str:
         """Return the caption of an item, without its tensors."""
-        ...
 
     def embeddings(self, caption: str) -> dict[str, Tensor]:
         """Return the embeddings of a caption, ``(tokens, D)`` by name, as encoded sets store them."""
-        ...
 
     def captions(self) -> Sequence[str]:
         """Return the distinct captions, in a fixed order."""
-        ...
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
         """Return the condition of n samples with these captions, fp32, on the CPU. Images, where they condition, are
         those of the items ``clips``, or of any item with the caption."""
-        ...
 
     def decode(self, latents: Sample) -> Tensor:
         """Decode the video of n samples to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`."""
-        ...
 
     def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
         """Decode the audio of n samples to float32 ``(n, channels, samples)`` on the CPU, and return its samples per
         second. Only data sets with the part ``audio`` have it.
         """
-        ...
 
     def release(self) -> None:
         """Free the VAE that :meth:`decode` loaded."""
-        ...
 
 
 def to_bytes(frames: Tensor) -> Tensor:
@@ -186,14 +178,12 @@ class MeasuredDataset(Protocol):
 
     def heldout(self) -> ClipDataset:
         """Return items that training never sees."""
-        ...
 
     def measure(
         self, clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray | None = None
     ) -> dict[str, Measure]:
         """Measure clips, uint8 ``(n, T, H, W, 3)``, of n captions; data with sound also get their ``sounds``, float32
         ``(n, channels, samples)``."""
-        ...
 
 
 def sample_of(items: Mapping[str, Any], clock: Mapping[str, float], name: str = "latents") -> Sample | None:
