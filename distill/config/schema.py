@@ -1,8 +1,10 @@
 """Dataclasses of all settings; their YAML is in ``configs/``."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, NamedTuple
 
 from omegaconf import II, MISSING
 
@@ -12,6 +14,7 @@ from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import Bounds, Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import PREFIX
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
 
@@ -112,6 +115,13 @@ class StudentSettings(TrainedRoleSettings):
     causal: CausalSettings = field(default_factory=CausalSettings)
 
 
+class Group(NamedTuple):
+    """Settings that the parameters of one group share."""
+
+    weight_decay: float
+    lr_scale: float
+
+
 @dataclass(kw_only=True)
 class OptimizerSettings(Checked):
     """``optim.student.*`` and ``optim.fake.*``: AdamW."""
@@ -146,6 +156,30 @@ class OptimizerSettings(Checked):
             raise UserError(f"lr=0 with additions_lr={self.additions_lr}; use lr=1e-20")
         if any(not factor >= 0 for factor in (self.lr_scale or {}).values()):
             raise UserError(f"lr_scale={self.lr_scale} must have factors of at least 0")
+
+    def groups(self, names: Iterable[str], where: str) -> dict[Group, list[str]]:
+        """Group parameters, by public name, that share weight decay and learning rate. ``no_decay`` and ``lr_scale``
+        are patterns (``fnmatch``: ``*`` is any text, dots included); ``additions_lr`` is the rate of parameters that a
+        method added, before ``lr_scale``. ``where`` is the prefix of settings in a message, as ``"optim.student"``."""
+        names, scales = list(names), dict(self.lr_scale or {})
+        groups: dict[Group, list[str]] = {}
+        used: set[str] = set()
+        for name in names:
+            undecayed = [pattern for pattern in self.no_decay if fnmatchcase(name, pattern)]
+            scaled = next((pattern for pattern in scales if fnmatchcase(name, pattern)), None)
+            used |= {*undecayed, scaled}
+            decay = 0.0 if undecayed else self.weight_decay
+            scale = 1.0 if scaled is None else float(scales[scaled])
+            if self.additions_lr is not None and name.startswith(PREFIX):
+                scale *= self.additions_lr / self.lr
+            groups.setdefault(Group(decay, scale), []).append(name)
+        for key, patterns in (("no_decay", self.no_decay), ("lr_scale", scales)):
+            for pattern in patterns:
+                if pattern not in used:
+                    taken = any(fnmatchcase(name, pattern) for name in names)
+                    why = "comes after patterns that match all it does" if taken else "matches no parameter"
+                    raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+        return groups
 
 
 @dataclass(kw_only=True)

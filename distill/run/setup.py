@@ -17,7 +17,6 @@ from distill.config.schema import RoleSettings
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
-from distill.run.parameter_groups import parameter_groups
 from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input
@@ -190,7 +189,7 @@ def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained:
             refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
     optimizer = getattr(config.optim, role.name, None)
     if trained and (optimizer.no_decay or optimizer.lr_scale):
-        parameter_groups(role.own_shapes, optimizer, f"optim.{role.name}")
+        optimizer.groups(role.own_shapes, f"optim.{role.name}")
 
 
 def device_of(config: Config) -> torch.device:

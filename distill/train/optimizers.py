@@ -14,7 +14,6 @@ from torch.optim.adamw import adamw
 from distill.config.schema import Config, OptimizerSettings
 from distill.methods import Method
 from distill.methods.base import ANY_SAMPLE
-from distill.run.parameter_groups import parameter_groups
 from fsdp_cp.reduce import local_shards
 from fsdp_cp.rng import StepRandom
 from models.roles.ema import Ema
@@ -42,7 +41,7 @@ class RoleOptimizer:
     def __init__(self, role: Role, settings: OptimizerSettings):
         self.role, self.settings = role, settings
         named = role.named_parameters()
-        self.groups = parameter_groups(named, settings, f"optim.{role.name}")
+        self.groups = settings.groups(named, f"optim.{role.name}")
         self.state: dict[str, dict[str, Tensor]] = {}
         """Adam's state by parameter name. Loading into these live tensors restores the state."""
         for name, parameter in named.items():

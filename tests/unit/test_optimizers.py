@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from distill.config.schema import OptimizerSettings
-from distill.run.parameter_groups import parameter_groups
 from distill.train.optimizers import RoleOptimizer, learning_rate
 from models.families.wan import Wan
 from models.roles.network import Network
@@ -94,7 +93,7 @@ NAMES = ["embed.weight", "embed.bias", "blocks.0.norm.weight", "blocks.0.ffn.wei
 
 
 def groups(**settings):
-    return parameter_groups(NAMES, OptimizerSettings(weight_decay=0.1, **settings), "optim.student")
+    return OptimizerSettings(weight_decay=0.1, **settings).groups(NAMES, "optim.student")
 
 
 def test_groups_by_pattern_of_name():
@@ -116,11 +115,11 @@ def test_what_a_method_adds_has_a_rate_of_its_own():
     """GAN heads barely learn at a fake score's rate. Patterns multiply the additions' rate."""
     names = [*NAMES, "additions.gan_head.heads.0.out.weight", "additions.gan_head.heads.0.out.bias"]
     settings = OptimizerSettings(lr=4e-7, additions_lr=1e-5, weight_decay=0.1, lr_scale={"*.heads.0.out.bias": 2.0})
-    found = parameter_groups(names, settings, "optim.fake")
+    found = settings.groups(names, "optim.fake")
     assert [group for group, chosen in found.items() if chosen == NAMES] == [(0.1, 1.0)]
     rates = {chosen[0]: settings.lr * group.lr_scale for group, chosen in found.items() if chosen != NAMES}
     assert rates == pytest.approx({names[-2]: 1e-5, names[-1]: 2e-5})
-    assert len(parameter_groups(names, OptimizerSettings(lr=4e-7), "optim.fake")) == 1, "null: the role's own"
+    assert len(OptimizerSettings(lr=4e-7).groups(names, "optim.fake")) == 1, "null: the role's own"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from distill.config import compose_config
 from distill.planning import extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
-from distill.run.parameter_groups import parameter_groups
 from distill.run.setup import plan_run
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import mesh_of_shape
@@ -186,7 +185,7 @@ def test_adapters_share_one_base(method, cluster, world, pipeline):
         settings, before = getattr(config.optim, role.name), getattr(whole.optim, role.name)
         rates = {
             name: settings.lr * group.lr_scale
-            for group, names in parameter_groups(role.own_shapes, settings, role.name).items()
+            for group, names in settings.groups(role.own_shapes, role.name).items()
             for name in names
         }
         assert settings.lr == before.lr and settings.additions_lr == before.additions_lr
