@@ -75,7 +75,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_choices(self, self.prefix)
-        for name, bounds in _bounds(type(self)).items():
+        owner: type = type(self)  # mypy takes type[Checked] for unhashable
+        for name, bounds in _bounds(owner).items():
             limits = [(*_INSIDE[key], bound) for key, bound in bounds._asdict().items() if bound is not None]
             value = getattr(self, name)
             for number in value if isinstance(value, list) else [value]:
