@@ -16,6 +16,7 @@ from tests.oracles.runs import METHODS, Setup, random_clips
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import trace_on_ranks
 from tests.oracles.tiny_wan import tiny_role
+from tests.tiers import parametrize
 
 slow, long = pytest.mark.slow, pytest.mark.long
 TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48}
@@ -110,7 +111,7 @@ def test_adapters_of_hunyuan(pools, folders):
     assert trace.gradients[0] and not any(".2.ff_context." in name for name in trace.gradients[0])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("family", "names"),
     [
         ("wan-image", ("image_mask", "image_latents", "image_embeds")),
@@ -118,6 +119,7 @@ def test_adapters_of_hunyuan(pools, folders):
         ("ltx", ("text_mask", "first_frame", "spacing")),
         ("hunyuan", ("text_mask", "glyph_mask", "first_frame", "image_embeds")),
     ],
+    quick=2,
 )
 def test_the_comparison_sees_the_condition(folders, monkeypatch, family, names):
     """The comparison rejects another image, text without its mask, and coordinates of another frame rate."""

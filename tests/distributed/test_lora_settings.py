@@ -88,6 +88,7 @@ def test_settings_that_exclude_each_other(words, named):
         plan_run(compose_config([*WORDS, *words]))
 
 
+@pytest.mark.slow
 def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
     """The export replaces neither a network nor adapters that a run starts from. Without an export they are allowed."""
     own = tmp_path / "export" / "student"

@@ -35,7 +35,7 @@ _layouts = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(layout=_layouts)
 def test_chunks_hold_every_token_once(layout):
     ranks = _local_sequences(layout)
@@ -60,7 +60,7 @@ def test_chunks_hold_every_token_once(layout):
     assert sorted(seen) == list(range(sum(layout.segments)))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(layout=_layouts, data=st.data())
 def test_tiles_are_what_queries_see(layout, data):
     """Every visible pair is attended to once. K, V and gradients travel exactly as far as a rank needs them."""
@@ -132,7 +132,7 @@ def test_calls_of_a_kernel(mask, calls):
         assert max(sum(len(layout.tiles(i, j)) for j in ranks) for i in ranks) == most, ring
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     blocks=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     window=st.one_of(st.none(), st.integers(0, 6)),

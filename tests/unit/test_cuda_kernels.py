@@ -21,6 +21,7 @@ from tests.oracles.attention_kernels import (
     check_kernel,
     tokens_first,
 )
+from tests.tiers import parametrize
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
 MASKED = [name for name, kernel in KERNELS.items() if kernel.takes_masks]
@@ -128,7 +129,7 @@ ATEN = {"flash": (_flash, _flash_backward), "cudnn": (_cudnn, _cudnn_backward),
         "efficient": (_efficient, _efficient_backward)}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATEN)
+@parametrize("name", ATEN, quick=2)
 def test_arguments_of_torchs_operators(name):
     with torch.library._scoped_library("aten", "IMPL") as library:
         for suffix, function in zip(("", "_backward"), ATEN[name], strict=True):

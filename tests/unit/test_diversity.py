@@ -36,6 +36,7 @@ def true_spread(scenes):
     return np.sqrt(np.mean(position)), np.sqrt(np.mean(phase))
 
 
+@pytest.mark.slow
 def test_it_measures_the_spread_of_the_scenes(scenes):
     found = diversity(clips_of(scenes), ASKED)
     position, phase = true_spread(scenes)

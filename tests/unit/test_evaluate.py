@@ -116,6 +116,7 @@ def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     assert not (tmp_path / "samples" / "step_00000020.png").exists()
 
 
+@pytest.mark.slow
 def test_named_captions_are_shown_in_their_order(tmp_path):
     shown = [CAPTIONS[7], CAPTIONS[3], CAPTIONS[3]]
     asked = []

@@ -131,6 +131,7 @@ def test_parts_of_a_batch_draw_for_themselves():
         assert torch.tensor(of).var().item() == pytest.approx(between / n + within / 16, rel=0.15), n
 
 
+@pytest.mark.slow
 def test_scores_are_compared_in_the_common_refinement():
     method = build_method(Dmd2Settings(shift=1.0), {})
     teacher, fake = role("teacher", 0.8), role("fake", 0.3)

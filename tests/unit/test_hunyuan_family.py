@@ -77,6 +77,7 @@ def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in(without_
     assert velocity.dtype == torch.bfloat16 and velocity.shape == x.shape
 
 
+@pytest.mark.slow
 def test_it_runs_on_fake_tensors(without_attention):
     """diffusers' own forward asks the data whether there is an image; fake tensors cannot answer."""
     network, x, t, condition = without_attention

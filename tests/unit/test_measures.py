@@ -151,6 +151,7 @@ def test_an_unknown_caption_is_refused(renders):
         measure(renders["train"][:4], ["a purple circle growing"] * 4, renders["reference"])
 
 
+@pytest.mark.slow
 def test_measures_of_sound_tell_what_follows_the_picture():
     """Renders are the floor; sound that is shuffled, silent, late or early is measured as that."""
     data = moving_shapes("assets/quickstart_teacher", sound=True).heldout()

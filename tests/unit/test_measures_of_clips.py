@@ -14,6 +14,7 @@ from distill.evaluate.measures import MEASURES, clip_measures, prompt_measures
 from distill.evaluate.perceptual import embeddings, read_networks
 from models.sample import Sample
 from tests.oracles.clips import write_dino, write_lpips
+from tests.tiers import parametrize
 
 PROMPTS, SEEDS = 32, 4
 
@@ -59,9 +60,10 @@ def evaluated(prompts, change):
     return values
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("change", "meant"),
     [(noisy, {"sharpness", "flicker"}), (frozen, {"static"}), (saturated, {"saturation"}), (one_mode, {"diversity"})],
+    quick=1,
 )
 def test_the_measure_that_is_meant_for_a_damage_finds_it(teacher_clips, change, meant):
     results = summarize(evaluated(teacher_clips, change), "teacher")

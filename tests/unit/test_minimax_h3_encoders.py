@@ -100,6 +100,7 @@ def test_clips_are_those_of_the_pipeline(path):
     assert torch.allclose(wave[0], waves, atol=1e-5) and wave.std() > 1e-4 and rate == 8000
 
 
+@pytest.mark.slow
 def test_a_set_tells_the_length_of_a_text(path, tmp_path):
     (tmp_path / "captions.txt").write_text("a red square\na blue square\n")
     data = encode_source(

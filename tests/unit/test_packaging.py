@@ -37,6 +37,8 @@ FORBIDDEN = {
     "distill": {"train", "benchmarks", "tests"},
 }
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def project() -> dict:
@@ -87,7 +89,6 @@ def imports_of(path: Path, *, at_import_time: bool = False) -> list[tuple[str, s
     return [(module, f"{place}:{line}") for module, line in imports(parsed(path), at_import_time=at_import_time)]
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path):
     """The test builds from a copy of the tree: a ``build/lib`` in the checkout would put deleted files in the wheel."""
     tree, out = tmp_path / "tree", tmp_path / "wheel"
@@ -108,7 +109,6 @@ def test_the_wheel_holds_every_module_and_nothing_else(tmp_path):
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
-@pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages():
     paths = [path.relative_to(ROOT) for package in PACKAGES for path in sources(package)]
     names = [".".join(path.with_suffix("").parts) for path in paths if str(path) != GUARDED]
@@ -239,7 +239,6 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(name for name in graph if name in reachable(name))
 
 
-@pytest.mark.slow
 def test_imports_make_no_circle():
     graph = import_graph()
     assert len(graph) > 100 and "models.roles.load" in graph["models.verify"], "the graph is read"
@@ -254,7 +253,6 @@ def test_imports_make_no_circle():
     assert of_benchmarks == set(), "benchmarks take their oracles from the tests, not the other way round"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_import_one_way(package):
     graph = rooms(package)

@@ -114,6 +114,7 @@ def test_the_rate_is_that_of_the_attention_that_is_installed(monkeypatch):
         assert seconds["fake"] == pytest.approx(4e15 / 8 / (rate * 989.4e12)), installed
 
 
+@pytest.mark.slow
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
     assert seconds_of({}, copied=16e9) == pytest.approx(2 * 16 / 64)
     assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)

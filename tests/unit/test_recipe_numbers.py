@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
+from tests.tiers import parametrize
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipe"
 ADDED = "the source adds its guidance to the conditional estimate, so our w is one more"
@@ -115,7 +116,7 @@ def test_every_wan_recipe_has_a_row():
     assert CITED.keys() == {file.stem for file in RECIPES.glob("wan*.yaml")}
 
 
-@pytest.mark.parametrize("recipe", CITED)
+@parametrize("recipe", CITED, quick=1)
 def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
     model, method = next(
         (recipe.removesuffix(f"_{name}"), name)

@@ -201,6 +201,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path):
     assert policy == POLICY
 
 
+@pytest.mark.slow
 def test_half_characters_are_replaced(tmp_path):
     """A path that is not UTF-8 and an escape in a file's JSON give text that cannot be written to a file."""
     (tmp_path / "starts.jsonl").write_text(start(0, command="train.py \\ud800".replace("\\\\", "\\"), host="\udcff"))

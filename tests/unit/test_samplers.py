@@ -86,6 +86,7 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     return ((out - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.slow
 def test_unipc_converges_to_the_exact_flow_faster_than_euler():
     euler = [gaussian_errors("euler", steps) for steps in (50, 100, 200)]
     unipc = [gaussian_errors("unipc", steps) for steps in (50, 100, 200)]

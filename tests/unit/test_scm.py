@@ -12,6 +12,7 @@ from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
+from tests.tiers import parametrize
 from tests.unit import analytic
 from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
 from tests.unit.method_roles import (
@@ -185,9 +186,7 @@ def on(problem, student, positions=32, **settings):
     return method, analytic.make_batch(problem, positions), random_at(0, range(positions))
 
 
-@pytest.mark.parametrize(
-    ("problem", "tangent"), list(zip(PROBLEMS, ("rcm", "lu_song"), strict=True)), ids=PROBLEM_NAMES
-)
+@parametrize(("problem", "tangent"), list(zip(PROBLEMS, ("rcm", "lu_song"), strict=True)), ids=PROBLEM_NAMES, quick=1)
 def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     student = ExactStudent(problem)
     method, batch, random = on(problem, student, tangent=tangent)

@@ -22,6 +22,7 @@ def test_the_help_of_a_method_fits_three_screens():
     assert own == [f"method.{name}" for name in vars(METHODS["dmd2"][1]()) if name != "name"], "each once, no other's"
 
 
+@pytest.mark.slow
 def test_every_setting_is_in_the_short_help_of_its_run_too():
     config = compose_config([])
     text = "\n".join(usage(config))
