@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from distill.data.base import Measure
 from distill.report.page import read_starts, start_facts
