@@ -10,8 +10,6 @@ run, give ``experiment=NAME key=value ...``. Prompt i starts from the same noise
 After a kill, the same command continues. ``--like`` takes prompts, seeds, sizes and precision of another evaluation.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

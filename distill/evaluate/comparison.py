@@ -4,8 +4,6 @@
 or with one number for all seeds together. A missing number is ``None`` or NaN, and its prompt is left out of the mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sample clips during a run and the report at its end, with clips that are stored next to the teacher."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

@@ -5,8 +5,6 @@ teacher's of the same captions and noises, or with real clips where a method has
 one side. It lies :data:`ALLOWED` spreads over captions from the mean of the teacher's clips.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ instead, so the interval takes the skewness into account (Efron and Tibshirani, 
 section 12.5). Prompts are resampled, never clips: average the seeds of a prompt first.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

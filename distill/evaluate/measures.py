@@ -3,8 +3,6 @@
 Clips are uint8 (T, H, W, 3), and values are in units of the full range of a pixel, 1 = 255 levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import combinations
 

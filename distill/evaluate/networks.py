@@ -1,7 +1,5 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Both are embeddings of frames whose squared distance is the measure: LPIPS itself, and 1 minus DINO's cosine similarity.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

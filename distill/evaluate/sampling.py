@@ -1,7 +1,5 @@
 """Sampling of clips with a role. The same captions and noise give the same clips on every mesh."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

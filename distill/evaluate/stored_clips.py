@@ -1,7 +1,5 @@
 """Clips of a teacher that are stored in its folder, and used where all that defines them is the same."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ Minima, maxima and weights are those of ``scripts/constant.py`` in github.com/Vc
 ``scripts/cal_final_score.py`` (Huang et al., arXiv:2311.17982). The package has neither script.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

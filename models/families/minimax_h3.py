@@ -15,8 +15,6 @@ the network for one sample after another. A micro-batch of several samples then 
 Shape legend: B samples, C T H W latents of the video, A L 2 channels, latents and sides of the audio's, S rows.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

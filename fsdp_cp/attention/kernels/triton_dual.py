@@ -8,8 +8,6 @@ too, so that a ring can merge chunks of keys exactly.
 Requires Triton 3.6 or later, which torch's CUDA builds include. The kernel has no backward.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
