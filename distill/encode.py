@@ -95,6 +95,8 @@ def _source(
         outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
     if outside is None:
         has_images = settings.image is not None
+        if path.is_file() and has_images and settings.buckets is not None:
+            raise UserError(f"data.buckets={settings.buckets}: captions with images have one size; leave it out")
         return Source.read(path, columns, has_clips=not path.is_file(), has_images=has_images), settings
     has_latents = outside.latents is not None or outside.text is None
     name = f"data.path={path}"

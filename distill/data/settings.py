@@ -195,6 +195,14 @@ class CaptionsSettings(VideoFolderSettings):
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``, and with ``image``
     (a path from the file's folder) where images condition."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image is None:
+            return
+        if self.buckets is not None:
+            raise UserError(f"data.buckets={self.buckets}: captions with images have one size; leave it out")
+        self.free_on_resume = VideoFolderSettings.free_on_resume  # the others decide the images' latents
+
 
 @dataclass(kw_only=True)
 class EncodedSettings(DataSettings):

@@ -36,7 +36,6 @@ from distill.data.base import MeasuredDataset
 from distill.data.sets.encode import release_memory
 from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
 from distill.data.shares import Shares
-from distill.data.videos.decode import first_frame
 from distill.evaluate.comparison import (
     FEW_PROMPTS,
     compare,
@@ -182,6 +181,8 @@ def _networks(words: Sequence[str], config: Config, arguments: argparse.Namespac
                 folder = exported_student(folder)
                 if (sizes := own.data.sample_shapes()[0]) != shapes:
                     raise UserError(f"{word} has latents of {sizes}, and the first run of {shapes}; leave it out")
+                if (image := own.data.encoding().image) != config.data.encoding().image:
+                    raise UserError(f"{word} has data.image={image or 'null'}, unlike the first run; leave it out")
             own = sampled_as(own, folder)
         steps = checked_steps(own, role, count, f"{path}@")
         own = replace(own, data=config.data)
@@ -207,10 +208,14 @@ def _asked(
     """Return the number of seeds of each prompt, its sampled text, and its image where images condition."""
     if other is not None:
         counts = seeds_of(suite) if suite else dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
-        captions, images = other.get("captions") or list(counts), other.get("images") or []
+        images = dict(zip(counts, other.get("images") or [], strict=False)) if has_images else {}
         if has_images and not images:
             raise UserError(f"--like {arguments.like} has no images, which data.image needs; give --prompts")
-        return counts, captions, images
+        if has_images and arguments.prompts:  # the images lie elsewhere here
+            images = prompts_with_images(arguments.prompts, "--prompts")
+            counts = dict.fromkeys(images, other["protocol"]["seeds"])
+            return counts, list(images), list(images.values())
+        return counts, other.get("captions") or list(counts), list(images.values())
     if suite is not None:
         if has_images:
             raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
@@ -234,7 +239,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     settings = [word for word in arguments.what if "=" in word and not Path(_path_and_steps(word)[0]).exists()]
     words = [word for word in arguments.what if word not in settings]
     other = _read(user_path(arguments.like, "--like")) if arguments.like else None
-    if (arguments.prompts is None) == (other is None):
+    if (arguments.prompts is None) == (other is None) and not (other and other.get("images")):
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
     if arguments.suite and other:
         raise UserError("give --suite or --like: --like takes the suite of the other evaluation")
@@ -273,8 +278,9 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     if "lpips" in measuring and min(encoding.height, encoding.width) < LPIPS_LEAST:
         got = f"{encoding.height} x {encoding.width}"
         raise UserError(f"--lpips needs clips of {LPIPS_LEAST} x {LPIPS_LEAST} pixels or more, got {got}; leave it out")
-    for image in images:
-        first_frame(Path(image), encoding.clip)
+    if absent := [image for image in images if not Path(image).is_file()]:
+        where = "--prompts" if arguments.prompts else f"--like {arguments.like}"
+        raise UserError(f"{where}: the image {absent[0]} is not a file here; give --prompts FILE with the images")
     decides = [*counts, *(captions if captions != list(counts) else []), *(fingerprint_of([Path(i)]) for i in images)]
     protocol = {
         "prompts": hashlib.sha256("\n".join(decides).encode()).hexdigest(),
@@ -282,6 +288,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         "suite": suite and "vbench",
         **{name: getattr(encoding, name) for name in _SIZES},
         "data": config.data.name,
+        "image": encoding.image,
         "latents": {part: list(shape) for part, shape in config.data.sample_shapes()[0].items()},
         "precision": next(iter(networks.values())).plan.roles[0].sharding.precision,
         "decoder": encoding.fingerprint(),
@@ -317,6 +324,8 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         protocol = content["protocol"]
         is_whole = {"participants", "values", "made"} <= content.keys() and {"precision", *_SIZES} <= protocol.keys()
+        texts = [content.get(key) or content["prompts"] for key in ("captions", "images")]
+        is_whole = is_whole and all(len(own) == len(content["prompts"]) for own in texts)
         if is_whole and content["prompts"] and (content.get("suite") or protocol["seeds"] > 0):
             return content
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -58,7 +58,9 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     encodes = isinstance(data, VideoFolderSettings)
     peaks = {"encode/captions": _captions_peak(config, kind, settings)} if encodes else {}
     if encodes and (data.has_clips or data.image is not None):
-        pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
+        # Latents of an image can be those of a clip that begins with it.
+        frames = data.num_frames if data.has_clips or "image_latents" in shapes[1] else 1
+        pixels = (1, 3, frames, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
     if encodes and image:
         peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)

@@ -35,7 +35,8 @@ def check_export(config: Config, plan: RunPlan) -> None:
     try:
         student.family.check_export(plan.shapes[0], plan.method(config.method, roles).few_steps or {})
     except UserError as error:
-        raise UserError(f"{error}; to train for other samplers, set export.at_end=false") from error
+        hint = "with export.at_end=false it trains, but only an adapter for ComfyUI can be exported then"
+        raise UserError(f"{error}; {hint}") from error
 
 
 def export_student(config: Config, method: Method, trained: Sequence[Trained], step: int) -> None:

@@ -198,7 +198,14 @@ def test_a_student_of_images(tmp_path, capsys):
     assert result(tmp_path, "again")["values"] == found["values"]
     new = ["--out", tmp_path / "new"]
     capsys.readouterr()
-    for wrong in ("a red square\n", "image,caption\nclips/none.mp4,a\n", "image,caption\nclips/clip_0.mp4,\n"):
+    (tmp_path / "clips").rename(tmp_path / "moved")
+    refused(capsys, "--prompts", [*like, *new])
+    prompts.write_text(prompts.read_text().replace("clips/", "moved/"))
+    assert main([str(word) for word in (*like, "--prompts", prompts, "--out", tmp_path / "elsewhere")]) == 0
+    assert result(tmp_path, "elsewhere")["compared"]["protocol"] == []
+    (tmp_path / "moved").rename(tmp_path / "clips")
+    capsys.readouterr()
+    for wrong in ("a red square\n", "image,caption\n", "image,caption\nclips/none.mp4,a\n", "image,caption\nclips/clip_0.mp4,\n"):
         (tmp_path / "wrong.csv").write_text(wrong)
         refused(capsys, "--prompts" if "none" not in wrong else "none.mp4", [*words[:3], tmp_path / "wrong.csv", *new])
     prompts.write_text(json.dumps(table[0]) + "\n" + json.dumps(table[1] | {"caption": texts[0]}))

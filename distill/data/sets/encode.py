@@ -140,7 +140,12 @@ class Source:
             return cls(name=f"data.path={path}", rows=read_metadata(path, columns), folder=path)
         name, folder = f"data.path={path}", path.absolute().parent if has_images else None
         texts = read_images(path, columns) if has_images else [("", text) for text in read_captions(path, columns)]
-        rows = [ListedClip(file=image, caption=caption) for image, caption in texts]
+        rows = [
+            ListedClip(
+                file=image, caption=caption, problem="is missing" * (has_images and not (folder / image).is_file())
+            )
+            for image, caption in texts
+        ]
         return cls(name=name, rows=rows, folder=folder, has_latents=False)
 
     @property
@@ -261,7 +266,8 @@ class _Job:
             name, reason = left_out[0]
             why = f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
             size = "num_frames lower" if self.settings.buckets is None else "buckets smaller"
-            raise UserError(f"{why}; give longer videos, or set data.{size} or data.fps higher")
+            longer = f"give longer videos, or set data.{size} or data.fps higher"
+            raise UserError(f"{why}; {longer if source.has_latents else 'give images that can be read'}")
         rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)

@@ -125,6 +125,8 @@ def read_images(path: Path, columns: Mapping[str, str] | None = None) -> list[tu
                 f"data.path={path} has no image or no caption in line {line}; give both, or remove the line"
             )
         rows.append((image, caption))
+    if not rows:
+        raise UserError(f"data.path={path} has no rows; write an image and a caption in each")
     return rows
 
 
