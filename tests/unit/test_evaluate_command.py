@@ -205,7 +205,8 @@ def test_a_student_of_images(tmp_path, capsys):
     assert result(tmp_path, "elsewhere")["compared"]["protocol"] == []
     (tmp_path / "moved").rename(tmp_path / "clips")
     capsys.readouterr()
-    for wrong in ("a red square\n", "image,caption\n", "image,caption\nclips/none.mp4,a\n", "image,caption\nclips/clip_0.mp4,\n"):
+    head = "image,caption\n"
+    for wrong in ("a red square\n", head, f"{head}clips/none.mp4,a\n", f"{head}clips/clip_0.mp4,\n"):
         (tmp_path / "wrong.csv").write_text(wrong)
         refused(capsys, "--prompts" if "none" not in wrong else "none.mp4", [*words[:3], tmp_path / "wrong.csv", *new])
     prompts.write_text(json.dumps(table[0]) + "\n" + json.dumps(table[1] | {"caption": texts[0]}))
