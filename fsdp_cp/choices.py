@@ -90,7 +90,9 @@ class Checked:
 def _bounds(settings: type) -> dict[str, Bounds]:
     def of(hint: Any) -> Bounds | None:
         if get_origin(hint) is Annotated:
-            return hint.__metadata__[0]
+            all_bounds = [bounds._asdict() for bounds in hint.__metadata__ if isinstance(bounds, Bounds)]
+            stated = {key: bound for bounds in all_bounds for key, bound in bounds.items() if bound is not None}
+            return Bounds(**stated) if stated else None
         return next(filter(None, map(of, get_args(hint))), None)
 
     found = {name: of(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}

@@ -68,7 +68,7 @@ def check_images(config: Config) -> None:
     if not images:
         return
     if getattr(config.data, "image", None) is None:
-        hint = "use data=video_folder data.image=first_frame, or leave them out"
+        hint = "set data.image=first_frame, or leave them out"
         raise UserError(f"sample.images={shown(images)} are for models of images, and data.image is null; {hint}")
     if len(images) != len(captions) or len(set(captions)) < len(captions):
         given = f"{len(images)} images and {len(set(captions))} different captions"

@@ -94,13 +94,18 @@ class MovingShapesSettings(DataSettings):
     """Frames per second of the sample videos."""
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
-    num_clips: Annotated[int, Bounds(least=64, most=2**24)] = 65536
-    """Clips in an epoch, whose order is a list of all."""
+    num_clips: Annotated[int, Bounds(least=8, most=2**24)] = 65536
+    """Clips in an epoch, whose order is a list of all: at least as many as captions (64; 8 with ``colour_shares``)."""
     colour_shares: list[float] | None = None
     """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
     blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
     sound: bool = False
     """Whether a tone goes with the shape, for networks that make sound (``experiment=quickstart_sound``)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.colour_shares is None and self.num_clips < 64:
+            raise UserError(f"data.num_clips must be at least 64, one for each caption, got {self.num_clips}")
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
         data = self.build(seed=0)

@@ -179,8 +179,8 @@ FULL = {"activation_checkpointing": "full", "activation_offload": False, "compil
 QUICK = {"activation_checkpointing": "selective", "activation_offload": True, "compile": True}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("settings", [FULL, QUICK], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [pytest.param(FULL, marks=pytest.mark.long), QUICK], ids=str)
 def test_compiled(pools, truth, settings):
     ranks = pools[2].run(_train, {"cp": 2, "ulysses": 2}, settings)
     _check(ranks, truth, settings, 2)

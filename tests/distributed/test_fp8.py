@@ -89,6 +89,43 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("changes", "cases"),
+    [
+        pytest.param(
+            GATHER,
+            (
+                {"strategy": "optim", "activation_checkpointing": "selective", "activation_offload": True},
+                {"keep_gathered": True, "gather_stream": "compute"},
+            ),
+        ),
+        pytest.param(
+            FP8,
+            ({"strategy": "no_shard"}, {"offload": "cpu"}),
+        ),
+        (
+            TE,
+            (
+                {"strategy": "no_shard", "activation_offload": True},
+                {"strategy": "optim", "activation_checkpointing": "selective"},
+                {"strategy": "optim_grads", "activation_checkpointing": "full"},
+                {"offload": "cpu", "keep_gathered": True},
+            ),
+        ),
+    ],
+    ids=["torchao, gathered in fp8", "torchao", "Transformer Engine"],
+)
+def test_how_it_is_sharded_changes_nothing(pools, checkpoints, changes, cases):
+    """In fp32 only the products round, so results equal those of ``optim_grads_params`` up to one step of fp8."""
+    sizes = {"dp_shard": 2, "precision": "fp32"}
+    expected = _run(pools, checkpoints, changes, **sizes)
+    for more in cases:
+        found = _run(pools, checkpoints, changes | more, **sizes)
+        _, norm, _ = _errors(found, expected)
+        assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
+
+
 @pytest.mark.parametrize("changes", [pytest.param(GATHER, marks=pytest.mark.long), TE])
 def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
     """The three roles share one base. Its layers compute in fp8; the adapters do not."""

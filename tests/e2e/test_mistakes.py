@@ -29,6 +29,8 @@ MISTAKES = {
         ("student.communication_buffers=pooled", "student.communication_buffers=pooled was removed"),
         ("student.gather_early=true", "student.gather_early was removed"),
         ("attention.backend=flash_attn_3", "attention.backend=flash_attn_3 was removed"),
+        ("attention.backend=transformer_engine", "attention.backend=transformer_engine was removed"),
+        ("mesh_check=true", "mesh_check"),
         ("dry_run=maybe", "dry_run"),
         ("optim.student.betas=0.9", "optim.student.betas"),
         ("optim.student.lr=nan", "optim.student.lr"),

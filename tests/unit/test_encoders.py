@@ -71,6 +71,22 @@ def test_frames_that_are_not_finite_do_not_become_black(tiny):
         codec.decode(1e3 * torch.ones(1, LATENT_CHANNELS, 1, 4, 6))
 
 
+@pytest.mark.long
+def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
+    """Frames of 288 x 320 pixels exceed a tile of 256. The truth is diffusers' own VAE with tiling."""
+    folder = choose_encoders(tiny)
+    video = torch.nn.functional.interpolate(smooth_video(), size=(288, 320), mode="bilinear")
+    exact, tiled = VideoCodec(folder, **CPU), VideoCodec(folder, **CPU, tiling=True)
+    latents, in_tiles = exact.encode(video), tiled.encode(video)
+    assert not torch.equal(latents, in_tiles) and (latents - in_tiles).norm() < 0.2 * latents.norm()
+    exact.vae.enable_tiling()
+    assert torch.equal(exact.encode(video), in_tiles)
+    half = VideoCodec(folder, device=CPU["device"], dtype=torch.bfloat16)
+    assert (half.encode(video) - latents).norm() < 0.05 * latents.norm()
+    difference = half.decode(latents[None]).int() - VideoCodec(folder, **CPU).decode(latents[None]).int()
+    assert 0 < difference.abs().float().mean() < 2, "levels of 255"
+
+
 def test_sizes_come_from_the_layers(copy):
     """The layers decide if a folder lacks scale_factor_* (Wan 2.1) or has wrong values."""
     settings = json.loads((copy / "vae/config.json").read_text())

@@ -81,7 +81,9 @@ class ImageEncoder:
         self.model = load_part(getattr(transformers, folder.class_name), folder.path, "image_encoder", dtype=dtype).to(
             device
         )
-        processor = getattr(transformers, f"{folder.class_name.partition('Vision')[0]}ImageProcessorPil")
+        name = f"{folder.class_name.partition('Vision')[0]}ImageProcessor"
+        # The processor on PIL; before transformers 5.4 it has the shorter name.
+        processor = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
         with readable(folder.path, folder.processor):
             self.processor = processor.from_pretrained(folder.path / folder.processor, local_files_only=True)
 
