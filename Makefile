@@ -48,11 +48,11 @@ quickstart: $(STAMP)  ## distill the shipped teacher on two CPU processes, from 
 	  mesh.cp=1 checkpoint.resume=never $(ARGS)
 
 .PHONY: test
-test: $(STAMP)  ## the tests to run after each change: 5 minutes on two cores
+test: $(STAMP)  ## the tests to run after each change: 3 minutes on two cores
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and strategies: what CI runs, 20 minutes
+test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and strategies: what CI runs, 25 minutes
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 .PHONY: test-triton
