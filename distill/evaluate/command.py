@@ -215,6 +215,8 @@ def _asked(
             images = prompts_with_images(arguments.prompts, "--prompts")
             counts = dict.fromkeys(images, other["protocol"]["seeds"])
             return counts, list(images), list(images.values())
+        if arguments.prompts:
+            raise UserError("--prompts with --like gives images, and data.image is null; leave it out")
         return counts, other.get("captions") or list(counts), list(images.values())
     if suite is not None:
         if has_images:
