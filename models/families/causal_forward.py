@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,13 +17,6 @@ from fsdp_cp.mesh import Mesh
 from models.causal import CausalSettings
 
 Rotate = Callable[[Tensor], Tensor]
-
-
-@dataclass(slots=True, eq=False)
-class LayerText:
-    """Keys and values of the text in one layer; ``None`` until a forward without gradient has computed them."""
-
-    keys_values: tuple[Tensor, Tensor] | None = None
 
 
 class History(ABC):
@@ -48,10 +41,6 @@ class History(ABC):
     @abstractmethod
     def layer(self, index: int) -> LayerHistory:
         """Return the history of one layer."""
-
-    def text(self, index: int) -> LayerText | None:
-        """Return the memory for the text's keys and values in one layer, if any."""
-        return None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that a forward leaves in memory on this rank."""
@@ -104,7 +93,6 @@ class Chunks(History):
     past: tuple[tuple[KeyValues, ...], ...]
     """Keys and values of each earlier chunk that the chunk attends to, by layer. The first ``sinks`` are sinks."""
     sinks: int
-    texts: list[LayerText]
     record: dict[int, KeyValues] | None = None
     """Keys and values of the forward's own chunk, by layer, to fill."""
     compiles = False  # one graph per number of chunks
@@ -115,7 +103,6 @@ class Chunks(History):
 
     def begin(self, k, tokens, layers, mesh, shift, rotate):
         self._rotate = rotate if shift else None
-        self.texts += [LayerText() for _ in range(layers - len(self.texts))]
 
     def layer(self, index: int) -> LayerHistory:
         past = [chunk[index] for chunk in self.past]
@@ -123,16 +110,8 @@ class Chunks(History):
             past[: self.sinks] = [replace(sink, k=self._rotate(sink.k)) for sink in past[: self.sinks]]
         return _LayerChunks(past, self.record, index)
 
-    def text(self, index: int) -> LayerText:
-        return self.texts[index]
-
     def tensors(self):
         yield from (x for entry in (self.record or {}).values() for x in (entry.k, entry.v))
-        yield from _of_text(self.texts)
-
-
-def _of_text(texts: Sequence[LayerText]) -> Iterator[Tensor]:
-    return (x for text in texts for x in text.keys_values or ())
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +156,6 @@ class Slots(History):
     values: list[Tensor] = field(default_factory=list)
     sinks: list[Tensor] = field(default_factory=list)
     """Unmoved keys of the sinks, of each layer."""
-    texts: list[LayerText] = field(default_factory=list)
     _shift: int = 0
     """Number of frames by which the sinks in ``keys`` are moved."""
     _held: tuple[int, int] = (0, 0)
@@ -185,7 +163,7 @@ class Slots(History):
     _place: Tensor | None = None
 
     def tensors(self):
-        yield from (*self.keys, *self.values, *self.sinks, *_of_text(self.texts))
+        yield from (*self.keys, *self.values, *self.sinks)
 
     def pairs(self, tokens: int) -> int:
         frame = tokens // self.settings.size(self.count)
@@ -211,9 +189,6 @@ class Slots(History):
         assert self._place is not None, "begin comes first"
         return _LayerSlots(self.keys[index], self.values[index], self._place)
 
-    def text(self, index: int) -> LayerText:
-        return self.texts[index]
-
     def advance(self) -> None:
         """Finish the chunk that the last forward wrote."""
         start, stop = self._sink_tokens(self.count), self._sink_tokens(self.count + 1)
@@ -225,7 +200,6 @@ class Slots(History):
         room, sinks = self._slots(self.chunks - 1)[2], self._sink_tokens(self.settings.sink)
         held = k[:, :, : k.shape[2] // ulysses]
         if not self.keys:
-            self.texts = [LayerText() for _ in range(layers)]
             self.keys, self.values = ([held] * layers for _ in range(2))
             self.sinks = [_longer(held, sinks) for _ in range(layers)]
         if self.keys[0].shape[1] < room:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_cp.attention import cross_attention
 from fsdp_cp.mesh import Mesh
-from models.families.causal_forward import CausalForward, LayerHistory, LayerText, WholeClip
+from models.families.causal_forward import CausalForward, LayerHistory, WholeClip
 from models.families.diffusers_family import token_positions
 
 RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, LayerHistory]
@@ -49,20 +48,6 @@ class WanSelfAttention(WanAttnProcessor):
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedText:
-    """Text of a forward without gradient, with the memory for its keys and values in one layer."""
-
-    text: Tensor
-    memory: LayerText
-
-    def keys_values(self, attn: WanAttention) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the text."""
-        if self.memory.keys_values is None:
-            self.memory.keys_values = _keys_values(attn, self.text)
-        return self.memory.keys_values
-
-
 def _keys_values(attn: WanAttention, tokens: Tensor) -> tuple[Tensor, Tensor]:
     k = attn.norm_k(attn.to_k(tokens)).unflatten(2, (attn.heads, -1))
     return k, attn.to_v(tokens).unflatten(2, (attn.heads, -1))
@@ -75,20 +60,14 @@ class WanCrossAttention(WanAttnProcessor):
         super().__init__()
         self.backend = backend
 
-    def __call__(
-        self, attn: WanAttention, hidden_states: Tensor, text: Tensor | CachedText, mask: None, _: None
-    ) -> Tensor:
+    def __call__(self, attn: WanAttention, hidden_states: Tensor, text: Tensor, mask: None, _: None) -> Tensor:
         """Attend from ``(B, S_local, dim)`` to ``text`` ``(B, N + L, dim)``, with N image features first."""
         assert mask is None
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         image = None
-        if isinstance(text, CachedText):
-            k, v = text.keys_values(attn)
-        elif attn.add_k_proj is None:
-            k, v = _keys_values(attn, text)
-        else:
-            image, last = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
-            k, v = _keys_values(attn, last)
+        if attn.add_k_proj is not None:
+            image, text = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
+        k, v = _keys_values(attn, text)
         out = cross_attention(q, k, v, backend=self.backend).flatten(2, 3)
         if image is not None:
             k = attn.norm_added_k(attn.add_k_proj(image)).unflatten(2, (attn.heads, -1))
@@ -138,12 +117,10 @@ class BlockArguments:
         return tables
 
     def _of_layer(self, index: int, _block: nn.Module, args: tuple) -> tuple | None:
-        """Give a block the history of its layer. Keys and values of the text are cached only without gradients."""
+        """Give a block the history of its layer."""
         if self._causal is None:
             return None
         hidden, text, time, tables = args
-        memory = None if torch.is_grad_enabled() else self._causal.history.text(index)
-        text = text if memory is None else CachedText(text, memory)
         return hidden, text, time, (*tables, self._causal.history.layer(index))
 
 

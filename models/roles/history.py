@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_cp.attention.cached import KeyValues
 from models.causal import CausalSettings
 from models.condition import Condition
-from models.families.causal_forward import CausalForward, Chunks, History, LayerText, Slots, WholeClip
+from models.families.causal_forward import CausalForward, Chunks, History, Slots, WholeClip
 from models.sample import Sample
 
 if TYPE_CHECKING:
@@ -97,12 +97,10 @@ class TrainingCache(Cache):
     count: int = 0
     chunks: Mapping[int, tuple[KeyValues, ...]] = field(default_factory=dict)
     """Keys and values of each layer, by the number of the chunk."""
-    texts: list[LayerText] = field(default_factory=list)
-    """Keys and values of the text by layer, which all caches of a rollout share."""
 
     def history(self) -> Chunks:
         sinks = sum(number < self.settings.sink for number in self.chunks)
-        return Chunks(past=tuple(self.chunks.values()), sinks=sinks, texts=self.texts)
+        return Chunks(past=tuple(self.chunks.values()), sinks=sinks)
 
     @torch.no_grad()
     def with_chunk(self, x0: Sample) -> TrainingCache:

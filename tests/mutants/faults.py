@@ -264,8 +264,8 @@ FAULTS = (
     Fault(
         name="text_mask_one_more",
         harm="Hunyuan attends to one empty token after each quotation",
-        old='            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],\n',
-        new='            "glyph_mask": torch.arange(GLYPH_TOKENS) <= glyphs.shape[0],\n',
+        old="                tensors[self.text_masks[name]] = torch.arange(most) < len(texts[name])\n",
+        new="                tensors[self.text_masks[name]] = torch.arange(most) <= len(texts[name])\n",
         killed_by="unit/test_hunyuan_encoders.py::test_texts_are_those_of_the_pipeline_where_they_count",
     ),
     Fault(

@@ -9,7 +9,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from distill.data.encoders.folder import load_part, part_settings, readable, require_class, shown, whole_number
 from distill.data.encoders.image import SIGLIP, ImageInput, inspect_image_encoder
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
@@ -43,13 +42,13 @@ class HunyuanTextEncoder(TextEncoder):
 
     class_name = "Qwen2_5_VLTextModel"
 
-    def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+    def __init__(self, folder: EncoderFolder, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(folder, dtype=dtype, **options)
         from transformers import T5EncoderModel
 
         self.template = _template()
         self.glyph_tokenizer = load_tokenizer(folder.path, "tokenizer_2")
-        self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
+        self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(self.device)
 
     @staticmethod
     def encode_zeros(models: Any, tokens: int) -> None:
@@ -106,6 +105,7 @@ class HunyuanEncoderFolder(EncoderFolder):
     codec_class = HunyuanVideoCodec
     text_class = HunyuanTextEncoder
     text_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    text_masks = {"text": "text_mask", "glyphs": "glyph_mask"}
 
     glyph_width: int
     """D of the embeddings of quoted text."""
@@ -153,16 +153,6 @@ class HunyuanEncoderFolder(EncoderFolder):
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int]]:
         return EncoderFolder.text_sizes(self, max_tokens) | {"glyphs": (GLYPH_TOKENS, self.glyph_width)}
-
-    def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """Add masks of the tokens that count. They come before the zeros, those of a quotation too."""
-        text, glyphs = texts["text"], texts["glyphs"]
-        return {
-            "text": pad_text(text, max_tokens),
-            "text_mask": torch.arange(max_tokens) < text.shape[0],
-            "glyphs": pad_text(glyphs, GLYPH_TOKENS),
-            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],
-        }
 
 
 def _diffusers() -> Any:

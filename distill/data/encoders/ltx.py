@@ -10,7 +10,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from distill.data.encoders.folder import part_settings, shown, whole_number
 from distill.data.encoders.image import ImageInput
-from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.videos.decode import ClipFormat
 from models.condition import FIRST_FRAME
 
@@ -55,8 +54,8 @@ class LtxTextEncoder(TextEncoder):
 
     class_name = "T5EncoderModel"
 
-    def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+    def __init__(self, folder: LtxEncoderFolder, **options: Any) -> None:
+        super().__init__(folder, **options)
         self.pipeline = CONDITION_PIPELINE if folder.later else PIPELINE
 
     def cleaned(self, caption: str) -> str:
@@ -83,6 +82,7 @@ class LtxEncoderFolder(EncoderFolder):
 
     codec_class = LtxVideoCodec
     text_class = LtxTextEncoder
+    text_masks = {"text": "text_mask"}  # the transformer must not attend to what fills a caption up
 
     pipeline: str | None
     """``_class_name`` of ``model_index.json``, if the folder has one."""
@@ -124,11 +124,6 @@ class LtxEncoderFolder(EncoderFolder):
 
     def text_key(self) -> dict[str, Any]:
         return {"masked": True} if self.later else {}
-
-    def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """Add ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
-        text = texts["text"]
-        return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
         """Return ``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""

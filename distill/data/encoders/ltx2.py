@@ -19,12 +19,12 @@ from torch import Tensor
 
 from distill.data.encoders.folder import load_part, part_settings, require_class, shown, whole_number
 from distill.data.encoders.image import ImageInput
-from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec, video_sizes
-from distill.data.encoders.wan import EncoderFolder
+from distill.data.encoders.ltx import LtxVideoCodec, video_sizes
+from distill.data.encoders.wan import EncoderFolder, TextEncoder
 from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.families.diffusers_family import checked_arguments
-from models.sample import AUDIO, VIDEO, PartShapes, Sample
+from models.sample import AUDIO, VIDEO, PartShapes
 
 WINDOW = 1024
 """Samples of a window of the spectrogram, and of its transform: ``filter_length`` in the preprocessing of Lightricks'
@@ -55,30 +55,22 @@ class Ltx2Codec(LtxVideoCodec):
         kinds = {"audio_vae": diffusers.AutoencoderKLLTX2Audio, "vocoder": getattr(_parts(), folder.vocoder)}
         parts = (load_part(kind, folder.path, part, torch_dtype=torch.float32) for part, kind in kinds.items())
         self.sound_vae, self.vocoder = (part.to(self.device) for part in parts)
+        self.sound_rate = self.vocoder.config["output_sampling_rate"]
         # One number for each channel and band, in the order in which LTX2Pipeline packs them into a row.
         statistics = (self.sound_vae.latents_mean, self.sound_vae.latents_std)
         self.sound_mean, self.sound_std = (x.view(-1, 1, folder.bands) for x in statistics)
         if not (self.sound_std > 0).all():
             raise UserError(f"data.encoders={folder.path}: audio_vae/ has latents_std of 0 or less; copy it again")
 
-    @torch.no_grad()
-    def encode_clip(self, video: Tensor, sound: Tensor | None = None) -> Sample:
-        assert sound is not None
-        folder = self.folder
-        mel = log_mel(sound.to(self.device, torch.float32), folder.rate, folder.hop, folder.mel_bins)
-        z = self.sound_vae.encode(mel[None]).latent_dist.mode()
+    def _sound_latents(self, sound: Tensor) -> Tensor:
+        mel = log_mel(sound, self.folder.rate, self.folder.hop, self.folder.mel_bins)
+        z = self.sound_vae.encode(mel[None]).latent_dist.mode()[0]
         # Centered windows give one latent more than the sound has rows: its last frame is centered on the sound's end.
-        rows = z[:, :, : sound.shape[1] // folder.samples_of_row]
-        audio = (rows - self.sound_mean) / self.sound_std
-        return Sample({VIDEO: self.encode(video)[None], AUDIO: audio.cpu()})
+        return (z[:, : sound.shape[1] // self.folder.samples_of_row] - self.sound_mean) / self.sound_std
 
-    @torch.no_grad()
-    def decode_sound(self, latents: Tensor) -> tuple[Tensor, int]:
-        waves = []
-        for one in latents.split(1):
-            z = one.to(self.device, torch.float32) * self.sound_std + self.sound_mean
-            waves.append(self.vocoder(self.sound_vae.decode(z).sample)[0].float().cpu())
-        return torch.stack(waves), self.vocoder.config["output_sampling_rate"]
+    def _waveform(self, latents: Tensor) -> Tensor:
+        z = latents * self.sound_std + self.sound_mean
+        return self.vocoder(self.sound_vae.decode(z[None]).sample)[0]
 
 
 def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
@@ -94,16 +86,15 @@ def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
     return (spectrum.mT @ torch.from_numpy(filters).to(spectrum)).clamp_min(QUIETEST).log()
 
 
-class Ltx2TextEncoder(LtxTextEncoder):
+class Ltx2TextEncoder(TextEncoder):
     """Gemma 3 and the two connectors."""
 
-    class_name = "Gemma3ForConditionalGeneration"
+    class_name, pipeline = "Gemma3ForConditionalGeneration", "LTX2Pipeline"
 
-    def __init__(self, folder: Ltx2EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        super(LtxTextEncoder, self).__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
-        self.pipeline = "LTX2Pipeline"
+    def __init__(self, folder: EncoderFolder, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(folder, dtype=dtype, **options)
         connectors = load_part(_parts().LTX2TextConnectors, folder.path, "connectors", torch_dtype=dtype)
-        self.connectors = connectors.to(device)
+        self.connectors = connectors.to(self.device)
 
     @staticmethod
     def encode_zeros(models: Any, tokens: int) -> None:

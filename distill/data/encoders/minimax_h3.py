@@ -33,7 +33,7 @@ from fsdp_cp.errors import UserError
 from models.condition import TEXT_LENGTH
 from models.families.diffusers_family import checked_arguments
 from models.families.minimax_h3 import AUDIO_RATE, CHUNK, FRAMES, SIDES, audio_latents, latent_frames
-from models.sample import AUDIO, VIDEO, PartShapes, Sample
+from models.sample import AUDIO, VIDEO, PartShapes
 
 TEXT_LAYER = 50
 """Layer whose output is the embedding. The last layer's output is normalized, so one more layer is loaded."""
@@ -55,24 +55,18 @@ class MiniMaxH3Codec(VideoCodec):
 
         cls, device = diffusers.AutoencoderKLMiniMaxH3Audio, self.device
         self.sound_vae: Any = load_part(cls, folder.path, "audio_vae", torch_dtype=torch.float32).to(device)
+        self.sound_rate = self.sound_vae.config["sampling_rate"]
         statistics = (self.sound_vae.config["latents_mean"], self.sound_vae.config["latents_std"])
         self.sound_mean, self.sound_std = (torch.tensor(values, device=device)[:, None] for values in statistics)
         self.pixel_mean, self.pixel_std = (torch.tensor(v, device=device).view(3, 1, 1, 1) for v in (_MEAN, _STD))
 
-    @torch.no_grad()
-    def encode_clip(self, video: Tensor, sound: Tensor | None = None) -> Sample:
-        assert sound is not None
-        z = self.sound_vae.encode(sound[:, None].to(self.device, torch.float32)).latent_dist.mode()
-        audio = ((z - self.sound_mean) / self.sound_std).permute(1, 2, 0)
-        return Sample({VIDEO: self.encode(video)[None], AUDIO: audio[None].cpu()})
+    def _sound_latents(self, sound: Tensor) -> Tensor:
+        z = self.sound_vae.encode(sound[:, None]).latent_dist.mode()
+        return ((z - self.sound_mean) / self.sound_std).permute(1, 2, 0)
 
-    @torch.no_grad()
-    def decode_sound(self, latents: Tensor) -> tuple[Tensor, int]:
-        waves = []
-        for one in latents:
-            z = one.permute(2, 0, 1).to(self.device, torch.float32) * self.sound_std + self.sound_mean
-            waves.append(self.sound_vae.decode(z).sample[:, 0].cpu())
-        return torch.stack(waves), self.sound_vae.config["sampling_rate"]
+    def _waveform(self, latents: Tensor) -> Tensor:
+        z = latents.permute(2, 0, 1) * self.sound_std + self.sound_mean
+        return self.sound_vae.decode(z).sample[:, 0]
 
     def _latents(self, video: Tensor) -> Tensor:
         return super()._latents(((video + 1) / 2 - self.pixel_mean) / self.pixel_std)

@@ -24,7 +24,7 @@ from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import parameters_of
-from models.sample import VIDEO, PartShapes, Sample
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,19 @@ class VideoCodec:
         """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
         return (z - self.mean) / self.std
 
-    def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None = None) -> Sample:
+    @torch.no_grad()
+    def encode_clip(self, video: torch.Tensor, sound: torch.Tensor | None) -> Sample:
         """Encode a clip, (3, T, H, W) in [-1, 1], with its sound (:meth:`EncoderFolder.sound_format`), to fp32."""
-        assert sound is None
-        return Sample({VIDEO: self.encode(video)[None]})
+        parts = {VIDEO: self.encode(video)[None]}
+        if sound is not None:
+            parts[AUDIO] = self._sound_latents(sound.to(self.device, torch.float32))[None].cpu()
+        return Sample(parts)
 
+    @torch.no_grad()
     def decode_sound(self, latents: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Decode audio latents (n, C, L, F) to fp32 (n, channels, samples) on the CPU, and samples per second."""
-        raise NotImplementedError
+        waves = [self._waveform(one.to(self.device, torch.float32)).float().cpu() for one in latents]
+        return torch.stack(waves), self.sound_rate
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -97,6 +102,17 @@ class VideoCodec:
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:
         """Decode (1, C, t, h, w), as the VAE's encoder gives it, to (1, 3, T, H, W) in [-1, 1]."""
         return self.vae.decode(z.to(self.dtype)).sample
+
+    sound_rate: int
+    """Samples per second of decoded sound, of families that make sound."""
+
+    def _sound_latents(self, sound: torch.Tensor) -> torch.Tensor:
+        """Encode a sound (channels, samples) to latents (C, L, F), fp32 on the codec's device."""
+        raise NotImplementedError
+
+    def _waveform(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents (C, L, F) of a sound to (channels, samples), on the codec's device."""
+        raise NotImplementedError
 
 
 class TextEncoder:
@@ -193,6 +209,8 @@ class EncoderFolder:
     """Sub-folders that decide the latents of a clip."""
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     """Sub-folders that decide the embedding of a caption."""
+    text_masks: ClassVar[Mapping[str, str]] = {}
+    """Name of the mask of the tokens that count, for embeddings with one: true before the zeros that fill it up."""
     text_dtype: ClassVar[torch.dtype] = torch.float32
     """Dtype in which the text encoder computes, and embeddings are stored."""
     vae_precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
@@ -226,9 +244,15 @@ class EncoderFolder:
         )
 
     def latent_shape(self, clip: ClipFormat) -> tuple[int, int, int, int]:
-        """Return (C, t, h, w) of one encoded clip. Raises ``UserError`` where ``clip`` does not fit (see ``check``)."""
-        self.check(clip)
-        return self.channels, self.latent_frames(clip), clip.height // self.spatial, clip.width // self.spatial
+        """Return (C, t, h, w) of one encoded clip, which the VAE and the patches must divide evenly (``UserError``)."""
+        frames = self.latent_frames(clip)
+        for name, side, patch in (("height", clip.height, self.patch[1]), ("width", clip.width, self.patch[2])):
+            unit = self.spatial * patch
+            if side < 1 or side % unit:
+                works = max(1, round(side / unit)) * unit
+                unit_of = f"{unit} (VAE {self.spatial} x patch {patch})"
+                raise UserError(f"data.{name}={side} is not a multiple of {unit_of}; use {works}")
+        return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
 
     def latent_shapes(self, clip: ClipFormat) -> PartShapes:
         """Return the shape of each part of one encoded clip; see :meth:`latent_shape`."""
@@ -291,8 +315,13 @@ class EncoderFolder:
         return {"text": (max_tokens, self.text_width)}
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the text tensors of a condition from the embeddings of a caption (:meth:`text_sizes`)."""
-        return {name: pad_text(text, max_tokens) for name, text in texts.items()}
+        """Return the text tensors of a condition from the embeddings of a caption (:meth:`text_sizes`), and masks."""
+        tensors = {}
+        for name, (most, _) in self.text_sizes(max_tokens).items():
+            tensors[name] = pad_text(texts[name], most)
+            if name in self.text_masks:
+                tensors[self.text_masks[name]] = torch.arange(most) < len(texts[name])
+        return tensors
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
         """Return the tensors of a condition that are the same for all clips of one format."""
@@ -308,16 +337,6 @@ class EncoderFolder:
             joins = f"which joins {self.temporal} frames after the first, in patches of {self.patch[0]}"
             raise UserError(f"data.num_frames={clip.num_frames} does not fit the VAE, {joins}; use {works}")
         return (clip.num_frames - 1) // self.temporal + 1
-
-    def check(self, clip: ClipFormat) -> None:
-        """Raise ``UserError`` unless the VAE and the patches divide ``clip`` evenly."""
-        self.latent_frames(clip)
-        for name, side, patch in (("height", clip.height, self.patch[1]), ("width", clip.width, self.patch[2])):
-            unit = self.spatial * patch
-            if side < 1 or side % unit:
-                works = max(1, round(side / unit)) * unit
-                unit_of = f"{unit} (VAE {self.spatial} x patch {patch})"
-                raise UserError(f"data.{name}={side} is not a multiple of {unit_of}; use {works}")
 
     def files(self, *parts: str) -> list[Path]:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""

@@ -70,7 +70,7 @@ class Encoding(ClipSettings):
         folder = choose_encoders(self.encoders)
         for size, clip in zip(self.sizes, self.clips, strict=True):
             try:
-                folder.check(clip)
+                folder.latent_shape(clip)
             except UserError as error:
                 raise UserError(str(error) if self.buckets is None else f"data.buckets: {size}: {error}") from error
         if self.vae_precision not in folder.vae_precisions:
