@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
+from distill.data.sets.files import DTYPES, Damaged, Place, map_columns, read_at, read_json
 from fsdp_cp.errors import UserError
 
 FORMATS = (1, 2)
@@ -63,7 +63,7 @@ class EncodedSet:
             if self.about.get("format") not in FORMATS:
                 made = f"format {self.about.get('format')}, not {' or '.join(map(str, FORMATS))}"
                 raise UserError(f"{where} has {made}; make it with {COMMAND}")
-            self._columns = Columns(self.path / INDEX)
+            self._columns = map_columns(self.path / INDEX)
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
             raise UserError(f"{reason}; make it with {COMMAND} SOURCE {path}") from error
@@ -92,23 +92,21 @@ class EncodedSet:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
     def caption(self, text: int) -> str:
-        begin = self._columns.get("caption.end", text - 1) if text else 0
-        return self._columns.bytes("caption", begin, self._columns.get("caption.end", text)).decode()
+        ends = self._columns["caption.end"]
+        return self._columns["caption"][ends[text - 1] if text else 0 : ends[text]].tobytes().decode()
 
     def find(self, caption: str) -> int | None:
         """Return the text with this caption, or ``None``."""
-        get, count = self._columns.get, self._columns.length("caption.order")
-        position = bisect_left(
-            range(count), caption.encode(), key=lambda i: self.caption(get("caption.order", i)).encode()
-        )
-        text = get("caption.order", position) if position < count else None
-        return text if text is not None and self.caption(text) == caption else None
+        order = self._columns["caption.order"]
+        position = bisect_left(order, caption.encode(), key=lambda text: self.caption(text).encode())
+        found = position < len(order) and self.caption(order[position]) == caption
+        return int(order[position]) if found else None
 
     def clip_of(self, row: int) -> int:
-        return self._columns.get("row.clip", row)
+        return int(self._columns["row.clip"][row])
 
     def text_of(self, row: int) -> int:
-        return self._columns.get("row.text", row)
+        return int(self._columns["row.text"][row])
 
     def first_row(self, text: int, bucket: int = 0) -> int | None:
         """Return the first row with this text and a clip of this bucket, or ``None``."""
@@ -117,12 +115,12 @@ class EncodedSet:
 
     def row_texts(self) -> np.ndarray:
         """Return the text of each row."""
-        return self._columns.column("row.text")
+        return self._columns["row.text"]
 
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
-        clips = self._columns.column("row.clip")
-        return self._columns.column("clip.bucket")[clips] if self.about["format"] == 2 else np.zeros_like(clips)
+        clips = self._columns["row.clip"]
+        return self._columns["clip.bucket"][clips] if self.about["format"] == 2 else np.zeros_like(clips)
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -131,7 +129,7 @@ class EncodedSet:
 
     def bucket_of(self, clip: int) -> int:
         """Return the bucket of a clip, in the order of :attr:`parts`."""
-        return self._columns.get("clip.bucket", clip) if self.about["format"] == 2 else 0
+        return int(self._columns["clip.bucket"][clip]) if self.about["format"] == 2 else 0
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
@@ -144,18 +142,19 @@ class EncodedSet:
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
         """Return the embeddings ``(tokens, D)`` of a text by part as stored, without the zeros that fill them up."""
-        get = self._columns.get
         dtype = self.about["settings"].get("text", {}).get("dtype", "F32")
-        shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
+        tokens = {part: int(self._columns[f"text.{part}.tokens"][text]) for part in self.text_widths}
+        shapes = {part: (tokens[part], width) for part, width in self.text_widths.items()}
         return {part: self._tensor("text", text, part, dtype, shape) for part, shape in shapes.items()}
 
     def _tensor(self, kind: str, number: int, part: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        get = self._columns.get
-        file = self.path / shard_name(f"{kind}s", get(f"{kind}.shard", number))
+        shard, offset, crc32 = (
+            int(self._columns[f"{kind}.{column}"][number]) for column in ("shard", f"{part}.offset", f"{part}.crc32")
+        )
+        file = self.path / shard_name(f"{kind}s", shard)
         size = int(np.prod(shape)) * DTYPES[dtype].itemsize
         try:
-            place = Place(dtype, shape, get(f"{kind}.{part}.offset", number), size)
-            return read_at(file, place, get(f"{kind}.{part}.crc32", number))
+            return read_at(file, Place(dtype, shape, offset, size), crc32)
         except Damaged as error:
             hint = f"run {COMMAND} --verify {self.path}, then encode it again or set data.damaged=skip"
             raise UserError(f"{self.where}: {file} is damaged ({error}); {hint}") from error
@@ -170,21 +169,21 @@ class EncodedSet:
         damaged = {}
         there = {file.name: file.stat().st_size for file in self.path.iterdir() if file.is_file()}
         for kind in KINDS:
-            sizes = enumerate(self._columns.column(f"{kind}.size"))
+            sizes = enumerate(self._columns[f"{kind}.size"])
             wrong = [shard for shard, size in sizes if there.get(shard_name(kind, shard)) != size]
             known = noted.get(kind, ()) if noted.get("index") == self.about["index"] else ()
             damaged[kind] = sorted({*known, *self._members(kind, wrong)})
         return damaged
 
     def _members(self, kind: str, shards: Sequence[int]) -> list[int]:
-        return np.flatnonzero(np.isin(self._columns.column(f"{kind[:-1]}.shard"), shards)).tolist()
+        return np.flatnonzero(np.isin(self._columns[f"{kind[:-1]}.shard"], shards)).tolist()
 
     def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:
-        shards = {(kind, self._columns.get(f"{kind[:-1]}.shard", n)) for kind in KINDS for n in damaged[kind]}
+        shards = {(kind, self._columns[f"{kind[:-1]}.shard"][n]) for kind in KINDS for n in damaged[kind]}
         return [self.path / shard_name(kind, number) for kind, number in sorted(shards)]
 
     def rows_without(self, damaged: Mapping[str, Sequence[int]]) -> list[int]:
-        bad = [np.isin(self._columns.column(f"row.{kind[:-1]}"), list(damaged[kind])) for kind in KINDS]
+        bad = [np.isin(self._columns[f"row.{kind[:-1]}"], list(damaged[kind])) for kind in KINDS]
         return np.flatnonzero(~(bad[0] | bad[1])).tolist()
 
     def verify_shard(self, kind: str, shard: int) -> list[int]:
@@ -198,4 +197,4 @@ class EncodedSet:
         return wrong
 
     def shard_count(self, kind: str) -> int:
-        return self._columns.length(f"{kind}.size")
+        return len(self._columns[f"{kind}.size"])
