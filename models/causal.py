@@ -70,10 +70,6 @@ class CausalSettings(Checked):
             raise UserError(f"{where}chunk={later}: {frames} latent frames are not whole chunks; use {fitting}")
         return (first, *[later] * count)
 
-    def last_start(self, frames: int) -> int:
-        """Return the first latent frame of the last chunk of a clip."""
-        return sum(self.chunks(frames)[:-1])
-
     def mask(self, frames: int, tokens: int, *, clean: bool = False) -> BlockMask:
         """Return the mask of a clip of latent frames of ``tokens`` tokens each, with ``clean`` after its clean
         history."""

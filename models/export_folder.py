@@ -82,7 +82,15 @@ def write_folder(
     """
     assert len(networks) == len(boundaries) + 1
     places, writes = EXPERT_FOLDERS if boundaries else ("",), rank() == 0
-    splits = [_split(weights.shapes, dtype, max_bytes) for weights in networks]
+    splits = [  # without additions, which have a file of their own
+        split_state_dict_into_shards_factory(
+            network_tensors(weights.shapes),
+            get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+            filename_pattern=f"{NAME}{{suffix}}.safetensors",
+            max_shard_size=max_bytes,
+        )
+        for weights in networks
+    ]
     files = _read_files(places, splits, networks, dtype if writes else None)
 
     def write() -> None:
@@ -109,16 +117,6 @@ def write_folder(
                 pass
 
     on_all_ranks(write)
-
-
-def _split(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> StateDictSplit:
-    """Return the files of a network's tensors, without its additions."""
-    return split_state_dict_into_shards_factory(
-        network_tensors(shapes),
-        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
-        filename_pattern=f"{NAME}{{suffix}}.safetensors",
-        max_shard_size=max_bytes,
-    )
 
 
 def _read_files(

@@ -55,7 +55,7 @@ def one_network(context: Context, name: str) -> None:
             shape = family.planning.shapes_of_clip(channels, *clip, fps=16.0)[VIDEO]
         clips = RandomClips(shape, family.condition_shapes(config, shape, text_tokens))
         condition = clips.condition(["5"]).to(device).to(dtype)
-        family.parallelize(network, build_mesh(cp=1, device_type=device.type))
+        family.parallelize(network, build_mesh(cp=1, device_type=device.type), "auto", 1)
         generator = torch.Generator(device).manual_seed(0)
         x, t_x = (torch.randn(1, *shape, generator=generator, device=device).to(dtype) for _ in range(2))
         times = torch.full((1,), 0.5, device=device)

@@ -320,7 +320,7 @@ class Family(ABC):
     # Running
 
     @abstractmethod
-    def parallelize(self, network: nn.Module, mesh: Mesh, backend: str = "auto", head_groups: int = 1) -> None:
+    def parallelize(self, network: nn.Module, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Split the tokens over ``mesh.cp`` and replace the attention, in place, before the network is sharded.
 
         Attention must accept forward-mode duals at cp = 1 too. ``backend`` and ``head_groups`` are those of
@@ -329,7 +329,13 @@ class Family(ABC):
 
     @abstractmethod
     def outputs(
-        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
+        self,
+        network: nn.Module,
+        sample: Sample,
+        t: Tensor,
+        condition: Condition,
+        causal: CausalForward | None = None,
+        /,
     ) -> Outputs:
         """Return the rectified-flow velocity and the outputs of additions.
 

@@ -45,25 +45,23 @@ class DiffusersFamily(Family):
         """Return the default of each argument of the network's class, by key."""
         return {name: parameter.default for name, parameter in parameters_of(cls.transformer).items()}
 
-    def check_values(self, config: NetworkConfig, setting: str) -> None:
-        """Refuse values of undeclared types, sizes out of range, and unmet :meth:`requirements`."""
-        checked_arguments(self.transformer, config, setting)
-        values = self.defaults() | dict(config)
-        for key, fits, wanted in self.requirements(values):
-            if not fits:
-                refuse(values, key, wanted, setting)
-
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         """Yield the requirements of a configuration with all defaults: key, whether it fits, and a fitting value."""
         return iter(())
 
     def build(self, config: NetworkConfig, setting: str) -> Any:
-        """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device."""
+        """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
+
+        Values of undeclared types, sizes out of range, and unmet :meth:`requirements` are refused.
+        """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
             wanted = f"{self.class_name} in diffusers' layout (Wan's repositories end in -Diffusers)"
             raise UserError(f"{setting} is a {one_line(name)}, but family={self.name} needs a {wanted}")
-        self.check_values(config, setting)
+        values = checked_arguments(self.transformer, config, setting)
+        for key, fits, wanted in self.requirements(values):
+            if not fits:
+                refuse(values, key, wanted, setting)
         try:
             return self.transformer.from_config(dict(config))
         except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:

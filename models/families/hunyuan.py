@@ -30,7 +30,6 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_c
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
-from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     TIME_FEATURES,
     DiffusersFamily,
@@ -164,7 +163,7 @@ class Hunyuan(DiffusersFamily):
         return Flops.from_products(between, others, still, 2 * attention)
 
     def parallelize(
-        self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
+        self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh, backend: str, head_groups: int
     ) -> None:
         """Let each rank embed, rotate and process its own tokens. Every rank keeps the whole texts."""
         plan = {"x_embedder.proj": EmbedOwnTokens(), "proj_out": GatherTokens(gather_dim=1)}
@@ -175,9 +174,7 @@ class Hunyuan(DiffusersFamily):
             block.attn.set_processor(HunyuanJointAttention(mesh, backend, head_groups))
         network.forward = partial(own_forward, network, mesh)
 
-    def outputs(
-        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> Outputs:
+    def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         tensors, x = condition.tensors, sample.video
         image = torch.zeros_like(x)
         mask = image[:, :1]
@@ -246,7 +243,7 @@ def own_forward(
 class HunyuanJointAttention:
     """Joint attention of own tokens and all texts: ``HunyuanVideo15AttnProcessor2_0`` (0.42) with forward-mode AD."""
 
-    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
+    def __init__(self, mesh: Mesh, backend: str, head_groups: int):
         self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
     def __call__(
@@ -280,7 +277,7 @@ def _projected(attn: Attention, tokens: Tensor, *layers: str) -> list[Tensor]:
 class HunyuanRefinerAttention:
     """Self-attention of the whole caption, with forward-mode AD and fake tensors, which diffusers' processor lacks."""
 
-    def __init__(self, backend: str = "auto"):
+    def __init__(self, backend: str):
         # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
         self.backend = "reference" if backend == "reference" else "auto"
 

@@ -24,7 +24,6 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes
-from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     TIME_FEATURES,
     DiffusersFamily,
@@ -119,9 +118,7 @@ class LTX(DiffusersFamily):
         attention = 4 * layers * tokens * (tokens + text_tokens) * dim
         return Flops.from_products(2 * layers * tokens * tokens * dim, layers * block + ends, still, attention)
 
-    def parallelize(
-        self, network: LTXVideoTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
-    ) -> None:
+    def parallelize(self, network: LTXVideoTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank process its own tokens and compute rotary tables from their coordinates. The text stays whole.
 
         diffusers' plan also splits the text, and computes the tables of all tokens on every rank before splitting them.
@@ -137,9 +134,7 @@ class LTX(DiffusersFamily):
             block.attn2.set_processor(SplitAttention("hidden_states", None, mesh, backend, head_groups))
         network.time_embed.emb.register_forward_hook(in_hidden_dtype, with_kwargs=True)
 
-    def outputs(
-        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> Outputs:
+    def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         tensors, x = condition.tensors, sample.video
         grid = (x.shape[2], x.shape[3], x.shape[4])
         hidden, times = x, t

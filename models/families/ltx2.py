@@ -23,7 +23,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
-from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import TIME_FEATURES, DiffusersFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
@@ -161,8 +160,6 @@ class LTX2(DiffusersFamily):
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         super().check_sample(config, shapes, condition, setting)
-        if AUDIO not in shapes:
-            raise UserError(f"{setting} ({self.label}) makes sound, but the data have none; use data with sound")
         channels, _, bands = shapes[AUDIO]
         if channels * bands != config["audio_in_channels"]:
             raise UserError(
@@ -209,9 +206,7 @@ class LTX2(DiffusersFamily):
             return tensors
         return LTX2Pipeline.lora_state_dict(dict(tensors), use_safetensors=True)
 
-    def parallelize(
-        self, network: LTX2VideoTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
-    ) -> None:
+    def parallelize(self, network: LTX2VideoTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank process its own tokens of both streams, with rotary tables from their coordinates.
 
         The texts stay whole. diffusers' plan cannot be used: it expects rotary tables of three dimensions, and does not
@@ -242,9 +237,7 @@ class LTX2(DiffusersFamily):
             if isinstance(module, LTX2AdaLayerNormSingle):
                 module.emb.register_forward_hook(in_hidden_dtype, with_kwargs=True)
 
-    def outputs(
-        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> Outputs:
+    def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         video, audio, tensors = sample.video, sample.parts[AUDIO], condition.tensors
         patch = config_of(network)["patch_size"]
         count, (frames, height, width) = len(video), video.shape[2:]

@@ -37,7 +37,6 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from models.condition import TEXT_LENGTH, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
-from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import DiffusersFamily
 from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
@@ -254,11 +253,10 @@ class MiniMaxH3(DiffusersFamily):
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         super().check_sample(config, shapes, condition, setting)
         wanted = (config["audio_in_channels"], SIDES)
-        if AUDIO not in shapes or (shapes[AUDIO][0], *shapes[AUDIO][2:]) != wanted:
-            found = f"have {shapes[AUDIO]}" if AUDIO in shapes else "have none"
+        if (shapes[AUDIO][0], *shapes[AUDIO][2:]) != wanted:
             raise UserError(
-                f"{setting} ({self.label}) takes sound of shape ({wanted[0]}, latents, {SIDES}), but the data {found};"
-                " use data with sound of the encoders that the checkpoint is from"
+                f"{setting} ({self.label}) takes sound of shape ({wanted[0]}, latents, {SIDES}), but the data have"
+                f" {shapes[AUDIO]}; use data with sound of the encoders that the checkpoint is from"
             )
 
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
@@ -277,9 +275,7 @@ class MiniMaxH3(DiffusersFamily):
         still = text * (config["text_dim"] * width + refiners * row) + of_text
         return Flops.from_products(own, others, still, 2 * (own + of_text))
 
-    def parallelize(
-        self, network: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
-    ) -> None:
+    def parallelize(self, network: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank embed, rotate and process its own rows of each stream. :meth:`outputs` gathers them."""
         plan = {
             "": {VIDEO_ROWS: SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
@@ -290,9 +286,7 @@ class MiniMaxH3(DiffusersFamily):
         for block in self.blocks(network):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
 
-    def outputs(
-        self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, causal: CausalForward | None = None
-    ) -> Outputs:
+    def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         if len(sample) > 1 and hasattr(network, "additions"):
             raise UserError(f"micro_batch_size must be 1: {self.label} takes a second time of one sample only")
         text, lengths = condition.tensors["text"], [condition.tensors["text"].shape[1]] * len(sample)

@@ -234,9 +234,7 @@ class Wan(DiffusersFamily):
         others = layers * block + times * dim * (config["freq_dim"] + 7 * dim) + ends
         return Flops.from_products(between, others, still, 2 * between + 4 * layers * tokens * keys * dim)
 
-    def parallelize(
-        self, network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
-    ) -> None:
+    def parallelize(self, network: WanTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank embed, rotate and process its own tokens; set this family's processors on every attention.
 
         diffusers' plan splits tokens after their embedding, and rotary tables of all tokens.

@@ -30,7 +30,7 @@ class WanSelfAttention(WanAttnProcessor):
     tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
-    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
+    def __init__(self, mesh: Mesh, backend: str, head_groups: int):
         super().__init__()
         self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
@@ -56,7 +56,7 @@ def _keys_values(attn: WanAttention, tokens: Tensor) -> tuple[Tensor, Tensor]:
 class WanCrossAttention(WanAttnProcessor):
     """:class:`WanAttnProcessor` with forward-mode AD, to whole text and, where projected, an image's features."""
 
-    def __init__(self, backend: str = "auto"):
+    def __init__(self, backend: str):
         super().__init__()
         self.backend = backend
 

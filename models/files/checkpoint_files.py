@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fsdp_cp.errors import UserError, one_line
+from fsdp_cp.files.json_lines import parse
 from models.files import originals, originals_ltx2
 from models.files.shipped import find_shipped
 
@@ -226,11 +227,8 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 def _boundary(pipeline: Path, where: str) -> float | None:
     """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network."""
-    try:
-        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # a pipeline with one network needs no boundary
-        index = {}
-    ratio = index.get("boundary_ratio") if isinstance(index, dict) else None
+    file = pipeline / "model_index.json"  # a pipeline with one network needs none
+    ratio = (parse(file.read_bytes()) or {}).get("boundary_ratio") if file.is_file() else None
     second = pipeline / EXPERT_FOLDERS[1]
     if ratio is None and not second.exists():
         return None
@@ -245,14 +243,10 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 def indexed_files(index: Path, where: str) -> list[str]:
     """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages."""
-    try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        names = sorted(set(named))
-        fits = bool(names) and all(isinstance(name, str) for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        fits = False
-    if not fits:
+    named = (parse(index.read_bytes()) or {}).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
         raise UserError(f"{where}: {index.name} is not an index of safetensors files; copy it again")
+    names = sorted(set(named.values()))
     for name in names:
         if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
             raise UserError(f"{where}: {index.name} names {name[:80]!r}, which is not a safetensors file in its folder")

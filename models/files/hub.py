@@ -180,11 +180,10 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
 
 
 def _fetch(snapshot: _Snapshot, download: bool) -> None:
-    """Download the missing files of a snapshot, once for all processes that share the cache."""
+    """Download the missing files of a snapshot. Processes that share the cache wait for each other's files there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import WeakFileLock
 
-    if not snapshot.missing():
+    if not (missing := snapshot.missing()):
         return
     repo = snapshot.name.repo
     if not download:
@@ -192,16 +191,13 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
         raise UserError(f"{snapshot.where} is not whole in the cache; dry_run and plan download nothing; {advice}")
     storage = snapshot.folder.parents[1]
     try:
-        storage.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(storage / ".fsdp_cp.lock"):
-            if missing := snapshot.missing():
-                log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
-                patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
-                snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
-            if snapshot.is_head and not snapshot.name.is_commit:  # the hub's layout: the branch is this commit now
-                branch = storage / "refs" / snapshot.name.revision
-                branch.parent.mkdir(parents=True, exist_ok=True)
-                branch.write_text(snapshot.commit)
+        log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
+        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
+        snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
+        if snapshot.is_head and not snapshot.name.is_commit:  # the hub's layout: the branch is this commit now
+            branch = storage / "refs" / snapshot.name.revision
+            branch.parent.mkdir(parents=True, exist_ok=True)
+            branch.write_text(snapshot.commit)
     except Exception as error:  # of the hub, the HTTP library and the disk
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         advice = "free space, or set HF_HOME to another disk" if full else "the same command continues the download"

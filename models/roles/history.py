@@ -74,10 +74,11 @@ class Cache(ABC):
     def forward(self, history: History) -> CausalForward:
         """Return the arguments of a forward of the next chunk."""
         trained = self.role.trained_frames
+        last = self.frames if trained is None else sum(self.settings.chunks(trained)[:-1])  # the last chunk's first
         return CausalForward(
             positions=tuple(range(self.frames, self.frames + self.settings.size(self.count))),
             history=history,
-            shift=0 if trained is None else max(0, self.frames - self.settings.last_start(trained)),
+            shift=max(0, self.frames - last),
         )
 
     def _remember(self, x0: Sample, history: History) -> None:

@@ -133,8 +133,6 @@ def test_data_must_have_the_sound_that_the_network_takes():
     shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
     FAMILY.check_sample(config, sample.shapes, shapes, "teacher")
     with refused("teacher"):
-        FAMILY.check_sample(config, {VIDEO: sample.shapes[VIDEO]}, shapes, "teacher")
-    with refused("teacher"):
         FAMILY.check_sample(config, sample.shapes | {AUDIO: (2, 13, 3)}, shapes, "teacher")
     other = FAMILY.condition_shapes(FAMILY.defaults() | EXAMPLES["2.3"], sample.shapes[VIDEO], 7)
     with refused("teacher"):

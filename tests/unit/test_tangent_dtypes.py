@@ -48,7 +48,7 @@ def _linear_dtypes(family_name, example):
         )
         t = torch.rand(2)
         condition = Condition({name: torch.randn(2, *shape) for name, shape in shapes.items()}).to(torch.bfloat16)
-    family.parallelize(network, build_mesh(dp_shard=2, cp=1))
+    family.parallelize(network, build_mesh(dp_shard=2, cp=1), "auto", 1)
     seen = []
 
     def note(_module, args):

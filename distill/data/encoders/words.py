@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
 from torch import Tensor
 
 from distill.data.base import to_bytes
@@ -62,9 +61,8 @@ class WordTable:
 
 def _read(path: Path) -> tuple[list[str], Tensor]:
     """Return words and vectors; raise OSError, ValueError, KeyError or SafetensorError for another file."""
-    content = path.read_bytes()  # not mapped: a file that shrinks would end the process
-    vectors = load(content)["vectors"].float()
     with safe_open(str(path), framework="pt") as file:
+        vectors = file.get_tensor("vectors").float().clone()  # not mapped: a file that shrinks would end the process
         words = json.loads((file.metadata() or {})["vocabulary"])
     if not isinstance(words, list) or words[:1] != [PAD] or not all(isinstance(word, str) for word in words):
         raise ValueError(f"the vocabulary is not a list of words that begins with {PAD!r}")

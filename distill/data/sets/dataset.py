@@ -196,18 +196,13 @@ class EncodedDataset:
 
 
 def encode_source(
-    data: VideoFolderSettings,
-    cache: Path,
-    *,
-    captions: Sequence[str] = (),
-    images: Sequence[str] = (),
-    device: torch.device,
+    data: VideoFolderSettings, cache: Path, *, device: torch.device, **further: Sequence[str]
 ) -> EncodedDataset:
     """Encode the source of ``data`` into a set of the folder ``cache``, unless it is there, and open it. A collective.
-    ``captions`` and their ``images``, if any, are further ones, on which ``fingerprint`` does not depend."""
+    ``further`` are ``captions`` and their ``images``, if any, on which ``fingerprint`` does not depend."""
     settings, folder = data.encoding(), cache.expanduser().absolute()
     source = check_local(data.source)
-    check_local(lambda: check_further(settings, captions, images))
+    check_local(lambda: check_further(settings, **further))
     made = encode(source, settings, device, cache=folder)
     if rank() == 0 and data.has_clips and (extra := unlisted_videos(source.folder, source.rows)):
         first = ", ".join(extra[:5])
@@ -217,7 +212,7 @@ def encode_source(
         encoded = EncodedSet(made, f"data.cache={made}")
         return encoded, encoding_of(encoded, settings.encoders)
 
-    return open_set(read, folder, captions=captions, images=images, device=device)
+    return open_set(read, folder, device=device, **further)
 
 
 def open_set(
@@ -275,7 +270,7 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
     return [stored.index(time) for time in times]
 
 
-def check_further(settings: Encoding, captions: Sequence[str], images: Sequence[str]) -> None:
+def check_further(settings: Encoding, captions: Sequence[str] = (), images: Sequence[str] = ()) -> None:
     """Refuse captions that are not text, and files that are not images."""
     for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
         try:
