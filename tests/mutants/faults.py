@@ -348,7 +348,7 @@ FAULTS = (
     Fault(
         name="sinks_stay_behind",
         harm="in long clips the distance to the sinks grows beyond that of training",
-        old="            shift=0 if trained is None else max(0, self.frames - self.settings.last_start(trained)),\n",
+        old="            shift=max(0, self.frames - last),\n",
         new="            shift=0,\n",
         killed_by="distributed/test_causal.py::test_velocities_of_one_rank",
     ),
