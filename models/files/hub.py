@@ -26,8 +26,9 @@ from models.files.shipped import HubName, find_shipped, hub_folder, is_hub_text,
 
 log = logging.getLogger(__name__)
 
-_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Files that may be downloaded: settings, weights, vocabularies and chat templates."""
+SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
+"""Files that may be downloaded, and that a network depends on: settings, weights, vocabularies and chat templates. A
+``.bin`` is a pickle, and is never opened."""
 _PATIENCE = timedelta(days=7)
 """Time in which the other processes wait for downloads, without NCCL."""
 
@@ -47,7 +48,7 @@ def network_files(files: Iterable[str]) -> list[str]:
 def encoder_files(files: Iterable[str]) -> list[str]:
     """Select the files of a pipeline's encoders: all of its folders except the networks and schedulers."""
     networks = ("transformer", "transformer_2", "transformer_ref", "scheduler", "audio_scheduler")
-    parts = [(file, PurePosixPath(file).parts) for file in files if file.endswith(_SUFFIXES)]
+    parts = [(file, PurePosixPath(file).parts) for file in files if file.endswith(SUFFIXES)]
     return [file for file, path in parts if file == "model_index.json" or (len(path) == 2 and path[0] not in networks)]
 
 
@@ -56,17 +57,14 @@ class _Snapshot:
     """Commit of a repository that all nodes take, and its needed files."""
 
     setting: str
-    text: str
+    where: str
+    """Setting and value, for messages."""
     name: HubName
     commit: str
     files: tuple[str, ...] | None
     """``None`` if the hub could not be asked: those in the cache."""
     is_head: bool = False
     """Whether the commit is the revision's newest, which the cache may record."""
-
-    @property
-    def where(self) -> str:
-        return f"{self.setting}={self.text}"
 
     @property
     def folder(self) -> Path:
@@ -150,7 +148,7 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
         if not folder.is_dir():
             asked = f"is neither a folder here nor in the cache, and the hub cannot be asked ({one_line(reason)})"
             raise UserError(f"{where} {asked}; give a folder, or start once with a network")
-        return _Snapshot(setting=setting, text=text, name=name, commit=folder.name, files=None)
+        return _Snapshot(setting=setting, where=where, name=name, commit=folder.name, files=None)
 
     try:
         info = HfApi().model_info(name.repo, revision=name.revision)
@@ -176,7 +174,7 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
     if not any(file.endswith("config.json") for file in files):
         raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
     is_head = kept is None or kept == head
-    return _Snapshot(setting=setting, text=text, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)
+    return _Snapshot(setting=setting, where=where, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)
 
 
 def _fetch(snapshot: _Snapshot, download: bool) -> None:

@@ -24,12 +24,10 @@ from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import parameters_of
+from models.files.hub import SUFFIXES
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 logger = logging.getLogger(__name__)
-
-# Weights are safetensors only: a .bin is a pickle, and is never opened. A chat template is .jinja.
-_IDENTITY = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 
 
 class VideoCodec:
@@ -341,7 +339,7 @@ class EncoderFolder:
     def files(self, *parts: str) -> list[Path]:
         """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""
         files = (file for part in parts for file in (self.path / part).iterdir())
-        return sorted(file for file in files if file.suffix in _IDENTITY and file.is_file())
+        return sorted(file for file in files if file.suffix in SUFFIXES and file.is_file())
 
 
 def transformer_patch(folder: Path, where: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
