@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from fsdp_cp.mesh import Mesh
 from models.causal import CausalSettings
 
 Rotate = Callable[[Tensor], Tensor]
+Attend = Callable[..., Tensor]
+"""Attention ``attend(q, k, v, mesh=..., **options)`` of the rank's new tokens ``(B, S_local, H, D)`` to themselves and
+to the history of one forward in one layer. A block gets it as an argument, so that a block that is recomputed in
+backward reads what its forward read."""
 
 
 class History(ABC):
@@ -39,21 +44,12 @@ class History(ABC):
         """
 
     @abstractmethod
-    def layer(self, index: int) -> LayerHistory:
-        """Return the history of one layer."""
+    def layer(self, index: int) -> Attend:
+        """Return the attention of one layer to the history."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that a forward leaves in memory on this rank."""
         yield from ()
-
-
-class LayerHistory(ABC):
-    """History of one forward in one layer. A block gets it as an argument, so that a block that is recomputed in
-    backward reads what its forward read."""
-
-    @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, **options: Any) -> Tensor:
-        """Compute attention of the rank's new tokens ``(B, S_local, H, D)`` to themselves and to the history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,21 +64,16 @@ class CausalForward:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeClip(History, LayerHistory):
-    """A whole clip under a mask; ``None`` for a clip in which all frames see each other."""
+class WholeClip(History):
+    """A whole clip under a mask."""
 
-    mask: BlockMask | None = None
+    mask: BlockMask
 
     def pairs(self, tokens: int) -> int:
-        return tokens * tokens if self.mask is None else self.mask.pairs
+        return self.mask.pairs
 
-    def layer(self, index: int) -> LayerHistory:
-        return self
-
-    def attend(self, q, k, v, *, mesh, **options):
-        out = context_parallel_attention(q, k, v, mesh=mesh, mask=self.mask, **options)
-        assert isinstance(out, Tensor)  # without joint text
-        return out
+    def layer(self, index: int) -> Attend:
+        return cast(Attend, partial(context_parallel_attention, mask=self.mask))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,37 +95,21 @@ class Chunks(History):
     def begin(self, k, tokens, layers, mesh, shift, rotate):
         self._rotate = rotate if shift else None
 
-    def layer(self, index: int) -> LayerHistory:
+    def layer(self, index: int) -> Attend:
         past = [chunk[index] for chunk in self.past]
         if self._rotate is not None:
             past[: self.sinks] = [replace(sink, k=self._rotate(sink.k)) for sink in past[: self.sinks]]
-        return _LayerChunks(past, self.record, index)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            out, chunk = cached_attention(q, k, v, past, **options)
+            if self.record is not None:
+                self.record[index] = chunk
+            return out
+
+        return attend
 
     def tensors(self):
         yield from (x for entry in (self.record or {}).values() for x in (entry.k, entry.v))
-
-
-@dataclass(slots=True, eq=False)
-class _LayerChunks(LayerHistory):
-    past: list[KeyValues]
-    record: dict[int, KeyValues] | None
-    index: int
-
-    def attend(self, q, k, v, *, mesh, **options):
-        out, chunk = cached_attention(q, k, v, self.past, mesh=mesh, **options)
-        if self.record is not None:
-            self.record[self.index] = chunk
-        return out
-
-
-@dataclass(slots=True, eq=False)
-class _LayerSlots(LayerHistory):
-    keys: Tensor
-    values: Tensor
-    place: Tensor
-
-    def attend(self, q, k, v, *, mesh, **options):
-        return buffered_attention(q, k, v, self.keys, self.values, self.place, mesh=mesh, **options)
 
 
 @dataclass(eq=False)
@@ -185,9 +160,9 @@ class Slots(History):
                 keys[:, :moved] = rotate(sinks[:, :moved])
             self._shift = shift
 
-    def layer(self, index: int) -> LayerHistory:
+    def layer(self, index: int) -> Attend:
         assert self._place is not None, "begin comes first"
-        return _LayerSlots(self.keys[index], self.values[index], self._place)
+        return partial(buffered_attention, keys=self.keys[index], values=self.values[index], place=self._place)
 
     def advance(self) -> None:
         """Finish the chunk that the last forward wrote."""

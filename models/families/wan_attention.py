@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -10,15 +11,14 @@ from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from fsdp_cp.attention import cross_attention
+from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.mesh import Mesh
-from models.families.causal_forward import CausalForward, LayerHistory, WholeClip
+from models.families.causal_forward import Attend, CausalForward
 from models.families.diffusers_family import token_positions
 
-RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, LayerHistory]
-"""Tables, the number of tokens, and the history of a causal network. The latter two are arguments of the block, so that
-recomputation in backward uses those of its own forward even if the network was called with others since."""
-_BIDIRECTIONAL = WholeClip()
+RotaryTables = tuple[Tensor, Tensor, int, Attend]
+"""Tables, the number of tokens, and the attention. They are arguments of the block, so that recomputation in backward
+uses those of its own forward even if the network was called with others since."""
 TEXT_TOKENS = 512
 """Number of text tokens, the last ones of the context, in networks with image features, as in diffusers' processor."""
 
@@ -37,14 +37,14 @@ class WanSelfAttention(WanAttnProcessor):
     def __call__(
         self, attn: WanAttention, hidden_states: Tensor, text: None, mask: None, rotary_emb: RotaryTables
     ) -> Tensor:
-        """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
+        """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :class:`BlockArguments`."""
         assert text is None and mask is None
-        cos, sin, total, history = (*rotary_emb, None, None)[:4]
+        cos, sin, total, attend = rotary_emb
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k, v = _keys_values(attn, hidden_states)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         options = {"total_tokens": total, "backend": self.backend, "head_groups": self.head_groups}
-        out = (history or _BIDIRECTIONAL).attend(q, k, v, mesh=self.mesh, **options)
+        out = attend(q, k, v, mesh=self.mesh, **options)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
@@ -107,21 +107,19 @@ class BlockArguments:
 
     def _tables(self, hidden_states: Tensor) -> RotaryTables:
         causal = self._causal
-        if causal is None and self._mesh.cp_size == 1:
-            return type(self._rope).forward(self._rope, hidden_states)
         tables = own_rotary_tables(self._rope, self._mesh, hidden_states, None if causal is None else causal.positions)
         if causal is not None:
             k = hidden_states.new_empty((len(hidden_states), 0, *self._heads))
             rotate = partial(_shifted, self._rope, causal.shift)
             causal.history.begin(k, tables[2], self._layers, self._mesh, causal.shift, rotate)
-        return tables
+        return *tables, cast(Attend, context_parallel_attention)
 
     def _of_layer(self, index: int, _block: nn.Module, args: tuple) -> tuple | None:
-        """Give a block the history of its layer."""
+        """Give a block the attention to the history of its layer."""
         if self._causal is None:
             return None
         hidden, text, time, tables = args
-        return hidden, text, time, (*tables, self._causal.history.layer(index))
+        return hidden, text, time, (*tables[:3], self._causal.history.layer(index))
 
 
 def own_rotary_tables(
