@@ -5,7 +5,7 @@ names ``additions.NAME.*``. Other roles of the network run without it. It change
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -23,12 +23,12 @@ Chosen = Sequence[str] | Mapping[str, Mapping[str, Any]]
 class Addition(nn.Module):
     """Base class. An addition is built from the network's configuration on the current default device, then attached.
 
+    It computes in fp32 under ``precision=bf16``, as a separate FSDP unit.
+
     Every parameter must belong to a module with ``reset_parameters``, either a submodule or the addition: its values
     are drawn from a seed, even if the network comes from a checkpoint.
     """
 
-    full_precision: ClassVar[bool] = False
-    """Whether to compute in fp32 under ``precision=bf16``, as a separate FSDP unit."""
     shared = False
     """Whether other roles, which run without the addition, call the network too."""
 

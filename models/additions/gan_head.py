@@ -46,8 +46,6 @@ class GanHead(Addition):
     reads the outputs of ``blocks``, ascending; those of :func:`default_blocks` by default.
     """
 
-    full_precision = True
-
     def __init__(self, family: Family, config: Mapping[str, Any], *, blocks: Sequence[int] | None = None):
         super().__init__(family, config)
         layers = family.layers(config)

@@ -305,7 +305,7 @@ class Family(ABC):
             raise UserError(
                 f"{self.name}'s pipeline samples parts with the shifts {dict(self.parts)}, not {dict(shifts)}"
             )
-        return {"scheduler": few_step_scheduler(**steps, pipeline_times=self.pipeline_times)}
+        return {"scheduler": few_step_scheduler(**steps, sigmas=self.pipeline_times(len(steps["times"])))}
 
     def check_export(self, shapes: PartShapes, few_steps: Mapping[str, Any]) -> None:
         """Refuse samples and students that diffusers' pipeline cannot make, before training; see :attr:`takes_times`.

@@ -12,7 +12,7 @@ the boundary, so a time near it must not move across it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_cp.errors import UserError
@@ -35,7 +35,7 @@ def few_step_scheduler(
     times: list[float],
     *,
     stochastic: bool,
-    pipeline_times: Callable[[int], list[float] | None] | None = None,
+    sigmas: list[float] | None = None,
     boundaries: Sequence[float] = (),
     experts: Sequence[int] = (),
 ) -> FlowMatchEulerDiscreteScheduler:
@@ -43,8 +43,7 @@ def few_step_scheduler(
 
     Each step stays on the side of the ``boundaries`` between the student's experts on which it was trained: ``experts``
     are the positions of the experts of ``times``, which descend and are above 0. With ``stochastic``, steps re-noise;
-    otherwise they are Euler steps. ``pipeline_times`` returns the times that the pipeline passes to the scheduler for a
-    number of steps, or ``None``.
+    otherwise they are Euler steps. ``sigmas`` are the times that the pipeline passes to the scheduler, if any.
     """
 
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -58,7 +57,6 @@ def few_step_scheduler(
     experts = experts or [0] * len(times)
     # Do not stretch a list of one time: the factor would be 0/0.
     terminal = inside(times[-1], experts[-1]) if len(times) > 1 else None
-    sigmas = pipeline_times(len(times)) if pipeline_times else None
 
     def with_shift(shift: float) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
         """Return the scheduler and its greatest distance from a trained time, far more where another expert serves."""

@@ -41,9 +41,8 @@ def parallelize(
     blocks = list(family.blocks(network))
     full_precision: list[nn.Module] = []
     if settings.precision == "bf16":
-        additions = [addition for role in roles for addition in additions_of(network, role.name).values()]
         full_precision += family.full_precision_units(network)
-        full_precision += [addition for addition in additions if addition.full_precision]
+        full_precision += [addition for role in roles for addition in additions_of(network, role.name).values()]
         if adapted:
             _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
     added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}

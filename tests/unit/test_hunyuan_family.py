@@ -95,7 +95,8 @@ def test_it_runs_on_fake_tensors(without_attention):
 def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(sampler):
     """HunyuanVideo15Pipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``."""
     assert diffusers.__version__.startswith("0.42"), "look at HunyuanVideo15Pipeline.__call__: pipeline_times is its"
-    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", pipeline_times=HUNYUAN.pipeline_times)
+    sigmas = HUNYUAN.pipeline_times(len(STUDENT))
+    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", sigmas=sigmas)
     _, network, *_ = hunyuan_inputs({}, 1, (1, 1, 1), 3)
     seen = []
     network.time_embed.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0].item() / 1000))
