@@ -7,7 +7,7 @@ seconds and pixels for its rotary embedding. LTX's encoders provide both.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
@@ -200,8 +200,7 @@ class SplitAttention:
             q = rotated(q, query_rotary_emb)
             k = rotated(k, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
-        split = self.mesh.cp_size > 1
+        options: dict[str, Any] = {"mesh": self.mesh, "backend": self.backend, "head_groups": self.head_groups}
         if self.keys is None:
             mask = None if attention_mask is None else attention_mask[:, 0] == 0
             # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
@@ -209,13 +208,10 @@ class SplitAttention:
             # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
             out = cross_attention(q, k, v, key_mask=mask, backend=backend, total_keys=k.shape[1])
         elif self.keys == self.queries:
-            total = self.queries if split else None
-            whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=total, **options)
-            assert isinstance(whole, Tensor)  # without joint text
-            out = whole
+            total = self.queries if self.mesh.cp_size > 1 else None
+            out = cast(Tensor, context_parallel_attention(q, k, v, total_tokens=total, **options))  # no joint text
         else:
-            totals: dict[str, Any] = {"total_tokens": self.queries, "total_keys": self.keys}
-            out = cross_attention(q, k, v, mesh=self.mesh, **totals, **options)
+            out = cross_attention(q, k, v, total_tokens=self.queries, total_keys=self.keys, **options)
         out = out.type_as(q)
         if (gate := getattr(attn, "to_gate_logits", None)) is not None:
             out = out * (2.0 * torch.sigmoid(gate(hidden_states))).unsqueeze(-1)

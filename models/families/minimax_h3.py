@@ -419,9 +419,7 @@ class MiniMaxH3SplitAttention:
         else:
             q, k = _apply_rotary_emb(q, *rotary_emb), _apply_rotary_emb(k, *rotary_emb)
             streams = (TEXT_ROWS, AUDIO_ROWS, VIDEO_ROWS) if self.mesh.cp_size > 1 else None
-            whole = context_parallel_attention(
-                q, k, v, mesh=self.mesh, total_tokens=streams, backend=self.backend, head_groups=self.head_groups
-            )
-            assert isinstance(whole, Tensor)  # without joint text
-            out = whole
+            options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
+            whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=streams, **options)
+            out = cast(Tensor, whole)  # no joint text
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))

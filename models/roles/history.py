@@ -73,8 +73,7 @@ class Cache(ABC):
 
     def forward(self, history: History) -> CausalForward:
         """Return the arguments of a forward of the next chunk."""
-        trained = self.role.trained_frames
-        last = self.frames if trained is None else sum(self.settings.chunks(trained)[:-1])  # the last chunk's first
+        last = sum(self.settings.chunks(self.role.trained_frames)[:-1])  # where a trained clip's last chunk begins
         return CausalForward(
             positions=tuple(range(self.frames, self.frames + self.settings.size(self.count))),
             history=history,

@@ -89,7 +89,7 @@ class Role:
     """Description of the role's adapters (:attr:`models.roles.role_plan.RolePlan.adapters`)."""
     causal: CausalSettings | None = None
     """Settings of a causal role, which has one network; ``None`` for a role that attends to all frames."""
-    trained_frames: int | None = None
+    trained_frames: int = 1
     """Number of latent frames of a clip in training, for a causal role. Sinks stay as near as in such clips."""
     network: nn.Module = field(init=False)
     """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
@@ -235,8 +235,8 @@ class Role:
         if training:
             empty = TrainingCache(role=self, condition=condition)
         else:
-            chunks = 1 if self.trained_frames is None else len(self.causal.chunks(self.trained_frames))
-            empty = StreamCache(role=self, condition=condition, slots=Slots(self.causal, chunks))
+            slots = Slots(self.causal, len(self.causal.chunks(self.trained_frames)))
+            empty = StreamCache(role=self, condition=condition, slots=slots)
         frame = condition.tensors.get(FIRST_FRAME)
         return empty if frame is None else empty.with_chunk(Sample({VIDEO: frame}))
 

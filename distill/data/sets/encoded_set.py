@@ -33,11 +33,6 @@ def shard_name(kind: str, number: int) -> str:
     return f"{kind}-{number:08d}.safetensors"
 
 
-def tensor_name(number: int, part: str) -> str:
-    """Return the name of a tensor in its shard: number of the clip or text, and part."""
-    return f"{number:08d}.{part}"
-
-
 class Captions(Sequence[str]):
     """Captions of some texts of a set, read on demand."""
 

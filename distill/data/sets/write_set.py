@@ -23,17 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distill.data.sets.encoded_set import (
-    DAMAGED,
-    FORMATS,
-    INDEX,
-    KINDS,
-    LEFT_OUT,
-    SET,
-    EncodedSet,
-    shard_name,
-    tensor_name,
-)
+from distill.data.sets.encoded_set import DAMAGED, FORMATS, INDEX, KINDS, LEFT_OUT, SET, EncodedSet, shard_name
 from distill.data.sets.files import Damaged, Place, packed, publish, read_header, read_tensors, write_json
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
@@ -133,7 +123,7 @@ class SetWriter:
         tensors, notes = {}, {"left_out": {}, "cut": {}}
         for number in numbers:
             made, noted = self._whole(read_tensors, self._entry(kind, number))
-            tensors |= {tensor_name(number, part): tensor for part, tensor in made.items()}
+            tensors |= {f"{number:08d}.{part}": tensor for part, tensor in made.items()}
             for key in notes.keys() & noted.keys():
                 notes[key][str(number)] = noted[key]
         with written(self.where):
@@ -142,7 +132,7 @@ class SetWriter:
                 self._entry(kind, number).unlink()
 
     def _entry(self, kind: str, number: int) -> Path:
-        return self.path / _UNFINISHED / f"{kind}-{number:08d}.safetensors"
+        return self.path / _UNFINISHED / shard_name(kind, number)
 
     def _shards(self, kind: str) -> list[tuple[Path, dict[str, Place], dict[str, Any]]]:
         files = sorted(self.path.glob(f"{kind}-*.safetensors"))
