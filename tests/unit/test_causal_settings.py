@@ -55,7 +55,6 @@ def exported(tmp_path_factory):
 )
 def test_whole_chunks(settings, frames, chunks):
     assert CausalSettings(**settings).chunks(frames) == chunks
-    assert CausalSettings(**settings).last_start(frames) == frames - chunks[-1]
 
 
 @pytest.mark.parametrize(
