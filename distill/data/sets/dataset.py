@@ -225,13 +225,8 @@ def open_set(
     damaged: Literal["refuse", "skip"] = "refuse",
 ) -> EncodedDataset:
     """Open the set that ``read`` returns with its settings; ``cache`` gets those of ``captions``. A collective."""
-
-    def check() -> tuple[EncodedSet, Encoding]:
-        encoded, settings = read()
-        check_further(settings, captions, images)
-        return encoded, settings
-
-    encoded, settings = check_local(check)
+    encoded, settings = check_local(read)
+    check_local(lambda: check_further(settings, captions, images))
     data = EncodedDataset(encoded, settings, device=device, damaged=damaged)
     if images or any(encoded.find(caption) is None for caption in captions):
         files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
