@@ -189,11 +189,11 @@ class _Run:
             self.storages.relabel(weight, (role.name, HOST if is_offloaded(role) else "ema"))
         return trained
 
-    def host_buffer(self, size: int, pinned: bool) -> Tensor:
+    def host_buffer(self, like: Tensor, pinned: bool) -> Tensor:
         """Allocate a host buffer instead of :func:`activations.host_buffer`; count its bytes and label it."""
-        self.copied += size
+        self.copied += like.nbytes
         with self.storages.labelled((self.storages.label[0], HOST)):
-            return self.allocate_host_buffer(size, pinned)
+            return self.allocate_host_buffer(like, pinned)
 
     def _batch(self, count: int) -> Batch:
         shapes, condition_shapes = self.plan.shapes

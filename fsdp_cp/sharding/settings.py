@@ -51,7 +51,8 @@ class ShardSettings:
     """Operators (e.g. ``"aten.addmm"``) whose outputs selective checkpointing keeps; empty for
     ``"fsdp_cp.ring_attention"`` and ``"fsdp_cp.cached_attention"``, which :mod:`fsdp_cp.attention` calls."""
     activation_offload: bool = False
-    """Whether to keep a unit's saved tensors in CPU memory (pinned for CUDA)."""
+    """Whether to keep the inputs of recomputed units (``activation_checkpointing=full``) in CPU memory, pinned for
+    CUDA."""
     compile: bool = False
     """Whether to ``torch.compile`` each unit as one graph."""
     fp8: Literal["none", "torchao", "transformer_engine"] = "none"
@@ -146,6 +147,9 @@ class ShardSettings:
             "@fp8 rounds away what @precision=fp64 computes; use @fp8=none": self.fp8 != "none" and fp64,
             "@fp8_gather=true gathers for torchao; use @fp8=torchao or @fp8_gather=false": self.fp8_gather
             and self.fp8 == "transformer_engine",
+            "@activation_offload=true keeps the inputs of recomputed units in CPU memory; use"
+            f" @activation_checkpointing=full, got {self.activation_checkpointing}": self.activation_offload
+            and self.activation_checkpointing != "full",
             "@fp8_gather=true needs shards on the GPU; use @offload=none or @fp8_gather=false": self.fp8_gather
             and self.offload != "none",
             f"@shard_ranks={ranks} makes a copy per {ranks} ranks, but @replicate=false one for all ranks; use"

@@ -16,7 +16,7 @@ from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.attention.mask import block_causal, teacher_forcing
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
-from fsdp_cp.sharding.activations import ATTENTION, compile_forward, offload_saved_tensors, recompute_in_backward
+from fsdp_cp.sharding.activations import ATTENTION, compile_forward, offload_inputs, recompute_in_backward
 from tests.counted import Counted
 from tests.oracles.attention import Case, context_mesh, plain_attention
 
@@ -47,12 +47,12 @@ def _draw(tokens, heads, kv_heads, dtype=torch.float64):
 
 
 def _wrap(block, kind):
-    if kind in ("full", "selective"):
+    if kind in ("full", "selective", "offload"):
         recompute_in_backward(block, ATTENTION if kind == "selective" else ())
-    elif kind == "compile":
+    if kind == "compile":
         compile_forward(block)
     elif kind == "offload":
-        offload_saved_tensors(block)
+        offload_inputs(block)
     return block
 
 

@@ -12,7 +12,6 @@ from fsdp_cp import ShardSettings, build_mesh, microbatch
 from fsdp_cp.attention.kernels.kernel import CpuFlash
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
-from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
 from models.condition import Condition
 from models.lora.settings import LoraSettings
@@ -349,7 +348,6 @@ def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, sizes):
 
 def _with_adapters(folder, sizes, **sharding):
     """Velocities in way 2, which are those in way 3, and gradients of adapters through a rollout."""
-    activations.SMALLEST_OFFLOADED = 0  # all saved tensors
     mesh = build_mesh(**sizes, heads=4, device_type="cpu")
     role = build(folder, mesh, lora=LoraSettings(rank=2), **sharding)
     for name, parameter in role.named_parameters().items():
@@ -366,7 +364,7 @@ def _with_adapters(folder, sizes, **sharding):
 
 def _offloaded(folder):
     return _with_adapters(
-        folder, {"cp": 2, "ring": 2}, activation_checkpointing="selective", activation_offload=True, offload="cpu"
+        folder, {"cp": 2, "ring": 2}, activation_checkpointing="full", activation_offload=True, offload="cpu"
     )
 
 

@@ -14,8 +14,8 @@ from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
 
 slow, long = pytest.mark.slow, pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
-FULL = {"activation_checkpointing": "full"}
-SELECTIVE = {"activation_checkpointing": "selective", "activation_offload": True}
+FULL = {"activation_checkpointing": "full", "activation_offload": True}
+SELECTIVE = {"activation_checkpointing": "selective"}
 WARM, EVALUATED, STEPS = 4, 5, 7
 
 

@@ -96,7 +96,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
         pytest.param(
             GATHER,
             (
-                {"strategy": "optim", "activation_checkpointing": "selective", "activation_offload": True},
+                {"strategy": "optim", "activation_checkpointing": "full", "activation_offload": True},
                 {"keep_gathered": True, "gather_stream": "compute"},
             ),
         ),
@@ -107,7 +107,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
         (
             TE,
             (
-                {"strategy": "no_shard", "activation_offload": True},
+                {"strategy": "no_shard", "activation_checkpointing": "full", "activation_offload": True},
                 {"strategy": "optim", "activation_checkpointing": "selective"},
                 {"strategy": "optim_grads", "activation_checkpointing": "full"},
                 {"offload": "cpu", "keep_gathered": True},

@@ -43,7 +43,7 @@ def _check(pools, checkpoints, oracle, **changes):
     [
         (SPLIT, {}),
         # Replicas add the gradients of a unit by position.
-        (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
+        (REPLICAS, {"activation_checkpointing": "full", "activation_offload": True}),
         *(
             pytest.param(sizes, changes, marks=long)
             for sizes, changes in (

@@ -57,6 +57,7 @@ CASES = {
         "student.ema.enabled=true",
         "student.offload=cpu",
         "teacher.offload=cpu",
+        "student.activation_checkpointing=full",
         "student.activation_offload=true",
     ),
     "packed rows, adapters": (

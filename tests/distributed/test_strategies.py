@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import pytest
 
-from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.state import gathered_units
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
@@ -24,11 +23,11 @@ ROWS = [
     ("hsdp", "replicas", 2, "full", "teacher", False),
 ]
 LONG = [
-    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
-    ("optim", "replicas", 2, "selective", "none", True),
+    ("optim_grads_params", "dp_cp", 1, "full", "none", True),
+    ("optim", "replicas", 2, "selective", "none", False),
     ("optim_grads", "replicas", 2, "full", "all", True),
     ("optim_grads_params", "dp", 4, "selective", "all", False),
-    ("hsdp", "dp_cp", 4, "selective", "all", True),
+    ("hsdp", "dp_cp", 4, "full", "all", True),
 ]
 SIZES = {
     "dp": {"dp_shard": 2},
@@ -95,15 +94,10 @@ def _row(strategy, mesh, micro_batches, checkpointing, offload, activation_offlo
 
 
 def _trace(setup, folder):
-    smallest = activations.SMALLEST_OFFLOADED
-    activations.SMALLEST_OFFLOADED = 0  # these networks' activations are all below it
-    try:
-        trainer = make_trainer(setup, folder, make_config(setup, folder))
-        trace = trainer.record()
-        assert not any(gathered_units(role.network) for role in trainer.roles.values()), "gathered between steps"
-        return trace
-    finally:
-        activations.SMALLEST_OFFLOADED = smallest
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trace = trainer.record()
+    assert not any(gathered_units(role.network) for role in trainer.roles.values()), "gathered between steps"
+    return trace
 
 
 def _check(setup, pools, checkpoints, oracles):

@@ -1,7 +1,6 @@
 """Offloading, selective checkpointing and compilation of one module, in one process."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -10,149 +9,88 @@ from torch.autograd import forward_ad
 
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.activations import offload_saved_tensors, recompute_in_backward, wrap_unit
+from fsdp_cp.sharding.activations import offload_inputs, recompute_in_backward, wrap_unit
 from tests.counted import Calls, Counted
 from tests.pools import run_ranks
 
-# --- offloading one module ---
+# --- offloading the inputs of one module ---
 
 
-class Views(nn.Module):
-    """Module that saves transposed and expanded views of one storage, weights, and temporaries in reused memory."""
+class Block(nn.Module):
+    """Module of several inputs, some with views of one storage, whose forward reuses freed memory."""
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+        self.out = nn.Linear(128, 128)
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        x = (q.transpose(-1, -2) @ k).softmax(-1) @ v.transpose(-1, -2)
+    def forward(self, x, transposed, scale):
         for _ in range(4):
-            x = (x * x.mean(0, keepdim=True).expand_as(x)).sin()
-        return self.out(x.transpose(-1, -2)) * self.out.weight.t()[:, 0]
-
-
-def _gradients(module, x, **options):
-    x = x.clone().requires_grad_()
-    leaves = [x, *module.parameters()]
-    return torch.autograd.grad(module(x).square().sum(), leaves, **options)
+            x = (x * x.mean(0, keepdim=True).expand_as(x)).sin() + transposed.transpose(-1, -2)
+        return self.out(x) * scale * self.out.weight.t()[:, 0]
 
 
 @pytest.fixture
-def views():
+def block():
     torch.manual_seed(0)
-    module, x = Views(), torch.randn(5, 64, 128)
-    truth = _gradients(module, x)
-    offload_saved_tensors(module)
-    return module, x, truth
+    module, x = Block(), torch.randn(5, 64, 128)
+    leaves = [x.requires_grad_(), torch.randn(128, requires_grad=True)]
+    truth = _gradients(module, leaves)
+    recompute_in_backward(module)
+    offload_inputs(module)
+    return module, leaves, truth
 
 
-def test_offloading_changes_no_bit(views):
-    """The forward reuses freed memory, so copies identified by address alone would be confused."""
-    module, x, truth = views
-    for gradients in (_gradients(module, x), _gradients(module, x)):
-        assert all(torch.equal(a, b) for a, b in zip(gradients, truth, strict=True))
+def _gradients(module, leaves, **options):
+    x, scale = leaves
+    loss = module(x, x.transpose(-1, -2), scale=scale).square().sum()
+    return torch.autograd.grad(loss, [*leaves, *module.parameters()], **options)
 
 
-def test_each_storage_is_copied_once_and_weights_never(views):
-    module, x, _ = views
-    with Counted() as counted:
-        leaf = x.clone().requires_grad_()
-        module(leaf)
-    unit = x.numel() * 4
-    # Size 3: qkv in one piece. Size 2: the softmax (5 x 128 x 128). Size 1: x; in four rounds the factor x and the
-    # sine's argument; the last x; the last factor.
-    assert Counter(counted.copies) == {3 * unit: 1, 2 * unit: 1, unit: 1 + 8 + 2}
-    weights = {4 * p.numel() for p in module.parameters()}
-    assert not weights & set(counted.copies)
-
-
-class _Strided(torch.autograd.Function):
-    """Module that saves views with odd strides, and records what comes back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        wide = x.detach().repeat(2, 8)
-        views = [
-            x.t(), x[3:5], x[:, 10:20], x[:1].expand(6, -1), x.unfold(0, 8, 2), wide[:, 5], wide[7:9, ::3], x[:0],
-            torch.view_as_complex(x.view(64, 256, 2)).conj(), x.view(torch.int32)[1:],
-        ]  # fmt: skip
-        ctx.expected = [(v.clone(), v.stride(), v.shape) for v in views]
-        ctx.save_for_backward(*views)
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        for view, (values, stride, shape) in zip(ctx.saved_tensors, ctx.expected, strict=True):
-            assert torch.equal(view, values) and view.stride() == stride and view.shape == shape, (stride, shape)
-        return grad.expand(64, 512)
-
-
-class _Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
-def test_views_come_back_with_their_strides():
-    module = _Call(_Strided.apply)
-    offload_saved_tensors(module)
-    with Counted() as counted:
-        module(torch.randn(64, 512, requires_grad=True)).backward()
-    assert len(counted.copies) >= 6
-
-
-def _changed_in_place(x):
-    x = x * 2
-    y = x.square()  # saves x
-    with torch.no_grad():
-        x.add_(1)
-    return y + x.square()  # saves x again, with its new values
-
-
-@pytest.mark.parametrize("size", [16, 32 * 1024])
-def test_a_tensor_changed_in_place(size):
-    """A copied tensor keeps its old values; one too small to be copied raises, as autograd does by itself."""
-    module, x = _Call(_changed_in_place), torch.randn(size, requires_grad=True)
-    offload_saved_tensors(module)
-    out = module(x)
-    if size == 16:
-        with pytest.raises(RuntimeError):
-            out.sum().backward()
-    else:
-        out.sum().backward()
-        torch.testing.assert_close(x.grad, 2 * (2 * (2 * x)) + 2 * (2 * (2 * x + 1)))
-
-
-def test_second_backwards(views):
-    module, x, truth = views
-    leaf = x.clone().requires_grad_()
-    loss = module(leaf).square().sum()
+def test_offloading_changes_no_bit_and_copies_the_inputs_alone(block):
+    module, (x, scale), truth = block
     for _ in range(2):
-        (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-        assert torch.equal(gradient, truth[0])
-    plain = Views()
-    plain.load_state_dict(module.state_dict())
-    twice = []
-    for each in (module, plain):
-        leaf = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(each(leaf).square().sum(), leaf, create_graph=True)
-        twice.append(torch.autograd.grad(first.square().sum(), leaf)[0])
-    assert torch.equal(*twice) and twice[0].abs().max() > 0
+        with Counted() as counted:
+            gradients = _gradients(module, (x, scale))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, truth, strict=True))
+        assert counted.copies == [x.nbytes, x.nbytes, scale.nbytes]
 
 
-def test_nothing_is_copied_without_gradients(views):
-    module, x, _ = views
-    tangent, found = torch.randn_like(x), []
-    plain = Views()
+def test_weights_that_a_plain_forward_saves_stay():
+    """A compiled forward saves its weights, as one does that is not recomputed."""
+    module, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    truth = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+    offload_inputs(module)
+    with Counted() as counted:
+        found = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+    assert counted.copies == [x.nbytes] and all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
+def test_an_offloaded_input_changed_in_place_keeps_its_values(block):
+    module, (x, scale), truth = block
+    changed = x.detach().clone().requires_grad_()
+    loss = module(changed, changed.transpose(-1, -2), scale).square().sum()
+    with torch.no_grad():
+        changed.zero_()
+    assert torch.equal(torch.autograd.grad(loss, scale)[0], truth[1])
+
+
+def test_a_second_backward(block):
+    module, (x, scale), truth = block
+    loss = module(x, x.transpose(-1, -2), scale).square().sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], truth[0])
+
+
+def test_nothing_is_copied_without_gradients(block):
+    module, (x, scale), _ = block
+    plain, found = Block(), []
     plain.load_state_dict(module.state_dict())
+    x, tangent = x.detach(), torch.randn_like(x)
     with Counted() as counted, torch.no_grad(), forward_ad.dual_level():
-        module(x)
+        dual = forward_ad.make_dual(x, tangent)
         for each in (module, plain):
-            found.append(forward_ad.unpack_dual(each(forward_ad.make_dual(x, tangent))).tangent)
+            each(x, x.transpose(-1, -2), scale)
+            found.append(forward_ad.unpack_dual(each(dual, dual.transpose(-1, -2), scale)).tangent)
     assert not counted.copies
     assert torch.equal(*found) and found[0].abs().max() > 0
 
@@ -189,17 +127,6 @@ def test_operators_that_cannot_be_kept(name):
         ShardSettings(activation_checkpointing="selective", keep_operators=[name]).check("cpu")
     with pytest.raises(UserError, match=name):
         recompute_in_backward(nn.Linear(2, 2), keep=(name,))
-
-
-def test_outputs_kept_in_cpu_memory_serve_two_backwards():
-    module, x = _Call(lambda x: x.mm(x).sin().mm(x).sin()), torch.randn(128, 128).mul(0.1).requires_grad_()
-    (truth,) = torch.autograd.grad(module(x).sum(), x)
-    recompute_in_backward(module, ("aten.mm",), offload=True)
-    with Counted() as counted:
-        out = module(x).sum()
-    assert counted.copies == [128 * 128 * 4] * 2
-    for _ in range(2):
-        assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], truth)
 
 
 # --- compiled ---

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
 from fsdp_cp.measure import fake_world
 from fsdp_cp.measure.memory import LiveStorages
-from fsdp_cp.sharding.activations import offload_saved_tensors
+from fsdp_cp.sharding.activations import offload_inputs, recompute_in_backward
 from tests.tiers import parametrize
 
 NORMS = {"weight and bias": ((2, 300, 64), (64,), True), "weight": ((2, 300, 64), (64,), False),
@@ -78,7 +78,8 @@ def test_two_tiles_of_attention_hold_what_all_do(queries, keys, moving):
 def test_offloaded_activations_of_fake_tensors_go_with_their_graph():
     def held(live):
         network = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
-        offload_saved_tensors(network)
+        recompute_in_backward(network)
+        offload_inputs(network)
         x = torch.randn(300, 256)
         live.reset_peak()
         before = live.bytes

@@ -35,7 +35,11 @@ CHANGED = {
     "separate_reduce_group": True,
     "communication_buffers": "process_group",
 }
-NEEDS = {"keep_operators": {"activation_checkpointing": "selective"}, "fp8_gather": {"fp8": "torchao"}}
+NEEDS = {
+    "keep_operators": {"activation_checkpointing": "selective"},
+    "activation_offload": {"activation_checkpointing": "full"},
+    "fp8_gather": {"fp8": "torchao"},
+}
 """Settings that a changed field needs to have an effect."""
 
 DEFAULT_BUFFERS = {"communication_buffers": "default"}
@@ -57,6 +61,8 @@ REFUSED = [  # settings, device, the setting that the message names, a change th
     ({"precision": "fp64", "reduce_dtype": "fp32"}, "cpu", "reduce_dtype", {"reduce_dtype": "auto"}),
     ({"precision": "fp32", "master_dtype": "bf16"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
     ({"precision": "fp64", "master_dtype": "fp32"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
+    ({"activation_offload": True}, "cpu", "activation_checkpointing", {"activation_checkpointing": "full"}),
+    (SELECTIVE | {"activation_offload": True}, "cpu", "activation_checkpointing", {"activation_offload": False}),
     ({"fp8": "flash"}, "cuda", "fp8", {"fp8": "transformer_engine"}),
     ({"fp8": "transformer_engine", "fp8_gather": True}, "cuda", "fp8_gather", {"fp8": "torchao"}),
     ({"fp8": "transformer_engine", "precision": "fp64"}, "cuda", "fp8", {"precision": "bf16"}),
@@ -139,7 +145,7 @@ def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_e
 
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
-    against = {("fp8_gather", "offload"), ("replicate", "shard_ranks")}
+    against = {("activation_offload", "keep_operators"), ("fp8_gather", "offload"), ("replicate", "shard_ranks")}
     names = sorted(CHANGED.keys() - {"strategy"})
     for pair in itertools.combinations(names, 2):
         given = {name: CHANGED[name] for name in pair}
