@@ -31,9 +31,11 @@ from distill.planning.prediction import (
     predict,
 )
 from distill.planning.roles import KINDS
+from distill.planning.simulation import LOOK
 from distill.report.charts import svg
 from distill.report.page import data_uri, render
 from distill.run.setup import RunPlan, Shapes, plan_run
+from distill.train.export import check_export
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.files.foreign import refuse_foreign
@@ -101,7 +103,9 @@ def plan_without_gpus(config: Config) -> tuple[Config, RunPlan]:
         buckets = [(data, shapes) for shapes in stored]
     # More tokens need more memory and time in every phase.
     config.data, shapes = max(buckets, key=lambda bucket: math.prod(bucket[1][0][VIDEO][1:]))
-    return config, plan_run(config, shapes=shapes)
+    plan = plan_run(config, shapes=shapes)
+    check_export(config, plan)
+    return config, plan
 
 
 def _planned_size(config: Config, plan: RunPlan) -> list[int] | None:
@@ -192,7 +196,10 @@ def in_words(prediction: Prediction) -> list[str]:
             f"host memory {prediction.host_gib:.3f} GiB a rank: {prediction.offloaded_gib:.3f} for offloaded tensors,"
             f" {prediction.staging_gib:.3f} for the copy of a checkpoint that is being written"
         )
-    lines.append("a step of each role: operations of all ranks, seconds by arithmetic, and the GiB that a rank sends:")
+    look = " and a look of the guard, without decoding" if LOOK in prediction.shares else ""
+    lines.append(
+        f"a step of each role{look}: operations of all ranks, seconds by arithmetic, and the GiB that a rank sends:"
+    )
     for name, step in prediction.simulation.steps.items():
         seconds = f", {prediction.seconds[name]:.3g} s" if name in prediction.seconds else ""
         sent = "".join(

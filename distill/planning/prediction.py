@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from distill.config import Config
 from distill.config.errors import CONFIGS
 from distill.planning.roles import HOST, KINDS
-from distill.planning.simulation import Simulation
+from distill.planning.simulation import LOOK, Simulation
 from distill.run.setup import RunPlan
 from fsdp_cp.attention.kernels.choose import KERNELS
 from fsdp_cp.errors import UserError
@@ -74,10 +74,10 @@ class Prediction:
     """Host memory for the copy of a checkpoint that is written while training continues."""
     hardware: Hardware | None
     seconds: dict[str, float]
-    """Seconds of a step that trains a role, by role. Empty if times are unknown: without hardware, with
-    ``offload=cpu``, or with a role that is not in bf16 (only bf16 rates are known)."""
+    """Seconds of a step that trains a role, and of a look of the guard, by name. Empty if times are unknown: without
+    hardware, with ``offload=cpu``, or with a role that is not in bf16 (only bf16 rates are known)."""
     shares: dict[str, float]
-    """Share of the run's steps that train a role, by role."""
+    """Share of the run's steps that train a role, by role; number of looks over number of steps."""
     steps: int
     samples_between_steps: bool
     """Whether the run makes samples before its last step (``sample.every``, ``guard.every``)."""
@@ -209,6 +209,8 @@ def predict(
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):
         counts[method.trained_role(step)] += 1
+    if config.guard.every:
+        counts[LOOK] = counts["student"] // config.guard.every + 1
     seconds = {}
     if hardware and all(role.sharding.precision == "bf16" and role.sharding.offload == "none" for role in plan.roles):
         seconds = {name: _seconds(simulation, name, plan, hardware) for name in simulation.steps}

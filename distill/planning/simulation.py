@@ -6,7 +6,7 @@ Memory is counted as these operations allocate it. Formulas cover only what kern
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,9 @@ from fsdp_cp.sharding.state import resharded
 from models.condition import Condition
 from models.roles.role import Role
 from models.sample import Sample
+
+LOOK = "look"
+"""Name of a look of the guard in :attr:`Simulation.steps`: its samples, without their decoding and measures."""
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Simulation:
     peaks: dict[str, Peak]
     """Peaks by phase of a step, e.g. ``"student/dmd/backward"``; labels are (role, kind)."""
     steps: dict[str, StepCost]
-    """Mean cost of the run's steps that train a role, by role."""
+    """Mean cost of the run's steps that train a role, by role, and of the guard's :data:`LOOK`."""
     host: Peak = field(default_factory=lambda: Peak(0, {}))
     """Peak of host memory; labels are (role, :data:`HOST`)."""
     queries: dict[str, int] = field(default_factory=dict)
@@ -155,7 +158,7 @@ def run_steps(
                 storages.reset_peak()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
-                run.sample()
+                costs |= run.sample()
     del roles, idle
     return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=watch.queries)
 
@@ -228,11 +231,13 @@ class _Run:
         self.method.observations = Observations()
 
     @torch.no_grad()
-    def sample(self) -> None:
-        """Make a rank's first samples of each role that the run samples. Two steps suffice: all use the same memory."""
-        chosen, looks = self.config.sample, self.config.guard
+    def sample(self) -> dict[str, StepCost]:
+        """Make a rank's first samples of each role that the run samples. Two steps suffice: all use the same memory.
+
+        Return the cost of a look of the guard, which is a multiple, by the name :data:`LOOK`."""
+        chosen, looks, costs = self.config.sample, self.config.guard, {}
         if not (chosen.at_end or chosen.every or looks.every):
-            return
+            return costs
         clips = max(
             len(chosen.captions) or chosen.prompts, chosen.report_clips, SEEDS * looks.captions * (looks.every > 0)
         )
@@ -247,7 +252,12 @@ class _Run:
                 with phase(f"sample/{name}"), resharded(networks):
                     batch = self._batch(count)
                     noise = batch.noise(random, "sample/noise")
-                    self.method.generate(name, noise, batch.condition, min(2, *steps), random)
+                    made = min(2, *steps)
+                    cost = self.counted(partial(self.method.generate, name, noise, batch.condition, made, random))
+            if name == "student" and looks.every:
+                batches = -(-SEEDS * looks.captions // (count * self.plan.mesh.dp))
+                costs[LOOK] = StepCost().plus(cost, batches * max(steps) / made)
+        return costs
 
     def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:
         """Return the mean cost of ``steps``, weighted by their shares, with all micro-batches of a step."""
@@ -277,13 +287,17 @@ class _Run:
 
     def measured(self, step: int, batches: list[Batch]) -> StepCost:
         """Run a step on ``batches`` and return its cost."""
+        return self.counted(partial(self.step, step, batches))
+
+    def counted(self, work: Callable[[], Any]) -> StepCost:
+        """Return the cost of ``work``."""
         roles = self.method.roles.values()
         for role in roles:
             role.flops = 0
         self.watch.recomputed.clear()
         self.sent.by_group.clear()
         self.copied = 0
-        self.step(step, batches)
+        work()
         return StepCost(
             flops=sum(role.flops for role in roles),
             recomputed=float(sum(self.watch.recomputed[role.name] for role in roles)),

@@ -11,7 +11,7 @@ from distill.config import compose_config
 from distill.planning.command import as_planned, plan_without_gpus
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
-from distill.planning.simulation import run_steps, simulate
+from distill.planning.simulation import LOOK, run_steps, simulate
 from distill.run.setup import plan_run
 from tests.oracles import tiny_minimax_h3
 
@@ -170,6 +170,18 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
     student = plan.roles[ROLES.index("student")]
     forward, _, attention = student.family.flops(student.config, latents, condition)
     assert 0 < attention < forward and selective / full == pytest.approx(1 - attention / forward)
+
+
+@slow
+def test_a_look_of_the_guard_costs_its_forwards():
+    """Two clips for each of 5 captions on 2 of 4 ranks, in 4 steps. There is a look before the first step."""
+    words = ("guard.every=3", "guard.captions=5", "sample.student_steps=[2,4]", "micro_batch_size=1", "steps=30")
+    config, plan = _planned(4, ("mesh.cp=2", "method.fake_updates_per_student_update=2", *words))
+    found = simulate(config, plan)
+    student = plan.roles[ROLES.index("student")]
+    assert found.steps[LOOK].flops == 5 * 4 * student.family.flops(student.config, *plan.shapes).forward
+    shares = predict(config, plan, found, hardware=None).shares
+    assert shares == {"student": pytest.approx(1 / 3), "fake": pytest.approx(2 / 3), LOOK: (10 // 3 + 1) / 30}
 
 
 @long
