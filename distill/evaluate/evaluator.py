@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
-from distill.report.write import report_picture, write_report
+from distill.report.write import write_report
 from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
@@ -181,8 +180,8 @@ class Evaluator:
         return [(role, n) for role, n in dict.fromkeys(wanted) if role in self.method.roles]
 
     def write_report(self, facts: dict[str, Any]) -> None:
-        """Write ``report.html``, ``report.json`` and ``report.png``, with measures of a :class:`MeasuredDataset`, and
-        ``facts``, whose ``steps`` are those trained."""
+        """Write ``report.html`` and ``report.json``, with measures of a :class:`MeasuredDataset`, and ``facts``, whose
+        ``steps`` are those trained."""
         is_measured = isinstance(self.data, MeasuredDataset)
         # Without measures, clips beyond the shown ones would only cost time.
         count = self.config.sample.report_clips if is_measured else min(8, self.config.sample.report_clips)
@@ -200,10 +199,7 @@ class Evaluator:
             name = "held-out renders" if is_measured else "data"
             reference = self._row(name, "heldout", None, real, captions)
             log.info("writing the report")
-            # Show every other clip: neighbouring captions of moving shapes share their motion.
-            pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
             with _written(self.run_dir):
-                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2])
                 if is_measured and real.sounds is not None:  # what measures of sound are without a connection
                     order = np.random.default_rng(0).permutation(len(captions))
                     mixed = real._replace(sounds=[real.sounds[i] for i in order])

@@ -1,4 +1,4 @@
-"""Files of a run's report: `report.html`, `report.json`, and a picture for a README. The verdict comes first."""
+"""Files of a run's report: `report.html` and `report.json`. The verdict comes first."""
 
 import json
 import logging
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.report.charts import ROLE_COLORS, read_metrics
-from distill.report.media import contact_sheet
 from distill.report.page import page, read_starts
 from distill.report.verdict import ReportRow, student_beats_teacher, troubles, verdict
 from distill.run.folder import STARTS
-from fsdp_cp.errors import counted
 from fsdp_cp.files.atomic_file import write_text
 
 log = logging.getLogger(__name__)
@@ -37,7 +35,8 @@ def write_report(
     of the same captions (`reference`, the noise floor), `metrics.jsonl` and `starts.jsonl`. Problems come first, and
     are logged. `config_summary` are facts of the run in order; a key that ends in "command" is shown as code. For
     `clip` and `updates` see :func:`distill.report.verdict.troubles`."""
-    run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
+    run_dir, roles = Path(run_dir), list(ROLE_COLORS)  # held-out renders first; each role from many steps to few
+    ordered = sorted([reference, *rows], key=lambda row: (roles.index(row.role), -(row.steps or 0)))
     comparisons = student_beats_teacher(ordered)
     records = read_metrics(run_dir / "metrics.jsonl")
     wrong = troubles(records, ordered, updates=updates, clip=clip)
@@ -66,12 +65,6 @@ def write_report(
     log.info("wrote the report to %s", run_dir / "report.html")
 
 
-def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
-    """Sort rows: held-out renders, teacher, student; each role from many steps to few."""
-    roles = list(ROLE_COLORS)
-    return sorted(rows, key=lambda row: (roles.index(row.role), -(row.steps or 0)))
-
-
 def finite(value: Any) -> Any:
     """Replace non-finite numbers, which JSON does not have, by null."""
     if isinstance(value, Mapping):
@@ -79,13 +72,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def report_picture(path: Path, rows: Sequence[ReportRow], captions: Sequence[str]) -> None:
-    """Write a PNG for a README: a labeled row per model (full teacher first, student last) with the first four clips,
-    at most six frames each."""
-    labelled = [
-        (row.name + f", {counted(row.evaluations, 'network evaluation')}" * bool(row.evaluations), row.clips[:4])
-        for row in _in_order(rows)
-    ]
-    contact_sheet(path, labelled, captions=captions[:4], frames=6, width=1900)

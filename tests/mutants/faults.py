@@ -22,6 +22,13 @@ class Fault:
 
 FAULTS = (
     Fault(
+        name="weights_go_to_the_host",
+        harm="with compile, activation_offload copies every gathered weight to the host and back",
+        old="        stay = {x.untyped_storage()._cdata for x in owned}\n",
+        new="        stay = set()\n",
+        killed_by="unit/test_activations.py::test_weights_that_a_plain_forward_saves_stay",
+    ),
+    Fault(
         name="empty_rows_grad",
         harm="a sample whose keys are all masked gets NaN in dQ, dK, dV (-inf - -inf)",
         old="        lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)\n",
