@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,7 +185,7 @@ class Evaluator:
         ``steps`` are those trained."""
         is_measured = isinstance(self.data, MeasuredDataset)
         # Without measures, clips beyond the shown ones would only cost time.
-        count = self.config.sample.report_clips if is_measured else min(8, self.config.sample.report_clips)
+        count = self.config.sample.report_clips if is_measured else min(SHOWN_CLIPS, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
         # The page shows a clip made from an image below the real clip that the image comes from.
         items = self._items(captions, self.data) if has_image(self.data.condition_shapes) else None
@@ -251,23 +252,15 @@ class Evaluator:
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption, of its first bucket. Items of the same caption take turns."""
-        bucket = buckets_of(source)[0].items
-        waiting: dict[str, list[int]] = {}
-        for position in reversed(range(len(captions))):
-            waiting.setdefault(captions[position], []).append(position)
-        items: dict[int, int] = {}
-        while len(items) < len(captions):
-            before = len(items)
-            for item in map(int, bucket):
-                if waiting.get(caption := source.caption(item)):
-                    items[waiting[caption].pop()] = item
-                if len(items) == len(captions):
-                    break
-            if len(items) == before:
-                missing = next(caption for caption, positions in waiting.items() if positions)
-                why = f"{self.config.data.name}: no clip of its first size has the caption {missing!r}"
-                raise UserError(f"{why}, so none is compared; use sample.report_clips=0")
-        return [items[position] for position in range(len(captions))]
+        items: dict[str, list[int]] = {caption: [] for caption in captions}
+        for item in map(int, buckets_of(source)[0].items):
+            if (own := items.get(source.caption(item))) is not None:
+                own.append(item)
+        if missing := [caption for caption, own in items.items() if not own]:
+            why = f"{self.config.data.name}: no clip of its first size has the caption {missing[0]!r}"
+            raise UserError(f"{why}, so none is compared; use sample.report_clips=0")
+        turns = {caption: cycle(own) for caption, own in items.items()}
+        return [next(turns[caption]) for caption in captions]
 
     def _row(self, name: str, role: Any, steps: int | None, clips: Clips, captions: list[str]) -> ReportRow:
         evaluations = 0 if steps is None else self.method.evaluations(role, steps)

@@ -127,11 +127,10 @@ def contact_sheet(
     captions: Sequence[str],
     title: str = "",
     frames: int = 8,
-    width: int = 1600,
 ) -> Image.Image:
-    """Write a labeled PNG of about ``width`` pixels, one row per model (label, clips uint8 (n, T, H, W, 3), whose sizes
+    """Write a labeled PNG of about 1600 pixels, one row per model (label, clips uint8 (n, T, H, W, 3), whose sizes
     may differ) and one column per clip with at most ``frames`` evenly spaced frames; return the picture."""
-    margin, gap, frame_gap, label_width = 24, 24, 3, 240
+    width, margin, gap, frame_gap, label_width = 1600, 24, 24, 3, 240
     picked = [clips[:, pick_frames(clips.shape[1], frames)] for _, clips in rows]
     columns, most = (max(clips.shape[axis] for clips in picked) for axis in (0, 1))
     frame_width = ((width - 2 * margin - label_width) / columns - gap) / most - frame_gap
