@@ -64,13 +64,6 @@ def _buckets(text: str) -> Any:
 _buckets.__name__ = "value, [[81,480,832],[81,832,480]] or auto,"  # as argparse names it
 
 
-def _columns(text: str) -> dict[str, str] | None:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    if not all(equals for _, equals, _ in pairs):
-        raise UserError(f"--columns must be like file_name=video,caption=prompt, got {text!r}")
-    return {name: column for name, _, column in pairs} or None
-
-
 @contextmanager
 def _named_as_here() -> Iterator[None]:
     """Name the arguments of this command, in place of the settings of a training, in the message of a mistake."""
@@ -87,7 +80,10 @@ def _source(
     path: Path, settings: Encoding, arguments: argparse.Namespace, given: Collection[str]
 ) -> tuple[Source, Encoding]:
     """Return the rows to encode, and the settings with the sizes of stored latents."""
-    columns = _columns(arguments.columns)
+    pairs = [pair.partition("=") for pair in arguments.columns.split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
+        raise UserError(f"--columns must be like file_name=video,caption=prompt, got {arguments.columns!r}")
+    columns = {name: column for name, _, column in pairs} or None
     outside = read_outside(path, columns)
     if arguments.normalized is not None:
         if outside is None or outside.latents is None:

@@ -105,8 +105,7 @@ def sample(arguments: argparse.Namespace) -> None:
     network = network_to_sample(config, role, folder, steps)
     plan = network.plan
     shapes = sampled_shapes(config, plan, arguments.frames)  # before clips and captions are encoded
-    about = {"made by": "distill.sample", role: str(folder), "captions": captions or None}
-    about |= {"steps": steps, "seed": seed}
+    about = {"made by": "distill.sample", role: str(folder), "captions": captions or None, "steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
     about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
     refuse_input(out, "--out", {f"the {role}": folder})
@@ -142,14 +141,10 @@ def sample(arguments: argparse.Namespace) -> None:
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
-            print(_chunk_times(finished, len(causal.chunks(shapes[VIDEO][1]))))
-
-
-def _chunk_times(finished: list[float], chunks: int) -> str:
-    """Describe the seconds per chunk from the times at the start and after each chunk, of all batches of clips."""
-    first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
-    rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
-    return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"
+            chunks = len(causal.chunks(shapes[VIDEO][1]))
+            first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)  # the mean over batches of clips
+            rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
+            print(f"first chunk after {first:.3g} s{rest} (latents, without decoding)")
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

@@ -26,7 +26,7 @@ from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS
 from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts_of
 from distill.data.shares import Shares
-from distill.evaluate.networks import check_number
+from distill.evaluate.networks import MOST_STEPS, check_number
 from distill.evaluate.sampling import alone, sampling_batch
 from distill.methods.common.chunks import chunk_noise
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -46,8 +46,6 @@ from models.roles.role import Role
 from models.sample import Sample, part_name
 
 log = logging.getLogger(__name__)
-
-_MAX_STEPS = 10_000
 
 
 class _Sampling:
@@ -148,9 +146,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"method={config.method.name} has no teacher; use a method that distills one, such as dmd2")
     if config.dry_run or config.plan:
         raise UserError("dry_run and plan are settings of train.py; leave them out")
-    for name, most in (("clips", 2**31), ("steps", _MAX_STEPS)):
-        if (value := getattr(arguments, name)) is not None:
-            check_number(f"--{name}", value, 1, most)
+    check_number("--steps", arguments.steps, 1, MOST_STEPS)
+    if arguments.clips is not None:
+        check_number("--clips", arguments.clips, 1, 2**31)
     if arguments.states and config.method.teacher_sampler != "euler":
         raise UserError(f"--states needs method.teacher_sampler=euler, not {config.method.teacher_sampler}")
     out = user_path(names[0], "OUT").absolute()

@@ -45,6 +45,7 @@ from distill.evaluate.comparison import (
     rows_of_table,
     summarize,
 )
+from distill.evaluate.evaluator import SHOWN_CLIPS
 from distill.evaluate.measures import VERSION, prompt_measures
 from distill.evaluate.networks import (
     SampledNetwork,
@@ -87,7 +88,6 @@ RESULT = "evaluation.json"
 _BEGUN, _PROMPTS = "evaluation_begun.json", "prompts.jsonl"
 _SIZES = ("negative_prompt", "num_frames", "height", "width", "fps")
 _MOST_SEEDS = 1000
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -206,32 +206,30 @@ def _asked(
     arguments: argparse.Namespace, suite: list[dict[str, Any]] | None, other: dict[str, Any] | None, *, has_images: bool
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Return the number of seeds of each prompt, its sampled text, and its image where images condition."""
+    if has_images and arguments.suite:
+        raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
+    if other is None and suite is None:
+        check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
+    seeds = other["protocol"]["seeds"] if other else arguments.seeds
+    if has_images and arguments.prompts:  # with --like too: its images may lie elsewhere here
+        of_prompt = prompts_with_images(arguments.prompts, "--prompts")
+        return dict.fromkeys(of_prompt, seeds), list(of_prompt), list(of_prompt.values())
     if other is not None:
-        counts = seeds_of(suite) if suite else dict.fromkeys(other["prompts"], other["protocol"]["seeds"])
-        images = dict(zip(counts, other.get("images") or [], strict=False)) if has_images else {}
-        if has_images and not images:
-            raise UserError(f"--like {arguments.like} has no images, which data.image needs; give --prompts")
-        if has_images and arguments.prompts:  # the images lie elsewhere here
-            images = prompts_with_images(arguments.prompts, "--prompts")
-            counts = dict.fromkeys(images, other["protocol"]["seeds"])
-            return counts, list(images), list(images.values())
         if arguments.prompts:
             raise UserError("--prompts with --like gives images, and data.image is null; leave it out")
-        return counts, other.get("captions") or list(counts), list(images.values())
-    if suite is not None:
-        if has_images:
-            raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
-        counts = seeds_of(suite)
-        if not arguments.extended:
-            return counts, list(counts), []
-        extended = read_extended(user_path(arguments.extended, "--extended"), suite)
-        return counts, [extended[prompt] for prompt in counts], []
-    check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
-    if has_images:
-        of_prompt = prompts_with_images(arguments.prompts, "--prompts")
-        return dict.fromkeys(of_prompt, arguments.seeds), list(of_prompt), list(of_prompt.values())
-    prompts = read_prompts(arguments.prompts, "--prompts")
-    return dict.fromkeys(prompts, arguments.seeds), prompts, []
+        images = (other.get("images") or []) if has_images else []
+        if has_images and not images:
+            raise UserError(f"--like {arguments.like} has no images, which data.image needs; give --prompts")
+        counts = seeds_of(suite) if suite else dict.fromkeys(other["prompts"], seeds)
+        return counts, other.get("captions") or list(counts), images
+    if suite is None:
+        prompts = read_prompts(arguments.prompts, "--prompts")
+        return dict.fromkeys(prompts, seeds), prompts, []
+    counts = seeds_of(suite)
+    if not arguments.extended:
+        return counts, list(counts), []
+    extended = read_extended(user_path(arguments.extended, "--extended"), suite)
+    return counts, [extended[prompt] for prompt in counts], []
 
 
 @paths_of_the_user()
@@ -516,7 +514,7 @@ def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], be
     table = "\n\n".join([markdown(result["results"]), "\n".join(seconds), *(["\n".join(lines)] if lines else [])])
     rows = []
     for name, network in plan.networks.items():
-        first = [_latents(plan, name, i, [0])[0] for i in range(min(_SHOWN, len(plan.prompts)))]
+        first = [_latents(plan, name, i, [0])[0] for i in range(min(SHOWN_CLIPS, len(plan.prompts)))]
         clips = decoded(data, Sample.cat(first))
         rows.append(ReportRow(name, network.role, network.steps, None, clips.frames, 0, clips.sounds))
     shown = {"table": rows_of_table(result["results"]), "compared": lines, "few": FEW_PROMPTS}

@@ -56,7 +56,7 @@ def mean_over_prompts(means: np.ndarray) -> Result:
     if len(means) < _LEAST_PROMPTS:
         value = float(means.mean()) if len(means) else None
         return {"value": value, "low": None, "high": None, "standard_error": None, "prompts": len(means)}
-    return {key: float(x) for key, x in bootstrap_t(means)._asdict().items()} | {"prompts": len(means)}
+    return {key: float(x) for key, x in bootstrap_t(means).items()} | {"prompts": len(means)}
 
 
 def verdict(difference: Result) -> str:

@@ -219,8 +219,8 @@ class Guard:
         evaluator.data.release()
         before = state.values
         raised = state.judge({name: float(np.mean(found[name])) if found else None for name in state.limits})
-        metrics = {name: value for name, value in state.values.items()}
-        metrics |= {"excess": state.total_excess(), "alarm": float(bool(raised)), **self._health(latents, before)}
+        metrics = {**state.values, "excess": state.total_excess(), "alarm": float(bool(raised))}
+        metrics |= self._health(latents, before)
         if rank() == 0 and raised and not state.alarm:
             log.warning("step %d: %s", step, self.words(raised))
         state.alarm = bool(raised)

@@ -5,8 +5,6 @@ instead, so the interval takes the skewness into account (Efron and Tibshirani, 
 section 12.5). Prompts are resampled, never clips: average the seeds of a prompt first.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 DRAWS = 2000
@@ -14,18 +12,9 @@ _SEED = 20240917
 _LEVEL = 0.95
 
 
-class Interval(NamedTuple):
-    """Mean over prompts with its 95 % interval; arrays for several measures at once."""
-
-    value: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    standard_error: np.ndarray
-
-
-def bootstrap_t(values: np.ndarray) -> Interval:
-    """Return the intervals of the means over prompts, the first axis of finite ``values``, ``(n,)`` or ``(n, m)`` for m
-    measures, which share the draws; n >= 2."""
+def bootstrap_t(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return ``value``, ``low``, ``high`` and ``standard_error`` of the means over prompts, the first axis of finite
+    ``values``, ``(n,)`` or ``(n, m)`` for m measures, which share the draws; n >= 2."""
     count = len(values)
     x = values - values.mean(axis=0)  # centered, so that the variances below do not cancel
     error = x.std(axis=0, ddof=1) / np.sqrt(count)
@@ -39,4 +28,4 @@ def bootstrap_t(values: np.ndarray) -> Interval:
     tails = (1 - _LEVEL) / 2
     upper, lower = np.nanquantile(ratios, [1 - tails, tails], axis=0)
     mean = values.mean(axis=0)
-    return Interval(mean, mean - upper * error, mean - lower * error, error)
+    return {"value": mean, "low": mean - upper * error, "high": mean - lower * error, "standard_error": error}

@@ -28,7 +28,7 @@ from models.files.checkpoint_files import ADDITIONS_FILE
 
 log = logging.getLogger(__name__)
 
-_MOST_STEPS = 10_000
+MOST_STEPS = 10_000
 
 RoleName = Literal["student", "teacher"]
 Read = TypeVar("Read")
@@ -124,7 +124,7 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
     """Return the number of sampling steps; by default, the most with which the run samples the role."""
     # A few-step student is trained only at the times of its own list.
     of_list = role == "student" and hasattr(config.method, "student_times")
-    most = len(config.method.student_times()) if of_list else _MOST_STEPS
+    most = len(config.method.student_times()) if of_list else MOST_STEPS
     sampled = config.sample.student_steps if role == "student" else config.sample.teacher_steps or [TEACHER_STEPS]
     steps = min(most, max(sampled)) if steps is None else steps
     check_number(setting, steps, 1, most)

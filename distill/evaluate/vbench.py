@@ -237,14 +237,10 @@ def run_suite(
     for key in ("quality", "semantic", "total"):
         cells = [f"{x['totals'][key]:.4f}" if key in x["totals"] else "a dimension is missing" for x in found.values()]
         lines.append(f"| {key} | {' | '.join(cells)} |")
-    lines += ["", *_published()]
+    lines += ["", "| published, in percent | total | quality | semantic | protocol |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in PUBLISHED]
     write_text(out / "vbench.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
-
-
-def _published() -> list[str]:
-    head = "| published, in percent | total | quality | semantic | protocol |"
-    return [head, "|---|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in PUBLISHED)]
 
 
 def totals(scores: Mapping[str, float]) -> dict[str, float]:
