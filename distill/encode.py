@@ -34,29 +34,6 @@ from models.files.hub import encoder_files, resolve
 log = logging.getLogger(__name__)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m distill.encode", description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("source", nargs="?", help="folder of videos and captions, file of captions, or data set of another project")
-    add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
-    docs, hints = field_docs(Encoding), get_type_hints(Encoding)
-    for item in fields(Encoding):
-        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default)}
-        if choices := words(hints[item.name]):
-            kind = {"choices": choices}
-        elif item.default is False:
-            kind = {"action": "store_true"}
-        if item.name == "buckets":
-            kind = {"type": _buckets}
-        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], default=argparse.SUPPRESS, **kind)
-    told = "whether the latents that SOURCE stores are, whatever their scale"
-    add("--normalized", "--normalised", choices=["yes", "no"], help=told)
-    add("--columns", default="", help="names of the table's columns: file_name=video,caption=prompt")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
-    add("--verify", metavar="SET", help="read the whole set and note what is damaged")
-    return parser
-
-
 def _buckets(text: str) -> Any:
     return text if text == "auto" else [[int(number) for number in size] for size in json.loads(text)]
 
@@ -134,7 +111,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 with one line for a user's mistake."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m distill.encode", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("source", nargs="?", help="folder of videos and captions, file of captions, or data set of another project")
+    add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
+    docs, hints = field_docs(Encoding), get_type_hints(Encoding)
+    for item in fields(Encoding):
+        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default)}
+        if choices := words(hints[item.name]):
+            kind = {"choices": choices}
+        elif item.default is False:
+            kind = {"action": "store_true"}
+        if item.name == "buckets":
+            kind = {"type": _buckets}
+        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], default=argparse.SUPPRESS, **kind)
+    told = "whether the latents that SOURCE stores are, whatever their scale"
+    add("--normalized", "--normalised", choices=["yes", "no"], help=told)
+    add("--columns", default="", help="names of the table's columns: file_name=video,caption=prompt")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
+    add("--verify", metavar="SET", help="read the whole set and note what is damaged")
+    arguments = parser.parse_args(argv)
     log_to_console()
     return exit_code(lambda: run(arguments))
 

@@ -46,11 +46,9 @@ from models.sample import VIDEO, PartShapes
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
 
-def sampled_shapes(config: Config, plan: RunPlan, frames: int | None) -> PartShapes:
-    """Return the shapes of a clip's latents: the run's, or those of ``--frames``, if they can be made."""
-    (shapes, condition), (student,) = plan.shapes, plan.roles
-    if frames is None:
-        return shapes
+def sampled_shapes(config: Config, plan: RunPlan, frames: int) -> PartShapes:
+    """Return the shapes of the latents of a clip of ``--frames``, if they can be made."""
+    (_, condition), (student,) = plan.shapes, plan.roles
     if student.causal is None:
         raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
     try:
@@ -104,7 +102,8 @@ def sample(arguments: argparse.Namespace) -> None:
     folder = Path(config.teacher.checkpoint) if role == "teacher" else folder
     network = network_to_sample(config, role, folder, steps)
     plan = network.plan
-    shapes = sampled_shapes(config, plan, arguments.frames)  # before clips and captions are encoded
+    # Before clips and captions are encoded.
+    shapes = None if arguments.frames is None else sampled_shapes(config, plan, arguments.frames)
     about = {"made by": "distill.sample", role: str(folder), "captions": captions or None, "steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
     about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
@@ -115,7 +114,6 @@ def sample(arguments: argparse.Namespace) -> None:
         unfinished = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
-        shapes = data.latent_shapes if arguments.frames is None else shapes
         method = network.method(mesh=mesh, device=device, data=data)
         finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
@@ -141,7 +139,7 @@ def sample(arguments: argparse.Namespace) -> None:
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
-            chunks = len(causal.chunks(shapes[VIDEO][1]))
+            chunks = len(causal.chunks((shapes or data.latent_shapes)[VIDEO][1]))
             first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)  # the mean over batches of clips
             rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
             print(f"first chunk after {first:.3g} s{rest} (latents, without decoding)")

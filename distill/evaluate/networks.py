@@ -1,7 +1,6 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +74,7 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     return SampledNetwork(role=role, config=config, steps=steps, plan=plan)
 
 
-def settings_of_run(run_dir: Path, device: str | None = None, cp: int = 1) -> Config:
+def settings_of_run(run_dir: Path, device: str | None, cp: int) -> Config:
     """Return the configuration of a run, to sample its networks on ``device``, ``None`` for the run's, with ``cp``."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
@@ -131,10 +130,9 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
     return steps
 
 
-def check_number(setting: str, value: int, least: int, most: float = math.inf) -> None:
+def check_number(setting: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        limit = "" if most == math.inf else f" and at most {most}"
-        raise UserError(f"{setting} {value} must be at least {least}{limit}")
+        raise UserError(f"{setting} {value} must be at least {least} and at most {most}")
 
 
 def read_prompts(text: str, setting: str) -> list[str]:
