@@ -224,34 +224,30 @@ def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> 
 def main(argv: list[str] | None = None) -> int:
     """Return exit code 0, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.export", description=__doc__.splitlines()[0])
-    parser.add_argument("run", metavar="RUN", help="a run folder (its newest checkpoint is taken) or a step_* folder")
-    parser.add_argument("out", metavar="OUT", help="the folder to write: new, empty, or an earlier export")
-    parser.add_argument(
-        "--checkpoint", choices=("newest", "best"), default="newest", help="best: the one that guard.action=keep marked"
-    )
-    parser.add_argument("--role", default="student", choices=("student", "fake"))
-    parser.add_argument("--weights", choices=("raw", "ema"), help="by default those that the run exports")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
-    parser.add_argument(
-        "--format",
-        choices=("merged", *FORMATS, *OWN),
-        help=f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI. Of a"
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run folder (its newest checkpoint is taken) or a step_* folder")
+    add("out", metavar="OUT", help="the folder to write: new, empty, or an earlier export")
+    marked = "best: the one that guard.action=keep marked"
+    add("--checkpoint", choices=("newest", "best"), default="newest", help=marked)
+    add("--role", default="student", choices=("student", "fake"))
+    add("--weights", choices=("raw", "ema"), help="by default those that the run exports")
+    add("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
+    formats = (
+        f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI. Of a"
         " role with adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
-        " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it",
+        " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it"
     )
-    parser.add_argument(
-        "--expert", choices=EXPERTS, help="of a role of two experts one alone, as a network of its own; both by default"
-    )
-    parser.add_argument("--base", help="with --format merged: the folder of the base, where it has moved")
+    add("--format", choices=("merged", *FORMATS, *OWN), help=formats)
+    add("--expert", choices=EXPERTS, help="of two experts one alone, as a network of its own; both by default")
+    add("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
 
     @paths_of_the_user()
     def work() -> None:
         out = user_path(args.out, "OUT")
-        checkpoint = find_checkpoint(
-            user_path(args.run, "RUN") if args.run else "", "RUN", best=args.checkpoint == "best"
-        )
+        run = user_path(args.run, "RUN") if args.run else ""
+        checkpoint = find_checkpoint(run, "RUN", best=args.checkpoint == "best")
         if args.base is not None:
             args.base = str(user_path(args.base, "--base"))
         print(f"{out}: {export_checkpoint(checkpoint, out, args)} in {checkpoint}")
