@@ -3,6 +3,7 @@
 import logging
 import re
 import unicodedata
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from distill.config.errors import (
     short,
     sized_data,
 )
-from distill.config.kinds import REMOVED, NoSuchSetting, Setting, defaults, make
+from distill.config.kinds import REMOVED, NoSuchSetting, Setting, make
 from distill.config.schema import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
@@ -97,11 +98,11 @@ def parsed_value(key: str, value: str, setting: Setting) -> Any:
 def _register() -> None:
     """Store the defaults of every dataclass for Hydra: ``schema``, ``method/NAME``, ``data/NAME``."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=defaults(Config))
+    store.store(name="schema", node=asdict(Config()))
     for name, (_, settings) in METHODS.items():
-        store.store(group="method", name=name, node=defaults(settings))
+        store.store(group="method", name=name, node=asdict(settings()))
     for name, settings in DATA.items():
-        store.store(group="data", name=name, node=defaults(settings))
+        store.store(group="data", name=name, node=asdict(settings()))
     for name, parts in sized_data().items():
         store.store(group="data", name=name, node={"defaults": parts})
 

@@ -98,12 +98,6 @@ def walk_settings(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
             yield from walk_settings(setting.types[0], f"{prefix}{item.name}.")
 
 
-def defaults(cls: type) -> dict[str, Any]:
-    """Return the default of every field of ``cls``, with groups as dictionaries."""
-    fields = {key: setting for key, setting in walk_settings(cls, "") if "." not in key}
-    return {key: defaults(fields[key].types[0]) if fields[key].group else fields[key].default for key in fields}
-
-
 def make(cls: type, values: Any, prefix: str = "") -> Any:
     """Build the dataclass ``cls`` from plain values by name; messages have ``prefix``, as ``"student."``, before the
     names. Raises :class:`NoSuchSetting` for a name that ``cls`` does not have, and ``UserError`` for a wrong value."""

@@ -56,21 +56,21 @@ def information(arguments: list[str]) -> str | None:
 
 def usage(config: Config) -> list[str]:
     """Return the lines of the short text: the most used settings with their meaning, the others with their value."""
-    lines = list(_in_lines(row for row in _rows(Config, "", config) if "." not in row[0]))
+    lines = list(_in_lines(row for row in _rows("", config) if "." not in row[0]))
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
-        lines += _in_lines(_rows(type(settings), f"{name}.", settings))
+        lines += _in_lines(_rows(f"{name}.", settings))
     lines += [
         "",
         "Other settings, which --help all describes. ROLE is teacher, student or fake; values are the student's.",
     ]
-    lines += _in_paragraph("ROLE.", _rows(type(config.student), "", config.student))
-    lines += _in_paragraph("optim.ROLE.", _rows(type(config.optim.student), "", config.optim.student))
+    lines += _in_paragraph("ROLE.", _rows("", config.student))
+    lines += _in_paragraph("optim.ROLE.", _rows("", config.optim.student))
     above = ("mesh", "teacher", "student", "fake", "method", "data")
     for name in [item.name for item in fields(Config) if is_dataclass(getattr(config, item.name))]:
         if name not in above:
-            rows = _rows(type(getattr(config, name)), "", getattr(config, name))
+            rows = _rows("", getattr(config, name))
             lines += _in_paragraph(f"{name}.", (row for row in rows if not row[0].startswith(("student.", "fake."))))
     return lines
 
@@ -81,7 +81,7 @@ def _every_setting(config: Config) -> list[str]:
     for prefix, settings in OWNERS:
         title = "" if settings in values else ", which is not chosen: defaults"
         lines += ["", f"{settings.__name__}{title}:"]
-        for row in _rows(settings, prefix, values.get(settings)):
+        for row in _rows(prefix, values.get(settings) or settings()):
             lines.append(f"  {_with_value(row, whole=True):<46} {row[2]}")
     return lines
 
@@ -92,13 +92,12 @@ def _groups() -> Iterator[str]:
         yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
-def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
-    """Yield every setting of ``cls`` and its groups, with the values of ``chosen``, or with defaults if it is None."""
-    for key, setting in walk_settings(cls, prefix):
+def _rows(prefix: str, chosen: Any) -> Iterator[_Row]:
+    """Yield every setting of the dataclass ``chosen`` and its groups, with its value."""
+    for key, setting in walk_settings(type(chosen), prefix):
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
-            value = setting.default if chosen is None else attrgetter(key.removeprefix(prefix))(chosen)
-            yield key, value, field_docs(setting.owner).get(name, "")
+            yield key, attrgetter(key.removeprefix(prefix))(chosen), field_docs(setting.owner).get(name, "")
 
 
 def _with_value(row: _Row, *, whole: bool = False) -> str:

@@ -9,11 +9,9 @@ from distill.config import Config
 from fsdp_cp.errors import paths_of_the_user
 from models.files.hub import encoder_files, network_files, resolve
 
-ROLES = ("teacher", "student", "fake")
-
 
 @paths_of_the_user()
-def resolve_hub_names(config: Config, roles: Collection[str] = ROLES) -> None:
+def resolve_hub_names(config: Config, roles: Collection[str] = ("teacher", "student", "fake")) -> None:
     """Replace hub names of ``roles`` and encoders in ``config`` by ``owner/name@COMMIT``, and download what they need
     (``dry_run`` and ``plan`` do not). A run that resumes takes the commits of its ``config.yaml``. A collective."""
     settings = {f"{role}.checkpoint": (getattr(config, role), "checkpoint", network_files) for role in roles}

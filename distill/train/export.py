@@ -22,9 +22,6 @@ from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
 
-ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS))
-"""Names of :attr:`Trained.adapter_folder` that a run's export may have."""
-
 
 def check_export(config: Config, plan: RunPlan) -> None:
     """Refuse a run before it trains if diffusers' pipeline could not sample what it exports at its end."""
@@ -60,9 +57,9 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
     student.write(run_dir / "export" / "student", "merged", **options)
     whole = student.not_adapters
-    adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
-    for name in ADAPTER_FOLDERS:
-        folder = run_dir / "export" / name
+    adapters = {} if role.adapters is None or whole else {network.name: network for network in trained}
+    for name, suffix in (("student", ""), *((f"student.{expert}", f"_{expert}") for expert in EXPERTS)):
+        folder = run_dir / "export" / f"student_lora{suffix}"
         if name in adapters:
             student.expert(adapters[name].index).write(folder, "diffusers-lora", **options)
         else:  # an earlier run in this directory may have left such a folder

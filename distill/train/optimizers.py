@@ -135,12 +135,6 @@ class Trained:
             tensors["ema"] = self.average.weights
         return tensors
 
-    @property
-    def adapter_folder(self) -> str:
-        """Name of the export folder of the network's adapters: ``ROLE_lora``, or ``ROLE_lora_EXPERT``."""
-        role, _, expert = self.name.partition(".")
-        return f"{role}_lora_{expert}" if expert else f"{role}_lora"
-
 
 def build_trained(config: Config, method: Method) -> dict[str, Trained]:
     """Return the networks that ``method`` trains, by :attr:`Trained.name`, in the order of roles and networks."""

@@ -194,7 +194,8 @@ class Trainer:
             "unlogged": self.unlogged,
             "branch_of": self.branch_of,
             "guard": None if self.guard is None else asdict(self.guard.state),
-            BEST: self._best(),
+            # Step of the checkpoint to keep for good.
+            BEST: self.guard.state.best if self.guard is not None and self.config.guard.action == "keep" else None,
             "settings": asdict(self.config),
             "sources": self.sources,
             "method": self.method.settings.name,
@@ -205,10 +206,6 @@ class Trainer:
             "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
             "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
         }
-
-    def _best(self) -> int | None:
-        """Return the step of the checkpoint to keep for good, if the run keeps one."""
-        return self.guard.state.best if self.guard is not None and self.config.guard.action == "keep" else None
 
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
         """Train the remaining steps; log, save and sample between them. Call ``advance`` after each step."""

@@ -9,10 +9,7 @@ from typing import Annotated, Literal
 import pytest
 from omegaconf import MISSING
 
-from distill.config.kinds import defaults, make
-from distill.config.schema import Config
-from distill.data import DATA
-from distill.methods import METHODS
+from distill.config.kinds import make
 from fsdp_cp.choices import Bounds, Checked, check_choices
 from fsdp_cp.errors import UserError
 
@@ -72,11 +69,6 @@ def test_composed_values_become_objects_of_the_class():
 def test_values_of_another_type_are_refused_by_key(values, named):
     with pytest.raises(UserError, match=f"^{named}"):
         make(Outer, values)
-
-
-def test_defaults_are_complete_and_plain():
-    for owner in (Config, *(settings for _, settings in METHODS.values()), *DATA.values()):
-        assert list(defaults(owner)) == [f.name for f in dataclasses.fields(owner)]
 
 
 @pytest.mark.parametrize(
