@@ -25,15 +25,14 @@ from distill.config.errors import (
     no_such_setting,
     recipes_of,
     search_path,
-    short,
     sized_data,
 )
-from distill.config.kinds import REMOVED, NoSuchSetting, Setting, make
+from distill.config.kinds import REMOVED, NoSuchSetting, Setting, make, short
 from distill.config.schema import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.choices import user_path
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ def load_config(path: Path) -> Config:
         config = _typed(_known(OmegaConf.to_container(OmegaConf.load(path), resolve=True), left_out))
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError,
             RecursionError) as error:  # fmt: skip
-        reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
+        reason = one_line(str(error).split("\n    full_key")[0])
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
     if left_out:
         log.warning("%s has settings that this version does not have, left out: %s", path, ", ".join(left_out))

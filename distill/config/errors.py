@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distill.config.kinds import REMOVED_KEYS, Setting
+from distill.config.kinds import REMOVED_KEYS, Setting, short
 from distill.config.schema import SETTINGS
 from distill.data import DATA
 from distill.data.base import ClipSettings
@@ -16,7 +16,6 @@ from fsdp_cp.errors import UserError
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters")
 """Config groups from which a user chooses a file by name."""
-_LONGEST = 200
 
 
 def group_files(group: str) -> list[Path]:
@@ -104,7 +103,3 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
         return max(close, key=lambda name: len(set(key.split(".")) & set(name.split("."))))
     close = [] if inside else difflib.get_close_matches(key, [*names, *GROUPS], n=1, cutoff=0.5)
     return close[0] if close else None
-
-
-def short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

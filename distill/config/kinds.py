@@ -31,6 +31,10 @@ REMOVED_KEYS = {
 """Messages for removed settings whose nearest name would mislead, by the last part of the key."""
 
 
+def short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 class NoSuchSetting(UserError):
     """Error for a composed key that no dataclass has. Its text is the key."""
 
@@ -118,7 +122,7 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
         try:
             typed[name] = _convert(value, hints[name])
         except (ValueError, TypeError, KeyError, OverflowError):
-            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {fields[name].words(key)}") from None
+            raise UserError(f"{key}={short(shown(value))} must be {fields[name].words(key)}") from None
     try:
         return cls(**typed)
     except UserError as error:

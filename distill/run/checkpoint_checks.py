@@ -22,9 +22,6 @@ from models.roles.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 
-_ADAM = 8
-"""Bytes per parameter of AdamW's two fp32 moments."""
-
 BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
@@ -202,7 +199,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
             count = len(role.trained_experts) * sum(math.prod(shape) for shape in role.own_shapes.values())
             stored = 2 if role.sharding.master_dtype == "bf16" else 4
             copies = 2 if getattr(config, role.name).ema.enabled else 1
-            total += count * (copies * stored + _ADAM)
+            total += count * (copies * stored + 8)  # AdamW has two fp32 moments
     return total
 
 

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from distill.config import Config
 from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.checkpoint.lock import held_directory, locked_directory
-from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.errors import NO_ROOM, UserError, first_line
 from fsdp_cp.files.atomic_file import atomic_path, write_text, writing
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import rank, world_size
@@ -218,9 +218,8 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
         _write_status(run_dir, started, "stopped", STOPPED, str(stopped))
         raise
     except BaseException as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         user = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-        reason = " ".join(lines) if user else f"{type(error).__name__}: {lines[0]}"
+        reason = " ".join(str(error).splitlines()) if user else f"{type(error).__name__}: {first_line(error)}"
         _write_status(run_dir, started, "failed", 2 if user else 1, reason)
         raise
     _write_status(run_dir, started, "finished", 0)
