@@ -2,9 +2,9 @@
 
 Each caption has eight modes, the colours, with known shares from .3 to .03. The benchmark measures the share of each
 colour among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
-by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. Each run is one process,
-with one run per core in parallel. The same command resumes an interrupted benchmark. ``--quick`` is a short test of
-the whole benchmark.
+by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. DMD2's students train on
+by data forcing and by DMD2, for a tenth of their steps. Each run is one process, with one run per core in parallel.
+The same command resumes an interrupted benchmark. ``--quick`` is a short test of the whole benchmark.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -30,18 +32,38 @@ from distill.data.shape_measures import detect
 from distill.data.shape_scenes import RGB
 from distill.evaluate.sampling import sample_captions
 from fsdp_cp.errors import UserError
+from models.export import main as export
 
 SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)
 """Shares of the colours, in the word table's order. They differ, to show which modes a student loses first."""
 RARE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """Recipe of the students of a row: half the recipe's steps, and half its warm-up."""
+
+    method: str
+    changes: tuple[str, ...]
+    recipe: str | None = None
+    start: str | None = None
+    """Row whose student and fake score these students train on; ``None``: from the teacher."""
+
+
 STUDENTS = {
-    "dmd2": ("dmd2", ("steps=1250",)),
-    "dmd2 + GAN": ("dmd2", ("steps=1250", "method.gan_weight_student=0.03")),
-    "rcm": ("rcm", ("steps=770", "method.tangent_warmup=300")),
-    "scm": ("scm", ("steps=1084", "method.tangent_warmup=500")),
-    "meanflow": ("meanflow", ("steps=1084",)),
+    "dmd2": Student(method="dmd2", changes=("steps=1250",)),
+    "dmd2 + GAN": Student(method="dmd2", changes=("steps=1250", "method.gan_weight_student=0.03")),
+    "rcm": Student(method="rcm", changes=("steps=770", "method.tangent_warmup=300")),
+    "scm": Student(method="scm", changes=("steps=1084", "method.tangent_warmup=500")),
+    "meanflow": Student(method="meanflow", changes=("steps=1084",)),
+    "dmd2, data forcing": Student(method="dmd2", recipe="quickstart_dfd", start="dmd2", changes=("steps=125",)),
+    "dmd2, more dmd2": Student(
+        method="dmd2",
+        recipe="quickstart_dfd",
+        start="dmd2",
+        changes=("steps=125", "method.student_input=rollout", "method.data_forcing=0"),
+    ),
 }
-"""Recipe and changed settings, by the name in the table: half the recipe's steps, and half its warm-up."""
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 16)
 CLIPS = 512
 DATA = f"data.colour_shares=[{','.join(map(str, SHARES))}]"
@@ -130,10 +152,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__.splitlines()[0])
     parser.add_argument("--students", nargs="+", default=list(STUDENTS), choices=STUDENTS, metavar="NAME")
     add_students(parser, "runs/modes", "name")
-    parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, dmd2 with a GAN and meanflow alone")
+    parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, data forcing and meanflow alone")
     args = parser.parse_args(argv)
     if args.quick:
-        args.students, args.seeds = ["dmd2 + GAN", "meanflow"], 1
+        args.students, args.seeds = ["dmd2, data forcing", "meanflow"], 1
         args.out = args.out.with_name(args.out.name + "_quick")
     out = args.out.resolve()
     quick, count = (("steps=6", "batch_size=8"), CLIPS // 16) if args.quick else ((), CLIPS)
@@ -148,18 +170,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     train_all([teacher], 1)
     exported = teacher.folder / "export" / "student"
-    runs = {
-        name: [
-            Run(
-                method=STUDENTS[name][0],
-                seed=seed,
-                folder=out / name.replace(" + ", "_") / str(seed),
-                changes=(DATA, f"teacher.checkpoint={exported}", *STUDENTS[name][1], *quick),
-            )
-            for seed in range(args.seeds)
-        ]
-        for name in args.students
-    }
+
+    def run_of(name: str, seed: int) -> Run:
+        student = STUDENTS[name]
+        begin: tuple[str, ...] = ()
+        if student.start is not None:
+            start = run_of(student.start, seed).folder
+            begin = (f"student.checkpoint={start}/export/student", f"fake.checkpoint={start}/fake")
+        folder = out / re.sub(r"\W+", "_", name) / str(seed)
+        changes = (DATA, f"teacher.checkpoint={exported}", *begin, *student.changes, *quick)
+        return Run(method=student.method, seed=seed, folder=folder, changes=changes, recipe=student.recipe)
+
+    starts = dict.fromkeys(start for name in args.students if (start := STUDENTS[name].start))
+    first = dict.fromkeys([*(name for name in args.students if STUDENTS[name].start is None), *starts])
+    train_all([run_of(name, seed) for seed in range(args.seeds) for name in first], args.workers)
+    for name, seed in product(starts, range(args.seeds)):
+        folder = run_of(name, seed).folder
+        if not (folder / "fake").exists() and export([str(folder), str(folder / "fake"), "--role", "fake"]):
+            return 2
+    runs = {name: [run_of(name, seed) for seed in range(args.seeds)] for name in args.students}
     train_all([run for seed in zip(*runs.values(), strict=True) for run in seed], args.workers)
     torch.set_num_threads(args.workers)
 
