@@ -4,7 +4,7 @@ Each caption has eight modes, the colours, with known shares from .3 to .03. The
 colour among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
 by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. DMD2's students also train
 on with a teacher that knows red alone. From there data forcing and DMD2, with the first teacher, have a tenth of the
-steps to bring the other colours back. Each run is one process, with one run per core in parallel. The same command
+quickstart's steps to bring the other colours back. Each run is one process, with one run per core in parallel. The same command
 resumes an interrupted benchmark. ``--quick`` is a short test of the whole benchmark.
 """
 
@@ -61,8 +61,8 @@ STUDENTS = {
     "scm": Student(method="scm", changes=("steps=1084", "method.tangent_warmup=500")),
     "meanflow": Student(method="meanflow", changes=("steps=1084",)),
     "red": Student(recipe="quickstart_dfd", start="dmd2", teacher="teacher_red", changes=("steps=250", *ROLLOUTS)),
-    "red, data forcing": Student(recipe="quickstart_dfd", start="red", changes=("steps=125",)),
-    "red, more dmd2": Student(recipe="quickstart_dfd", start="red", changes=("steps=125", *ROLLOUTS)),
+    "red, data forcing": Student(recipe="quickstart_dfd", start="red", changes=()),
+    "red, more dmd2": Student(recipe="quickstart_dfd", start="red", changes=ROLLOUTS),
 }
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 16)
 CLIPS = 512
