@@ -4,8 +4,8 @@ Each caption has eight modes, the colours, with known shares from .3 to .03. The
 colour among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
 by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. DMD2's students also train
 on with a teacher that knows red alone. From there data forcing and DMD2, with the first teacher, have a tenth of the
-quickstart's steps to bring the other colours back. Each run is one process, with one run per core in parallel. The same command
-resumes an interrupted benchmark. ``--quick`` is a short test of the whole benchmark.
+quickstart's steps to bring the other colours back. Each run is one process, with one run per core in parallel. The
+same command resumes an interrupted benchmark. ``--quick`` is a short test of the whole benchmark.
 """
 
 from __future__ import annotations
