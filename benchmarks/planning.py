@@ -68,7 +68,7 @@ CASES = (
          ("micro_batch_size=2", "student.activation_checkpointing=full",
           "fake.activation_checkpointing=selective")),
     Case("tiny", 1, "offload=cpu", ("student.offload=cpu", "fake.offload=cpu")),
-    Case("tiny", 1, "activation_offload",
+    Case("tiny", 1, "checkpointing full, activation_offload",
          ("student.activation_offload=true", "student.activation_checkpointing=full")),
     Case("tiny", 1, "optim_grads_params", method="rcm"),
     Case("tiny", 2, "cp=2 as a ring, bf16", ("mesh.cp=2", "mesh.ring=2", "precision=bf16")),
