@@ -196,7 +196,7 @@ def in_words(prediction: Prediction) -> list[str]:
             f"host memory {prediction.host_gib:.3f} GiB a rank: {prediction.offloaded_gib:.3f} for offloaded tensors,"
             f" {prediction.staging_gib:.3f} for the copy of a checkpoint that is being written"
         )
-    look = " and a look of the guard, without decoding" if LOOK in prediction.shares else ""
+    look = " and a look of the guard, of which the samples count," if LOOK in prediction.shares else ""
     lines.append(
         f"a step of each role{look}: operations of all ranks, seconds by arithmetic, and the GiB that a rank sends:"
     )
@@ -206,7 +206,10 @@ def in_words(prediction: Prediction) -> list[str]:
             f", {kind} {group} {size / GIB:.3g}" for (kind, group), size in sorted(step.sent.items()) if size
         )
         operations = f"{step.flops * prediction.mesh.dp / 1e15:.3g} PFLOP"
-        lines.append(f"  {name:<8} {prediction.shares[name]:.0%} of the steps: {operations}{seconds}{sent}")
+        often = f"{prediction.shares[name]:.0%} of the steps"
+        if name == LOOK:
+            often = f"one in {1 / prediction.shares[name]:.3g} steps"
+        lines.append(f"  {name:<8} {often}: {operations}{seconds}{sent}")
     return [*lines, verdict(prediction)]
 
 

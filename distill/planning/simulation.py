@@ -40,7 +40,8 @@ from models.roles.role import Role
 from models.sample import Sample
 
 LOOK = "look"
-"""Name of a look of the guard in :attr:`Simulation.steps`: its samples, without their decoding and measures."""
+"""Name of a look of the guard in :attr:`Simulation.steps`: its samples, without their decoding, their
+measures and the teacher's clips of the first one."""
 
 
 @dataclass

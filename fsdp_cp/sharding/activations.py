@@ -106,7 +106,8 @@ def offload_inputs(module: nn.Module) -> None:
     """Keep the inputs that a recomputed ``module.forward`` saves in CPU memory until backward, in place.
 
     Parameters and buffers, which a compiled forward saves too, stay on the device: FSDP's resharding frees gathered
-    weights, and a copy would only double them. Copies run on the current stream, in pinned memory for CUDA tensors; CPU
+    weights, and a copy would only double them. Expanded and sliced inputs stay too: a compiled backward checks strides,
+    which only a dense copy keeps. Copies run on the current stream, in pinned memory for CUDA tensors; CPU
     tensors are copied too. Forwards without gradients copy nothing.
     """
     inner = module.forward
@@ -121,6 +122,8 @@ def offload_inputs(module: nn.Module) -> None:
         def pack(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
             x = x.detach()  # required by autograd: a reference to x itself would be a cycle
             if is_traceable_wrapper_subclass(x) or x.untyped_storage()._cdata in stay:
+                return x
+            if torch.empty_like(x, device="meta").stride() != x.stride():
                 return x
             # The stream orders the copy after the kernel that writes x and before one that reuses its memory.
             return x.device, host_buffer(x, pinned=x.is_cuda).copy_(x, non_blocking=x.is_cuda)

@@ -243,7 +243,7 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 def indexed_files(index: Path, where: str) -> list[str]:
     """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted; ``where`` is for messages."""
-    named = (parse(index.read_bytes()) or {}).get("weight_map")
+    named = (parse(index.read_bytes()) or {}).get("weight_map") if index.is_file() else None  # else a dangling link
     if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
         raise UserError(f"{where}: {index.name} is not an index of safetensors files; copy it again")
     names = sorted(set(named.values()))

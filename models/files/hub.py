@@ -88,8 +88,8 @@ def resolve(
 ) -> dict[str, str]:
     """Resolve the hub names among settings to ``owner/name@COMMIT``, and download their files. All ranks must call it.
 
-    Rank 0 asks the hub, and all nodes take its commits. One process of each node downloads, under a lock, with a
-    progress bar. Without a network a snapshot in the cache is used. A mistake or a failed download raises on all ranks.
+    Rank 0 asks the hub, and all nodes take its commits. One process of each node downloads, with a progress
+    bar. Without a network a snapshot in the cache is used. A mistake or a failed download raises on all ranks.
 
     ``names`` has the value of each setting, and the files that it needs; values that are paths here are left out.
     ``recorded`` are values that an earlier start of the run resolved: a branch that has moved since is reported.

@@ -55,6 +55,26 @@ def test_offloading_changes_no_bit_and_copies_the_inputs_alone(block):
         assert counted.copies == [x.nbytes, x.nbytes, scale.nbytes]
 
 
+def test_inputs_keep_their_strides():
+    """Inductor checks them in backward."""
+    inputs = torch.randn(4, 9, 8).requires_grad_(), torch.randn(4, 1, 8).requires_grad_()
+
+    def loss(module):
+        a, b = inputs
+        return module(a[:, 2:7], b.expand(4, 5, 8), a.transpose(0, 1)[2:7]).square().sum()
+
+    class Strides(nn.Module):
+        def forward(self, a, b, c):
+            return a * b.sin() + c.transpose(0, 1).cos() * b
+
+    truth = torch.autograd.grad(loss(Strides()), inputs)
+    for compiled in (False, True):
+        module = Strides()
+        wrap_unit(module, ShardSettings(activation_checkpointing="full", activation_offload=True, compile=compiled))
+        for a, b in zip(torch.autograd.grad(loss(module), inputs), truth, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_weights_that_a_plain_forward_saves_stay():
     """A compiled forward saves its weights, as one does that is not recomputed."""
     module, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)

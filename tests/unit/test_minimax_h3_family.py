@@ -99,7 +99,7 @@ def test_other_students_have_no_scheduler(times, stochastic, named):
 )
 def test_a_run_whose_export_the_pipeline_cannot_sample_is_refused_at_its_start(words):
     config = compose_config(["experiment=minimax_h3_t2av_dmd2", *TINY, *words])
-    with refused(words[0].partition("=")[0]):  # by plans and sweeps too
+    with refused(words[0].partition("=")[0]):  # by plans too
         plan_without_gpus(config)
     config.export.at_end = False
     check_export(*plan_without_gpus(config))

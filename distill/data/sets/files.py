@@ -111,7 +111,9 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
 
 
 def map_columns(file: Path) -> dict[str, np.ndarray]:
-    """Map the columns of a safetensors file, integers or bytes, by name: opening costs one small read."""
+    """Map the columns of a safetensors file, integers or bytes, by name: opening costs one small read.
+
+    Who truncates the file ends the process by SIGBUS. Our writer replaces it."""
     places, _ = read_header(file)
     data, kinds = np.asarray(np.memmap(file, np.uint8, "r")), {"I64": np.int64, "U8": np.uint8}
     return {name: data[p.offset : p.offset + p.size].view(kinds[p.dtype]) for name, p in places.items()}
