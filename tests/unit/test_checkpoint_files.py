@@ -8,7 +8,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from models.files.checkpoint_files import check_tensors, inspect_transformer
+from fsdp_cp.errors import UserError
+from models.files.checkpoint_files import check_tensors, indexed_files, inspect_transformer
 from models.roles.role_plan import plan_role
 from tests.oracles.small_wan import SMALL
 from tests.unit.refused import refusal
@@ -105,6 +106,12 @@ def test_broken_weights(folder, content):
 def test_broken_files_of_an_index(sharded, harm):
     harm(sharded)
     refused(sharded)
+
+
+def test_an_index_that_is_a_dangling_link(tmp_path):
+    (tmp_path / INDEX).symlink_to("gone")
+    with pytest.raises(UserError, match=INDEX):
+        indexed_files(tmp_path / INDEX, "teacher.checkpoint")
 
 
 def test_weights_that_belong_to_something_else(folder):
