@@ -16,6 +16,9 @@ from fsdp_cp.files.json_lines import parse
 from models.files import originals, originals_ltx2
 from models.files.shipped import find_shipped
 
+SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
+"""Files that may be downloaded, and that a network depends on: settings, weights, vocabularies and chat templates. A
+``.bin`` is a pickle, and is never opened."""
 ADDITIONS_FILE = "additions.safetensors"
 """File with the tensors of a network's additions (models/additions/), which diffusers does not read."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")

@@ -21,14 +21,11 @@ import torch.distributed as dist
 from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.launch import local_rank, process_group, world_size
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from models.files.checkpoint_files import indexed_files
+from models.files.checkpoint_files import SUFFIXES, indexed_files
 from models.files.shipped import HubName, find_shipped, hub_folder, is_hub_text, parse_hub_name
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Files that may be downloaded, and that a network depends on: settings, weights, vocabularies and chat templates. A
-``.bin`` is a pickle, and is never opened."""
 _PATIENCE = timedelta(days=7)
 """Time in which the other processes wait for downloads, without NCCL."""
 

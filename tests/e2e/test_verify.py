@@ -74,10 +74,10 @@ def test_a_wrong_network_is_seen(tmp_path):
 
 
 def _forgets_the_image(monkeypatch):
-    def parallelize(self, network, mesh, backend="auto", head_groups=1):
+    def parallelize(self, network, mesh, backend, head_groups):
         original(self, network, mesh, backend, head_groups)
         for block in network.blocks:
-            block.attn2.set_processor(_TextAlone())
+            block.attn2.set_processor(_TextAlone(backend))
 
     original = Wan.parallelize
     monkeypatch.setattr(Wan, "parallelize", parallelize)

@@ -24,7 +24,7 @@ from distill.data.videos.decode import ClipFormat, SoundFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import parameters_of
-from models.files.hub import SUFFIXES
+from models.files.checkpoint_files import SUFFIXES
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 logger = logging.getLogger(__name__)
