@@ -97,6 +97,9 @@ def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])
+    (damaged / "index.safetensors").write_bytes(b"")
+    with refused("index.safetensors"):
+        [skipping.caption(i) for i in range(CLIPS - 2)]
 
 
 def test_mistakes_with_a_set(path, tiny, tmp_path):

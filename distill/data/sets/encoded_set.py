@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.data.sets.files import DTYPES, Damaged, Place, map_columns, read_at, read_json
+from distill.data.sets.files import DTYPES, Damaged, Place, open_columns, read_at, read_json
 from fsdp_cp.errors import UserError
 
 FORMATS = (1, 2)
@@ -58,7 +58,7 @@ class EncodedSet:
             if self.about.get("format") not in FORMATS:
                 made = f"format {self.about.get('format')}, not {' or '.join(map(str, FORMATS))}"
                 raise UserError(f"{where} has {made}; make it with {COMMAND}")
-            self._columns = map_columns(self.path / INDEX)
+            self._columns = open_columns(self.path / INDEX)
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
             raise UserError(f"{reason}; make it with {COMMAND} SOURCE {path}") from error
@@ -110,12 +110,12 @@ class EncodedSet:
 
     def row_texts(self) -> np.ndarray:
         """Return the text of each row."""
-        return self._columns["row.text"]
+        return np.asarray(self._columns["row.text"])
 
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
-        clips = self._columns["row.clip"]
-        return self._columns["clip.bucket"][clips] if self.about["format"] == 2 else np.zeros_like(clips)
+        clips = np.asarray(self._columns["row.clip"])
+        return np.asarray(self._columns["clip.bucket"])[clips] if self.about["format"] == 2 else np.zeros_like(clips)
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -174,7 +174,7 @@ class EncodedSet:
         return np.flatnonzero(np.isin(self._columns[f"{kind[:-1]}.shard"], shards)).tolist()
 
     def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:
-        shards = {(kind, self._columns[f"{kind[:-1]}.shard"][n]) for kind in KINDS for n in damaged[kind]}
+        shards = {(kind, int(self._columns[f"{kind[:-1]}.shard"][n])) for kind in KINDS for n in damaged[kind]}
         return [self.path / shard_name(kind, number) for kind, number in sorted(shards)]
 
     def rows_without(self, damaged: Mapping[str, Sequence[int]]) -> list[int]:

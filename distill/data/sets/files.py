@@ -3,6 +3,7 @@
 A tensor file is safetensors with one metadata entry, ``set``: JSON with each tensor's checksum (``crc32``) and notes.
 """
 
+import io
 import json
 import os
 import zlib
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_file import atomic_path
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
@@ -110,10 +112,37 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=DTYPES[place.dtype]).view(place.shape)
 
 
-def map_columns(file: Path) -> dict[str, np.ndarray]:
-    """Map the columns of a safetensors file, integers or bytes, by name: opening costs one small read.
+class Column:
+    """Column of integers or bytes in a file, for numpy or by index and slice; each use reads what it needs.
 
-    Who truncates the file ends the process by SIGBUS. Our writer replaces it."""
+    A mapped file would end the process by SIGBUS where somebody truncates it. Its end is a :class:`UserError` here.
+    """
+
+    def __init__(self, stream: io.FileIO, place: Place) -> None:
+        self._stream, self._offset = stream, place.offset
+        self._type = np.dtype({"I64": np.int64, "U8": np.uint8}[place.dtype])
+        self._length = place.size // self._type.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        start, stop, _ = index.indices(self._length) if isinstance(index, slice) else (index, index + 1, 1)
+        if not 0 <= start <= stop <= self._length:
+            raise IndexError(index)
+        size = (stop - start) * self._type.itemsize
+        data = bytearray(os.pread(self._stream.fileno(), size, self._offset + start * self._type.itemsize))
+        if len(data) != size:
+            raise UserError(f"{self._stream.name} is shorter than it was; encode the set again")
+        values = np.frombuffer(data, self._type)
+        return values if isinstance(index, slice) else values[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self._type, copy=False)
+
+
+def open_columns(file: Path) -> dict[str, Column]:
+    """Open the columns of a safetensors file by name, with one small read."""
     places, _ = read_header(file)
-    data, kinds = np.asarray(np.memmap(file, np.uint8, "r")), {"I64": np.int64, "U8": np.uint8}
-    return {name: data[p.offset : p.offset + p.size].view(kinds[p.dtype]) for name, p in places.items()}
+    stream = io.FileIO(file)
+    return {name: Column(stream, place) for name, place in places.items()}
