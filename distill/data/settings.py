@@ -165,7 +165,7 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import encode_source
 
-        return encode_source(self, Path(self.cache or run_dir / "cache"), **runtime)
+        return encode_source(self.source, self.encoding(), Path(self.cache or run_dir / "cache"), **runtime)
 
     def encoding(self) -> Encoding:
         return _encoding(self)

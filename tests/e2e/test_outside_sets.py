@@ -19,7 +19,7 @@ SIZES = ("--num-frames", "9", "--height", "32", "--width", "48")
 
 @pytest.mark.slow
 def test_data_sets_of_other_projects_become_sets_that_a_student_trains_on(tmp_path):
-    """Two ranks encode, and one trains."""
+    """Two ranks encode, and one trains: on latents and on captions alone, since all sets have our own format."""
     pipeline = build_tiny_pipeline(tmp_path / "pipeline")
     clips = outside_sets.encoded_clips(pipeline, tmp_path / "clips", 4)
     has_pyarrow = importlib.util.find_spec("pyarrow") is not None
@@ -38,6 +38,8 @@ def test_data_sets_of_other_projects_become_sets_that_a_student_trains_on(tmp_pa
         command = (str(source), str(made), "--encoders", str(pipeline), "--device", "cpu", "--fps", "8", *sizes)
         done = forked(2, "distill.encode", *command).wait()
         assert done.returncode == 0, (kind, done)
+        if kind not in ("rcm", "fastvideo") and "text_only" not in options:
+            continue
         train(0, *words, f"data.path={made}", f"run_dir={run_dir}")
         assert [line["step"] for line in losses(run_dir)] == [1], kind
         WanTransformer3DModel.from_pretrained(run_dir / "export" / "student")

@@ -77,7 +77,11 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shown", [(*QUICK, *TINY), ("experiment=quickstart_sound", *QUICK[1:], *TINY_SOUND)], ids=["video", "sound"]
+    "shown",
+    [
+        pytest.param((*QUICK, *TINY), id="video"),
+        pytest.param(("experiment=quickstart_sound", *QUICK[1:], *TINY_SOUND), id="sound", marks=pytest.mark.long),
+    ],
 )
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
     run_dir, straight = tmp_path / "run", tmp_path / "straight"

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
 from models.sample import AUDIO, VIDEO, Sample, part_name
-
-if TYPE_CHECKING:
-    from distill.data.settings import VideoFolderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -196,17 +193,21 @@ class EncodedDataset:
 
 
 def encode_source(
-    data: VideoFolderSettings, cache: Path, *, device: torch.device, **further: Sequence[str]
+    read_source: Callable[[], Source],
+    settings: Encoding,
+    cache: Path,
+    *,
+    device: torch.device,
+    **further: Sequence[str],
 ) -> EncodedDataset:
-    """Encode the source of ``data`` into a set of the folder ``cache``, unless it is there, and open it. A collective.
+    """Encode a source into a set of the folder ``cache``, unless it is there, and open it. A collective.
     ``further`` are ``captions`` and their ``images``, if any, on which ``fingerprint`` does not depend."""
-    settings, folder = data.encoding(), cache.expanduser().absolute()
-    source = check_local(data.source)
+    folder, source = cache.expanduser().absolute(), check_local(read_source)
     check_local(lambda: check_further(settings, **further))
     made = encode(source, settings, device, cache=folder)
-    if rank() == 0 and data.has_clips and (extra := unlisted_videos(source.folder, source.rows)):
+    if rank() == 0 and source.has_latents and (extra := unlisted_videos(source.folder, source.rows)):
         first = ", ".join(extra[:5])
-        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), data.path, first)
+        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), source.folder, first)
 
     def read() -> tuple[EncodedSet, Encoding]:
         encoded = EncodedSet(made, f"data.cache={made}")
