@@ -10,7 +10,7 @@ import torch
 
 from distill.config import compose_config
 from distill.evaluate.evaluator import Evaluator
-from distill.evaluate.guard import ALLOWED, SEEDS, SIDES, Guard, GuardState, by_caption, limits_of, middle_time
+from distill.evaluate.guard import LIMITS, SEEDS, Guard, GuardState, by_caption, limits_of, middle_time
 from distill.evaluate.measures import clip_measures
 from distill.train.trainer import build_trainer
 from models.sample import VIDEO, Sample
@@ -21,7 +21,7 @@ def state_of(**limits: tuple[float, float]) -> GuardState:
     return GuardState(limits=limits or {"saturation": (0.2, 0.1), "motion": (0.5, 0.1)})
 
 
-INSIDE, OUTSIDE = {"saturation": 0.2, "motion": 0.5}, {"saturation": 0.2 + 0.2 * ALLOWED, "motion": 0.5}
+INSIDE, OUTSIDE = {"saturation": 0.2, "motion": 0.5}, {"saturation": 0.2 + 0.2 * LIMITS["saturation"], "motion": 0.5}
 
 
 def measured(clips: np.ndarray) -> dict[str, list[float]]:
@@ -41,7 +41,7 @@ def test_measures_are_by_caption_and_limits_have_their_spread():
     assert limits["motion"] == pytest.approx((np.mean(found["motion"]), np.std(found["motion"], ddof=1)))
     assert limits["static"] == (0, 0.25), "none of so few clips is static by chance"
     assert limits_of({"motion": [0.5, 0.5], "flicker": [math.nan] * 2}) == {"motion": (0.5, 0.025)}
-    assert limits.keys() == SIDES.keys()
+    assert limits.keys() == LIMITS.keys()
     gray = limits_of(measured(np.full((2 * SEEDS, 4, 8, 8, 3), 9, dtype=np.uint8)))
     assert "diversity" not in gray, "a caption of one real clip has none"
     state = GuardState(limits=gray)
@@ -88,7 +88,7 @@ def test_the_fake_scores_error_is_at_a_time_of_an_expert_that_trains():
 
 def test_limits_are_on_one_side():
     state = state_of()
-    state.judge({"saturation": 0.2 - 0.1 * (ALLOWED + 3), "motion": 0.5 - 0.1 * (ALLOWED + 2)})
+    state.judge({"saturation": 0.2 - 0.1 * (LIMITS["saturation"] + 3), "motion": 0.5 + 0.1 * (LIMITS["motion"] - 2)})
     assert state.excess("saturation") == 0 and state.excess("motion") == pytest.approx(2)
     assert state.total_excess() == pytest.approx(2)
 
