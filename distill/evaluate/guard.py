@@ -43,8 +43,8 @@ LIMITS = {
     "diversity": -1.25,
     "static": 1.25,
 }
-"""Distance of a measure's limit from the reference's mean, in spreads; negative: a least value. A grain of the picture
-that comes and goes with a high rate costs healthy students two spreads of flicker."""
+"""Distance of a measure's limit from the reference's mean, in spreads; negative: a least value. High learning rates
+make the pictures of healthy students grainy for a while, which costs two spreads of flicker."""
 SEEDS = 2
 """Clips of a caption: the fewest that show diversity."""
 _LEAST_SPREAD = 0.05
@@ -188,8 +188,8 @@ class Guard:
         """Take the ``state`` of the checkpoint of ``step``. Begin with a new one if the checkpoint has no looks at
         these captions, or its limits are of another reference."""
         same = state is not None and state["captions"] == self.captions
-        if same and state.get("reference", self.reference) == self.reference:  # older checkpoints have none
-            self.state = GuardState(**{"reference": self.reference, **state})
+        if same and state.get("reference") == self.reference:  # older checkpoints have none
+            self.state = GuardState(**state)
         elif rank() == 0:
             log.info("guard: the checkpoint has no looks at these captions and clips; beginning with new limits")
         now = self.state
@@ -262,9 +262,10 @@ class Guard:
     def reference(self) -> dict[str, Any]:
         """Origin of the limits, as JSON holds it. Guidance is left out: it is what one changes after an alarm."""
         shapes = {part: list(shape) for part, shape in self.evaluator.data.latent_shapes.items()}
+        reference = {"shapes": shapes, "distances": LIMITS}
         if "teacher" not in self.method.roles:
-            return {"shapes": shapes}
-        return {"shapes": shapes, "teacher": self.teacher, "steps": self._teacher_steps()}
+            return reference
+        return {**reference, "teacher": self.teacher, "steps": self._teacher_steps()}
 
     def _teacher_steps(self) -> int:
         return max(self.config.sample.teacher_steps or [TEACHER_STEPS])

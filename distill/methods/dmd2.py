@@ -232,9 +232,9 @@ class Dmd2(FewStepMethod):
         if not self.settings.data_forcing:
             return False
         coin = replace(random, part=0).shared.uniform("dmd2/data_forcing", torch.float64)
-        forced = coin < self.settings.data_forcing
-        self.observations.add("data_forced", forced.double().to(random.device))  # shared draws are on the CPU
-        return bool(forced)
+        forced = bool(coin < self.settings.data_forcing)
+        self.observations.add("data_forced", torch.full((1,), float(forced), dtype=torch.float64, device=random.device))
+        return forced
 
     def draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``."""

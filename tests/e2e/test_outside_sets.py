@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 from diffusers import WanTransformer3DModel
 
+from distill.data.sets.encoded_set import EncodedSet
 from tests.e2e.launch import forked, losses, train
 from tests.oracles import outside_sets
 from tests.tiny_pipeline import build_tiny_pipeline
@@ -39,6 +40,8 @@ def test_data_sets_of_other_projects_become_sets_that_a_student_trains_on(tmp_pa
         done = forked(2, "distill.encode", *command).wait()
         assert done.returncode == 0, (kind, done)
         if kind not in ("rcm", "fastvideo") and "text_only" not in options:
+            encoded = EncodedSet(made, kind)
+            assert [encoded.clip(i)["latents"].shape for i in range(len(encoded))] == 4 * [(16, 3, 4, 6)]
             continue
         train(0, *words, f"data.path={made}", f"run_dir={run_dir}")
         assert [line["step"] for line in losses(run_dir)] == [1], kind

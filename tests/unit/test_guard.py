@@ -72,11 +72,14 @@ def test_a_resumed_guard_counts_from_step_0_forgets_deleted_checkpoints_and_keep
     guard.resume(saved, 10)
     assert (guard.state.best, guard.state.looked_at, guard.state.limits) == (8, 5, saved["limits"])
     (tmp_path / "checkpoints" / "step_00000008").rmdir()
-    guard.resume({name: value for name, value in saved.items() if name != "reference"}, 10)
-    assert (guard.state.best, guard.state.limits) == (None, saved["limits"]), "state of an older checkpoint"
-    guard.state, guard.teacher = GuardState(), "another"
     guard.resume(saved, 10)
-    assert guard.state == GuardState(updates=5, looked_at=5)
+    assert (guard.state.best, guard.state.limits) == (None, saved["limits"])
+    older = {name: value for name, value in saved.items() if name != "reference"}
+    changed = {**saved, "reference": {**saved["reference"], "distances": {"motion": -2}}}
+    for state in (older, changed, {**saved, "captions": ["b", "b"]}):
+        guard.state = GuardState()
+        guard.resume(state, 10)
+        assert guard.state == GuardState(updates=5, looked_at=5)
 
 
 def test_the_fake_scores_error_is_at_a_time_of_an_expert_that_trains():
@@ -91,6 +94,8 @@ def test_limits_are_on_one_side():
     state.judge({"saturation": 0.2 - 0.1 * (LIMITS["saturation"] + 3), "motion": 0.5 + 0.1 * (LIMITS["motion"] - 2)})
     assert state.excess("saturation") == 0 and state.excess("motion") == pytest.approx(2)
     assert state.total_excess() == pytest.approx(2)
+    for name, distance in LIMITS.items():
+        assert state_of(**{name: (0.5, 0.1)}).limit(name) == pytest.approx(0.5 + 0.1 * distance)
 
 
 @pytest.mark.parametrize(

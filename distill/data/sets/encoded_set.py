@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.data.sets.files import DTYPES, Damaged, Place, open_columns, read_at, read_json
+from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
 from fsdp_cp.errors import UserError
 
 FORMATS = (1, 2)
@@ -31,6 +31,10 @@ COMMAND = "python -m distill.encode"
 def shard_name(kind: str, number: int) -> str:
     """Return the file name of a shard of ``clips`` or ``texts``."""
     return f"{kind}-{number:08d}.safetensors"
+
+
+class DamagedShard(UserError):
+    """A shard does not hold what was written."""
 
 
 class Captions(Sequence[str]):
@@ -58,7 +62,7 @@ class EncodedSet:
             if self.about.get("format") not in FORMATS:
                 made = f"format {self.about.get('format')}, not {' or '.join(map(str, FORMATS))}"
                 raise UserError(f"{where} has {made}; make it with {COMMAND}")
-            self._columns = open_columns(self.path / INDEX)
+            self._columns = Columns(self.path / INDEX, where)
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
             raise UserError(f"{reason}; make it with {COMMAND} SOURCE {path}") from error
@@ -88,7 +92,7 @@ class EncodedSet:
 
     def caption(self, text: int) -> str:
         ends = self._columns["caption.end"]
-        return self._columns["caption"][ends[text - 1] if text else 0 : ends[text]].tobytes().decode()
+        return self._columns.part("caption", ends[text - 1] if text else 0, ends[text]).decode()
 
     def find(self, caption: str) -> int | None:
         """Return the text with this caption, or ``None``."""
@@ -110,12 +114,12 @@ class EncodedSet:
 
     def row_texts(self) -> np.ndarray:
         """Return the text of each row."""
-        return np.asarray(self._columns["row.text"])
+        return self._columns["row.text"]
 
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
-        clips = np.asarray(self._columns["row.clip"])
-        return np.asarray(self._columns["clip.bucket"])[clips] if self.about["format"] == 2 else np.zeros_like(clips)
+        clips = self._columns["row.clip"]
+        return self._columns["clip.bucket"][clips] if self.about["format"] == 2 else np.zeros_like(clips)
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -152,7 +156,7 @@ class EncodedSet:
             return read_at(file, Place(dtype, shape, offset, size), crc32)
         except Damaged as error:
             hint = f"run {COMMAND} --verify {self.path}, then encode it again or set data.damaged=skip"
-            raise UserError(f"{self.where}: {file} is damaged ({error}); {hint}") from error
+            raise DamagedShard(f"{self.where}: {file} is damaged ({error}); {hint}") from error
 
     # Damage
 
@@ -174,7 +178,7 @@ class EncodedSet:
         return np.flatnonzero(np.isin(self._columns[f"{kind[:-1]}.shard"], shards)).tolist()
 
     def shards_of(self, damaged: Mapping[str, Sequence[int]]) -> list[Path]:
-        shards = {(kind, int(self._columns[f"{kind[:-1]}.shard"][n])) for kind in KINDS for n in damaged[kind]}
+        shards = {(kind, self._columns[f"{kind[:-1]}.shard"][n]) for kind in KINDS for n in damaged[kind]}
         return [self.path / shard_name(kind, number) for kind, number in sorted(shards)]
 
     def rows_without(self, damaged: Mapping[str, Sequence[int]]) -> list[int]:
@@ -187,7 +191,7 @@ class EncodedSet:
         for number in self._members(kind, [shard]):
             try:
                 (self.clip if kind == "clips" else self.text)(number)
-            except UserError:
+            except DamagedShard:
                 wrong.append(number)
         return wrong
 

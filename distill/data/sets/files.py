@@ -75,12 +75,16 @@ def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
     """Return the place of each tensor of a file and its notes, or raise :class:`Damaged` or ``OSError``."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        length = os.fstat(stream.fileno()).st_size
-        if size > length:
-            raise Damaged("its header is cut")
-        content = stream.read(size)
+    with file.open("rb", buffering=0) as stream:
+        return header_of(stream)
+
+
+def header_of(stream: io.FileIO) -> tuple[dict[str, Place], dict[str, Any]]:
+    """Return what :func:`read_header` does, from a file that was just opened."""
+    size, length = int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
+    if size > length:
+        raise Damaged("its header is cut")
+    content = os.pread(stream.fileno(), size, 8)
     try:
         header = json.loads(content)
         notes = json.loads(header.pop("__metadata__")[_ENTRY])
@@ -100,49 +104,46 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
     """Return one tensor with one read, or raise :class:`Damaged` for missing or other bytes."""
     try:
         with file.open("rb", buffering=0) as stream:
-            data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
+            return _tensor_at(stream, place, crc32)
     except OSError as error:
         raise Damaged(str(error.strerror)) from error
+
+
+def _tensor_at(stream: io.FileIO, place: Place, crc32: int | None) -> torch.Tensor:
+    data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
     if len(data) != place.size:
         raise Damaged("it is shorter than it was")
-    if zlib.crc32(data) != crc32:
+    if crc32 is not None and zlib.crc32(data) != crc32:
         raise Damaged("a checksum differs")
     if not data:
         return torch.zeros(place.shape, dtype=DTYPES[place.dtype])
     return torch.frombuffer(data, dtype=DTYPES[place.dtype]).view(place.shape)
 
 
-class Column:
-    """Column of integers or bytes in a file, for numpy or by index and slice; each use reads what it needs.
+class Columns:
+    """Columns of a safetensors file, of integers or bytes. One is read whole at its first use, and kept.
 
-    A mapped file would end the process by SIGBUS where somebody truncates it. Its end is a :class:`UserError` here.
+    No file is mapped: a file that shrinks would end the process by SIGBUS. ``where`` names the set in errors.
     """
 
-    def __init__(self, stream: io.FileIO, place: Place) -> None:
-        self._stream, self._offset = stream, place.offset
-        self._type = np.dtype({"I64": np.int64, "U8": np.uint8}[place.dtype])
-        self._length = place.size // self._type.itemsize
+    def __init__(self, file: Path, where: str) -> None:
+        self._file, self._where = file, where
+        self._stream = file.open("rb", buffering=0)  # stays the same file when another one replaces it
+        self._places, notes = header_of(self._stream)
+        self._crc32, self._kept = notes["crc32"], dict[str, np.ndarray]()
 
-    def __len__(self) -> int:
-        return self._length
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._kept:
+            self._kept[name] = self._read(self._places[name], self._crc32[name])
+        return self._kept[name]
 
-    def __getitem__(self, index: Any) -> Any:
-        start, stop, _ = index.indices(self._length) if isinstance(index, slice) else (index, index + 1, 1)
-        if not 0 <= start <= stop <= self._length:
-            raise IndexError(index)
-        size = (stop - start) * self._type.itemsize
-        data = bytearray(os.pread(self._stream.fileno(), size, self._offset + start * self._type.itemsize))
-        if len(data) != size:
-            raise UserError(f"{self._stream.name} is shorter than it was; encode the set again")
-        values = np.frombuffer(data, self._type)
-        return values if isinstance(index, slice) else values[0]
+    def part(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a column, which is not kept."""
+        size = int(stop - start)
+        return self._read(Place("U8", (size,), self._places[name].offset + int(start), size), None).tobytes()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self[:].astype(dtype or self._type, copy=False)
-
-
-def open_columns(file: Path) -> dict[str, Column]:
-    """Open the columns of a safetensors file by name, with one small read."""
-    places, _ = read_header(file)
-    stream = io.FileIO(file)
-    return {name: Column(stream, place) for name, place in places.items()}
+    def _read(self, place: Place, crc32: int | None) -> np.ndarray:
+        try:
+            return _tensor_at(self._stream, place, crc32).numpy()
+        except (Damaged, OSError) as error:
+            raise UserError(f"{self._where}: {self._file} is damaged ({error}); encode the set again") from error
