@@ -563,6 +563,20 @@ FAULTS = (
         killed_by="unit/test_guard.py::test_an_armed_measure_alarms_at_its_second_look_outside[never armed]",
     ),
     Fault(
+        name="guard_distance",
+        harm="all limits of the guard are as near, and healthy students of meanflow alarm",
+        old="return mean + LIMITS[name] * spread",
+        new="return mean + (1.25 if LIMITS[name] > 0 else -1.25) * spread",
+        killed_by="unit/test_guard.py::test_limits_are_on_one_side",
+    ),
+    Fault(
+        name="index_checksum",
+        harm="a changed index of an encoded set gives rows of other clips",
+        old="self._read(self._places[name], self._crc32[name])",
+        new="self._read(self._places[name], None)",
+        killed_by="unit/test_encoded_set.py::test_an_index_that_changes",
+    ),
+    Fault(
         name="best_deleted",
         harm="retention deletes the checkpoint that guard.action=keep marked as the best",
         old="            if old != best and (",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from distill.config import compose_config
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.data.sets.encode import Encoding
+from distill.data.sets.encoded_set import EncodedSet
+from distill.data.sets.files import read_header
 from distill.data.sets.write_set import SetWriter, refuse_other_set, verify
 from distill.data.settings import EncodedSettings, MovingShapesSettings
 from distill.encode import main
@@ -97,9 +100,25 @@ def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])
-    (damaged / "index.safetensors").write_bytes(b"")
-    with refused("index.safetensors"):
-        [skipping.caption(i) for i in range(CLIPS - 2)]
+
+
+def test_an_index_that_changes(path, tmp_path):
+    """A column is checked at its first use; a file that shrinks is refused, and one that is replaced goes on."""
+    copy = shutil.copytree(path, tmp_path / "set")
+    index = copy / "index.safetensors"
+    content, place = bytearray(index.read_bytes()), read_header(index)[0]["row.clip"]
+    opened = EncodedSet(copy, "SET")
+    index.write_bytes(b"")
+    for use in (opened.clip_of, opened.caption):
+        with refused(index.name):
+            use(1)
+    content[place.offset] ^= 1
+    index.write_bytes(content)
+    opened = EncodedSet(copy, "SET")
+    index.unlink()
+    assert opened.caption(1) == EncodedSet(path, "SET").caption(1)
+    with refused(index.name):
+        opened.clip_of(1)
 
 
 def test_mistakes_with_a_set(path, tiny, tmp_path):
