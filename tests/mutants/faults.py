@@ -572,8 +572,8 @@ FAULTS = (
     Fault(
         name="index_checksum",
         harm="a changed index of an encoded set gives rows of other clips",
-        old="self._read(self._places[name], self._crc32[name])",
-        new="self._read(self._places[name], None)",
+        old="self._read(place.offset, place.size, self._crc32[name])",
+        new="self._read(place.offset, place.size, None)",
         killed_by="unit/test_encoded_set.py::test_an_index_that_changes",
     ),
     Fault(

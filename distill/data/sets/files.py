@@ -104,20 +104,21 @@ def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
     """Return one tensor with one read, or raise :class:`Damaged` for missing or other bytes."""
     try:
         with file.open("rb", buffering=0) as stream:
-            return _tensor_at(stream, place, crc32)
+            data = _bytes_at(stream, place.offset, place.size, crc32)
     except OSError as error:
         raise Damaged(str(error.strerror)) from error
-
-
-def _tensor_at(stream: io.FileIO, place: Place, crc32: int | None) -> torch.Tensor:
-    data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
-    if len(data) != place.size:
-        raise Damaged("it is shorter than it was")
-    if crc32 is not None and zlib.crc32(data) != crc32:
-        raise Damaged("a checksum differs")
     if not data:
         return torch.zeros(place.shape, dtype=DTYPES[place.dtype])
     return torch.frombuffer(data, dtype=DTYPES[place.dtype]).view(place.shape)
+
+
+def _bytes_at(stream: io.FileIO, offset: int, size: int, crc32: int | None) -> bytearray:
+    data = bytearray(os.pread(stream.fileno(), size, offset))
+    if len(data) != size:
+        raise Damaged("it is shorter than it was")
+    if crc32 is not None and zlib.crc32(data) != crc32:
+        raise Damaged("a checksum differs")
+    return data
 
 
 class Columns:
@@ -134,16 +135,17 @@ class Columns:
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._kept:
-            self._kept[name] = self._read(self._places[name], self._crc32[name])
+            place = self._places[name]
+            data = self._read(place.offset, place.size, self._crc32[name])
+            self._kept[name] = np.frombuffer(data, {"I64": np.int64, "U8": np.uint8}[place.dtype])
         return self._kept[name]
 
-    def part(self, name: str, start: int, stop: int) -> bytes:
+    def part(self, name: str, start: int, stop: int) -> bytearray:
         """Return bytes of a column, which is not kept."""
-        size = int(stop - start)
-        return self._read(Place("U8", (size,), self._places[name].offset + int(start), size), None).tobytes()
+        return self._read(self._places[name].offset + start, stop - start, None)
 
-    def _read(self, place: Place, crc32: int | None) -> np.ndarray:
+    def _read(self, offset: int, size: int, crc32: int | None) -> bytearray:
         try:
-            return _tensor_at(self._stream, place, crc32).numpy()
+            return _bytes_at(self._stream, offset, size, crc32)
         except (Damaged, OSError) as error:
             raise UserError(f"{self._where}: {self._file} is damaged ({error}); encode the set again") from error
