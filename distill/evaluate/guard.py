@@ -191,7 +191,7 @@ class Guard:
         if same and state.get("reference") == self.reference:  # older checkpoints have none
             self.state = GuardState(**state)
         elif rank() == 0:
-            log.info("guard: the checkpoint has no looks at these captions and clips; beginning with new limits")
+            log.info("guard: the checkpoint has no limits of these captions, clips and distances; beginning with new ones")
         now = self.state
         missed = sum(self.method.trained_role(earlier) == "student" for earlier in range(step)) - now.updates
         now.updates, now.looked_at = now.updates + missed, now.looked_at + missed
