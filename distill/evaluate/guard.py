@@ -191,7 +191,7 @@ class Guard:
         if same and state.get("reference") == self.reference:  # older checkpoints have none
             self.state = GuardState(**state)
         elif rank() == 0:
-            log.info("guard: the checkpoint has no limits of these captions, clips and distances; beginning with new ones")
+            log.info("guard: the checkpoint has no limits for these captions, clips and distances; measuring new ones")
         now = self.state
         missed = sum(self.method.trained_role(earlier) == "student" for earlier in range(step)) - now.updates
         now.updates, now.looked_at = now.updates + missed, now.looked_at + missed
