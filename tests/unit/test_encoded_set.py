@@ -119,6 +119,11 @@ def test_an_index_that_changes(path, tmp_path):
     assert opened.caption(1) == EncodedSet(path, "SET").caption(1)
     with refused(index.name):
         opened.clip_of(1)
+    content[place.offset] ^= 1
+    content[-1] ^= 1  # of a caption
+    index.write_bytes(content)
+    with refused(index.name):
+        verify(copy, "SET")
 
 
 def test_mistakes_with_a_set(path, tiny, tmp_path):

@@ -185,6 +185,10 @@ class EncodedSet:
         bad = [np.isin(self._columns[f"row.{kind[:-1]}"], list(damaged[kind])) for kind in KINDS]
         return np.flatnonzero(~(bad[0] | bad[1])).tolist()
 
+    def verify_index(self) -> None:
+        """Read the whole index; a wrong byte raises ``UserError``."""
+        self._columns.check()
+
     def verify_shard(self, kind: str, shard: int) -> list[int]:
         """Read a shard and return the numbers of its clips or texts whose checksum differs."""
         wrong = []

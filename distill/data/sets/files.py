@@ -140,8 +140,13 @@ class Columns:
             self._kept[name] = np.frombuffer(data, {"I64": np.int64, "U8": np.uint8}[place.dtype])
         return self._kept[name]
 
+    def check(self) -> None:
+        """Read every column, which checks all bytes."""
+        for name in self._places:
+            self[name]
+
     def part(self, name: str, start: int, stop: int) -> bytearray:
-        """Return bytes of a column, which is not kept."""
+        """Return bytes of a column, which are neither kept nor checked."""
         return self._read(self._places[name].offset + start, stop - start, None)
 
     def _read(self, offset: int, size: int, crc32: int | None) -> bytearray:

@@ -265,8 +265,10 @@ def written(where: str) -> AbstractContextManager[None]:
 
 
 def verify(path: Path, where: str) -> dict[str, list[int]]:
-    """Read every shard, shared by all ranks, and note what is damaged for later readers; return it. A collective."""
+    """Read the index, and every shard, shared by all ranks. Note what is damaged for later readers; return it. A
+    collective."""
     encoded = EncodedSet(path, where)
+    on_all_ranks(encoded.verify_index)
     work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
     with progress(len(work), "verifying", "shard") as advance:
         wrong = Shares().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
