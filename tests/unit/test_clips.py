@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.videos.decode import ClipError, ClipFormat, crop_and_resize, read_clip, read_largest_part
+from distill.data.videos.decode import ClipError, ClipFormat, Cut, crop_and_resize, read_clip, read_largest_part
+from distill.data.videos.span import Span
 from tests.tiny_pipeline import moving_square, write_video
 
 
@@ -74,6 +75,30 @@ def test_a_clip_takes_the_size_that_keeps_most_of_it(tmp_path, frames, height, w
 def test_frames_are_the_nearest_in_time(tmp_path, source, fps, wanted):
     file = write_counted(tmp_path / "a.mp4", 30, source)
     assert numbers(read_clip(file, clip(5, fps=fps))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "unit", "wanted"),
+    [
+        (0.5, 1.5, "s", [8, 10, 12, 14, 16]),
+        (0.563, 2, "s", [9, 11, 13, 15, 17]),  # frame 9 is at 0.5625: the table's time is rounded
+        (0.562, 1.126, "s", [9, 11, 13, 15, 17]),  # frame 18 is the next part's
+        (0.57, 2, "s", [10, 12, 14, 16, 18]),  # frame 9 is nearer, but the part before's
+        (0.5, float("inf"), "s", [8, 10, 12, 14, 16]),
+        (9, 18, "frames", [9, 11, 13, 15, 17]),
+        (0, 30, "frames", [0, 2, 4, 6, 8]),
+        (0.5, 0.9, "s", "too short"),
+        (9, 17, "frames", "too short"),
+        (2, 3, "s", "no frame"),
+    ],
+)
+def test_a_part_of_a_video_holds_its_own_frames_alone(tmp_path, first, last, unit, wanted):
+    file = Cut(write_counted(tmp_path / "a.mp4", 30, 16), Span(first, last, unit))
+    if isinstance(wanted, str):
+        with pytest.raises(ClipError, match=wanted):
+            read_clip(file, clip(5))
+    else:
+        assert numbers(read_clip(file, clip(5))) == wanted
 
 
 def test_variable_frame_rate_is_sampled_by_time_not_by_count(tmp_path):

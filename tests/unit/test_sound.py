@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from distill.data.videos.colors import ClipError
-from distill.data.videos.decode import ClipFormat, SoundFormat, read_clip
+from distill.data.videos.decode import ClipFormat, Cut, SoundFormat, read_clip
 from distill.data.videos.sound import read_sound
+from distill.data.videos.span import Span
 from distill.report.media import Sound, write_mp4
 from models.sample import part_name
 from tests.encoded import encode_source, open_set
@@ -72,6 +73,15 @@ def test_sound_begins_with_the_first_frame(tmp_path, rate):
         sound = read_sound(name, SoundFormat(16000, 24000, 2))
         assert sound.shape == (2, 24000)
         assert abs(onset(sound, 16000) - (1.0 + sound_at - picture_at)) < 0.004
+
+
+@pytest.mark.parametrize("span", [Span(0.8, 1.2, "s"), Span(20, 30, "frames")])
+def test_sound_is_cut_where_the_picture_is(tmp_path, span):
+    """A part's sound begins with its first frame and ends with it: the next part's click is not heard."""
+    both = click(1.0, 48000) + click(1.2, 48000)
+    file = video(tmp_path / "a.mp4", samples=both, picture_at=0.52, sound_at=0.52, codec="flac")
+    sound = read_sound(Cut(file, span), SoundFormat(16000, 16000, 1))
+    assert abs(onset(sound, 16000) - 0.2) < 0.004 and sound[0, 3600:].abs().max() < 0.01
 
 
 @pytest.mark.parametrize(("layout", "channels"), [("mono", 1), ("stereo", 2), ("5.1", 6)])

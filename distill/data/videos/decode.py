@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from distill.data.videos.colors import ClipError, is_turned, other_colors, to_bt709, upright
+from distill.data.videos.span import Span
 from fsdp_cp.choices import Bounds, Checked
 from fsdp_cp.errors import UserError
 
@@ -75,7 +76,20 @@ class FilePart(NamedTuple):
             return stream.read(self.size)
 
 
-def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
+class Cut(NamedTuple):
+    """A part of a video in time."""
+
+    file: Path | FilePart
+    span: Span
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.span})"
+
+
+VideoFile = str | Path | FilePart | Cut
+
+
+def read_clip(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
     """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
 
     The picked frame is the one nearest in time to ``k / fps`` after the first frame (of two equally near, the earlier),
@@ -97,7 +111,7 @@ def read_clip(file: str | Path | FilePart, clip: ClipFormat) -> torch.Tensor:
         return video
 
 
-def read_largest_part(file: str | Path | FilePart, clips: Sequence[ClipFormat]) -> tuple[torch.Tensor, ClipFormat]:
+def read_largest_part(file: VideoFile, clips: Sequence[ClipFormat]) -> tuple[torch.Tensor, ClipFormat]:
     """Return a clip in that one of several formats, and the format, which keeps most of the file's pixels x frames; of
     equals, the one with more pixels, then the earlier. None may enlarge frames; ``ClipError`` if none fits."""
     height, width, aspect = _frame_size(file)
@@ -116,7 +130,7 @@ def read_largest_part(file: str | Path | FilePart, clips: Sequence[ClipFormat]) 
     raise problem
 
 
-def _frame_size(file: str | Path | FilePart) -> tuple[int, int, Fraction]:
+def _frame_size(file: VideoFile) -> tuple[int, int, Fraction]:
     """Return height and width of the first frame as it is shown, and the width of a pixel over its height."""
     with opened(file) as (container, stream):
         frame = next(container.decode(stream), None)
@@ -139,11 +153,12 @@ class _TimesError(Exception):
 
 
 @contextmanager
-def opened(file: str | Path | FilePart) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+def opened(file: VideoFile) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
     try:
+        file = file.file if isinstance(file, Cut) else file
         # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
         name, protocols = os.path.abspath(file.file if isinstance(file, FilePart) else file), "file"
         if isinstance(file, FilePart):
@@ -161,7 +176,7 @@ def opened(file: str | Path | FilePart) -> Iterator[tuple[av.container.InputCont
         raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
 
 
-def _read(file: str | Path | FilePart, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
+def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
     """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
     from av.video.reformatter import Interpolation as To
 
@@ -170,7 +185,8 @@ def _read(file: str | Path | FilePart, clip: ClipFormat, *, in_order: bool) -> t
     with opened(file) as (container, stream):
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
-        for frame in _pick(container, stream, clip, in_order=in_order):
+        timed = _timed(container, stream, rate=(stream.average_rate or None) if in_order else None)
+        for frame in _pick(_part(file, timed), stream, clip, in_order=in_order):
             if frame is not last:  # a repeated frame is converted once
                 first, last = first or frame, frame
                 if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
@@ -209,15 +225,17 @@ def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
 
 
 def _pick(
-    container: av.container.InputContainer, stream: av.VideoStream, clip: ClipFormat, *, in_order: bool
+    timed: Iterator[tuple[av.VideoFrame, Fraction]], stream: av.VideoStream, clip: ClipFormat, *, in_order: bool
 ) -> Iterator[av.VideoFrame]:
     """Yield ``clip.num_frames`` decoded frames nearest to the wanted times; stops decoding after the last."""
     # Exact rationals: with floats 30 fps -> 16 fps picks another frame wherever k/16 rounds across a frame boundary.
     step = 1 / Fraction(clip.fps).limit_denominator(1001)
     rate = stream.average_rate or None
     wanted, previous, previous_time, decoded = 0, None, Fraction(0), 0
-    timed = _timed(container, stream, rate=rate if in_order else None)
-    for frame, time in timed:
+    start: Fraction | None = None
+    for frame, stamp in timed:
+        start = stamp if start is None else start
+        time = stamp - start
         # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
         if frame.is_corrupt:
             raise ClipError(f"is damaged at {float(time):.2f} s")
@@ -233,7 +251,7 @@ def _pick(
                 return
         previous, previous_time = frame, time
     if previous is None:
-        raise ClipError("holds no frame that can be decoded")
+        raise ClipError("holds no frame there that can be decoded")
     if previous.duration and not in_order:
         duration = previous.duration * previous.time_base
     else:
@@ -251,9 +269,9 @@ def _pick(
 def _timed(
     container: av.container.InputContainer, stream: av.VideoStream, *, rate: Fraction | None
 ) -> Iterator[tuple[av.VideoFrame, Fraction]]:
-    """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps, which
-    raise ``_TimesError`` if they are missing or do not grow."""
-    start = last = None
+    """Yield the decoded frames and their times: from 0 on in order at ``rate``, or their time stamps, which raise
+    ``_TimesError`` if they are missing or do not grow."""
+    last = None
     for index, frame in enumerate(container.decode(stream)):
         if rate is not None:
             yield frame, index / rate
@@ -263,11 +281,37 @@ def _timed(
                 raise ClipError("has frames without time stamps, and no frame rate")
             raise _TimesError("has frames without time stamps")
         time = frame.pts * frame.time_base
-        start = time if start is None else start
         if last is not None and time <= last:
             raise _TimesError(f"the times of its frames do not grow at frame {index}")
         last = time
-        yield frame, time - start
+        yield frame, time
+
+
+def _part(file: VideoFile, timed: Iterator[tuple[av.VideoFrame, Fraction]]) -> Iterator[tuple[av.VideoFrame, Fraction]]:
+    return file.span.frames(timed) if isinstance(file, Cut) else timed
+
+
+def picture_times(file: VideoFile, seconds: Fraction) -> tuple[Fraction, Fraction | None]:
+    """Return the time stamp of a clip's first frame, and the one at which its part of the file ends; ``None`` where
+    this is more than so many ``seconds`` later or the file's own end."""
+    with opened(file) as (container, stream):
+        if not isinstance(file, Cut):
+            picture = next(container.decode(stream), None)
+            if picture is None or picture.pts is None:
+                raise ClipError("holds no frame with a time stamp, from which its sound would begin")
+            return picture.pts * picture.time_base, None
+        begin = end = None
+        try:
+            for frame, time in _part(file, _timed(container, stream, rate=None)):
+                begin = time if begin is None else begin
+                end = time + (frame.duration or 0) * frame.time_base
+                if end - begin > seconds:
+                    return begin, None
+        except _TimesError as error:
+            raise ClipError(f"{error}, so its sound cannot be cut") from error
+        if begin is None:
+            raise ClipError("holds no frame in its part")
+        return begin, end
 
 
 def _crop(

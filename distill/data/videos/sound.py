@@ -3,14 +3,13 @@
 import logging
 from fractions import Fraction
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distill.data.videos.colors import ClipError
-from distill.data.videos.decode import FilePart, SoundFormat, opened
+from distill.data.videos.decode import SoundFormat, VideoFile, opened, picture_times
 
 logger = logging.getLogger(__name__)
 
@@ -21,22 +20,21 @@ _NOTABLE = 0.1
 """Seconds of silence at an end that are worth a line."""
 
 
-def read_sound(file: str | Path | FilePart, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
+def read_sound(file: VideoFile, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
     """Return the first sound track of ``file``, resampled to the ``wanted`` samples: float32 (channels, samples), about
-    [-1, 1]. It begins at the time stamp of the first video frame, which is not always 0. Samples before the track, in
-    gaps and after its end are 0; FFmpeg mixes channels. No track: ``ClipError``, or ``silence``."""
+    [-1, 1]. It begins at the time stamp of the clip's first frame, which is not always 0. Samples before the track, in
+    gaps, after its end and after the clip's part of the file are 0; FFmpeg mixes channels. No track: ``ClipError``, or
+    ``silence``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
-    with opened(file) as (container, video):
+    with opened(file) as (container, _):
         if not container.streams.audio:
             if silence:
                 return torch.zeros(wanted.channels, wanted.samples)
             raise ClipError("has no sound track; silence=zero takes it as silent")
-        picture = next(container.decode(video), None)
-        if picture is None or picture.pts is None:
-            raise ClipError("holds no frame with a time stamp, from which its sound would begin")
-        begin = picture.pts * picture.time_base
     rate, samples, channels = wanted
+    begin, part_end = picture_times(file, Fraction(samples, rate))
+    most = samples if part_end is None else min(samples, round((part_end - begin) * rate))
     sound, end = np.zeros((channels, samples), np.float32), 0
     with opened(file) as (container, _):
         track = container.streams.audio[0]
@@ -52,7 +50,7 @@ def read_sound(file: str | Path | FilePart, wanted: SoundFormat, *, silence: boo
                     if position is None or abs(start - position) > _JITTER * rate:
                         position = start
                 position = position or 0
-                first, last = max(position, 0), min(position + values.shape[1], samples)
+                first, last = max(position, 0), min(position + values.shape[1], most)
                 if first < last:
                     sound[:, first:last], end = values[:, first - position : last - position], last
                 position += values.shape[1]
