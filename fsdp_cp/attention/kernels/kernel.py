@@ -139,6 +139,11 @@ def _tangent_of_logits(q: Tensor, k: Tensor, t_q: Tensor | None, t_k: Tensor | N
     return from_k if from_q is None else from_k + from_q
 
 
+def _tile(x: Tensor | None, positions: slice) -> Tensor | None:
+    """Return some positions of ``(B, H, S, D)``; ``None`` of ``None``."""
+    return None if x is None else x[:, :, positions]
+
+
 def _refused(dtype: torch.dtype) -> str | None:
     return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
 
@@ -206,26 +211,26 @@ def attention_dual(
     moves = t_q is not None or t_k is not None or t_v is not None
     out = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:3])
-    t_out, t_lse = (torch.zeros_like(out), torch.zeros_like(lse)) if moves else (None, None)
+    tangents = (torch.zeros_like(out), torch.zeros_like(lse)) if moves else None
     rows, columns = _tile_sizes(q)
     for i in _starts(q, rows):
         r = slice(i, i + rows)
-        queries, t_queries = q[:, :, r], None if t_q is None else t_q[:, :, r]
+        queries, t_queries = q[:, :, r], _tile(t_q, r)
         o = torch.zeros_like(out[:, :, r])
         largest = o.new_full((*o.shape[:3], 1), -torch.inf)
         total = torch.zeros_like(largest)
         t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
         for j in _starts(k, columns):
             c = slice(j, j + columns)
-            keys, values, t_keys, t_values = (None if x is None else x[:, :, c] for x in (k, v, t_k, t_v))
-            assert keys is not None and values is not None
+            keys, values, t_keys, t_values = k[:, :, c], v[:, :, c], _tile(t_k, c), _tile(t_v, c)
             logits = _logits(queries, keys, None if mask is None else mask[:, c], scale)
             raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
             # A row without a key so far has -inf here, and -inf - -inf is NaN.
             shift = raised.masked_fill(raised == -torch.inf, 0)
             fade, largest = (largest - shift).exp_(), raised
             p = logits.sub_(shift).exp_()
-            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(_product(p, values))
+            total = total.mul_(fade).add_(p.sum(-1, keepdim=True))
+            o = o.mul_(fade).add_(_product(p, values))
             if not moves:
                 continue
             t_o.mul_(fade)
@@ -238,13 +243,15 @@ def attention_dual(
         lse[:, :, r] = (total.log() + largest).squeeze(-1)
         total = total.masked_fill_(total == 0, 1)
         out[:, :, r] = o.div_(total)
-        if t_out is not None and t_lse is not None:
+        if tangents is not None:
+            t_out, t_lse = tangents
             t_total = t_total.div_(total)
             t_out[:, :, r] = t_o.div_(total).sub_(t_total * out[:, :, r])
             t_lse[:, :, r] = t_total.squeeze(-1)
     out, lse = unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, -1)
-    if t_out is None or t_lse is None:
-        return Dual(out, lse, None, None)
+    if tangents is None:
+        return Dual(out, lse)
+    t_out, t_lse = tangents
     return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))
 
 
