@@ -16,7 +16,7 @@ EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", 
 UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py")  # the checker and its test
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "README.md": 860,
-    "ARCHITECTURE.md": 750,
+    "ARCHITECTURE.md": 790,
     "CONTRIBUTING.md": 450,
     "docs/getting_started.md": 820,
     "docs/data.md": 1320,
@@ -27,7 +27,7 @@ BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "docs/causal.md": 730,
     "docs/evaluating.md": 760,
     "docs/trouble.md": 500,
-    "docs/extending.md": 720,
+    "docs/extending.md": 740,
     "docs/library.md": 1390,
     "docs/gradients.md": 460,
     "docs/comparison.md": 430,

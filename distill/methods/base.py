@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from distill.methods.common.chunks import chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.choices import Checked, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.causal import CausalSettings
@@ -23,6 +25,12 @@ from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
+    from models.roles.role_plan import RolePlan
+
+log = logging.getLogger(__name__)
+
+_SILENT = {"audio_weight": 1.0, "audio_shift_ratio": None, "audio_guidance_scale": None}
+"""Settings of the sound, with the values that models without sound take."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -106,6 +114,31 @@ class PartSettings(Checked):
     def _by_part(self, video: Guidance) -> Guidance:
         return video if self.audio_guidance_scale is None else {VIDEO: video, AUDIO: self.audio_guidance_scale}
 
+    @property
+    def guidance_scales(self) -> dict[str, float | None]:
+        """Guidance scales by the names of their settings."""
+        return {"guidance_scale": self.guidance_scale, "audio_guidance_scale": self.audio_guidance_scale}
+
+    def check_roles(self, roles: Mapping[str, RolePlan]) -> None:
+        """Refuse settings that the planned ``roles``, by name, cannot follow. Settings of a method add their checks."""
+        families = [role.family for role in roles.values()]
+        for name, scale in self.guidance_scales.items():
+            if scale not in (None, 1.0):
+                for family in families:
+                    family.check_guidance(scale, f"method.{name}")
+        if any(AUDIO in family.parts for family in families):
+            if not self.audio_weight and rank() == 0:
+                log.warning(
+                    "method.audio_weight=0: parameters that only the audio's output reaches change by decay alone"
+                )
+            return
+        for name, default in _SILENT.items():
+            if (value := getattr(self, name)) != default:
+                raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
+
+    def check_steps(self, counts: Sequence[int]) -> None:
+        """Refuse ``sample.student_steps`` that the student cannot take; by default none."""
+
 
 class Method(ABC):
     """Base class of the methods. Roles take and return full latents on every mesh."""
@@ -148,6 +181,19 @@ class Method(ABC):
     def check(cls, config: Any) -> None:
         """Raise ``UserError`` for a setting of :class:`distill.config.Config` that does not fit the method."""
         return
+
+    @classmethod
+    def check_roles(cls, config: Any, roles: Mapping[str, RolePlan]) -> None:
+        """Refuse planned ``roles``, by name, that the method or its settings cannot use, before any is built. A method
+        changes one of the three checks below, or adds its own here."""
+        settings = config.method
+        boundaries = {name: role.boundaries for name, role in roles.items() if role.boundaries}
+        cls.check_experts(settings, boundaries, config.student.experts)
+        cls.check_causal(settings, {name: role.causal for name, role in roles.items()})
+        parts = {part for role in roles.values() for part in role.family.parts} - {VIDEO}
+        if parts:
+            cls.check_parts(settings, sorted(parts))
+        settings.check_roles(roles)
 
     @classmethod
     def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:

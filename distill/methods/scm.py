@@ -46,6 +46,7 @@ class ScmSettings(FewStepSettings):
     """``method=scm``."""
 
     name: str = "scm"
+    times_setting = "mid_times"
     time_mean: float = 0.7
     """Mean of ``log tan t``; rCM: 0.7 for Wan 1.3B, 1.5 for 14B."""
     time_std: PositiveFloat = 1.6

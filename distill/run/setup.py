@@ -2,9 +2,8 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,15 @@ from fsdp_cp.files.atomic_folder import refuse_input
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings, require_compiler
 from models.families.base import Shape
 from models.lora.saved import find_adapters
 from models.roles.load import build_roles
 from models.roles.role import Role
-from models.roles.role_plan import RolePlan, plan_role, sharing
-from models.sample import VIDEO, PartShapes
+from models.roles.role_plan import RolePlan, check_together, plan_role
+from models.sample import PartShapes
 
 log = logging.getLogger(__name__)
-
-_OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
-"""Sharding settings that have no effect on a frozen role."""
 
 Shapes = tuple[PartShapes, Mapping[str, Shape]]
 """Shapes of a sample's parts and of its condition's tensors."""
@@ -66,88 +62,95 @@ class RunPlan:
 def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shapes | None = None) -> RunPlan:
     """Check ``config``, perhaps for another ``method``, against the world and its files; ``shapes`` replace the
     data's."""
-    check_services(config.log)
     method = method or METHODS[config.method.name][0]
-    runs_here = shapes is None
-    needed = method.roles_needed(config.method)
-    saved = {name: find_adapters(getattr(config, name).checkpoint) for name in needed}
-    unused = {"teacher", "student", "fake"} - {*needed, *method.settings_read}
-    for name in unused - ({"teacher"} if any(saved.values()) else set()):
-        if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
-            log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
-    device = device_of(config)
-    ranks, world = config.profile.ranks, world_of(config)
-    if isinstance(ranks, list) and max(ranks) >= world:
-        raise UserError(f"profile.ranks={shown(ranks)} must be from 0 to {world - 1}, ranks of this world, or all")
-    sharding = {name: _sharding(config, name, method, device) for name in needed}
-    for name in needed if runs_here and not config.dry_run else ():  # a dry run may be on another machine
-        if sharding[name].compile:
-            require_compiler(device.type, f"{name}.compile")
-        require_fp8(sharding[name], device.type, f"{name}.")
-    roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
-    _check_sharing(roles, method.trained_roles)
-    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
-    method.check_experts(config.method, boundaries, config.student.experts)
-    second = getattr(config.method, "guidance_scale_2", None)
-    if second is not None and "teacher" in needed and "teacher" not in boundaries:
-        hint = "use guidance_scale, or a teacher.checkpoint of two experts"
-        raise UserError(f"method.guidance_scale_2={second} is for the second expert of a teacher; {hint}")
-    for name in ("guidance_scale", "guidance_scale_2", "audio_guidance_scale"):
-        scale = getattr(config.method, name, None)
-        if scale not in (None, 1.0) and not all(role.family.takes_guidance for role in roles):
-            why = f"{roles[0].family.name} is distilled for guidance, and has nothing to guide by without a caption"
-            raise UserError(f"method.{name}={scale} must be 1: {why}")
-    if config.expert_draws > 1 and not boundaries:
-        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
-    causal = {role.name: role.causal for role in roles}
-    method.check_causal(config.method, causal)
+    device, runs_here = device_of(config), shapes is None
+    check_services(config.log)
+    _check_profiled_ranks(config)
+    _name_unused_roles(config, method)
+    sharding = {name: _sharding(config, name, method, device) for name in method.roles_needed(config.method)}
+    if runs_here and not config.dry_run:  # a dry run may be on another machine
+        _check_tools(sharding, device)
+    roles = [_plan_role(config, name, method, settings) for name, settings in sharding.items()]
+    check_together(roles, method.trained_roles)
+    method.check_roles(config, {role.name: role for role in roles})
+    _check_expert_draws(config, roles)
     if runs_here:
-        method.check_files(config, causal)
+        method.check_files(config, {role.name: role.causal for role in roles})
     for role in roles:
-        _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
-    patches = {role.family.patch_size(role.config) for role in roles}
-    if len(patches) > 1:
-        raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
-    made, *different = {tuple(role.family.parts) for role in roles}
-    if different:
-        raise UserError(f"the roles make {made} and {different[0]}; checkpoints of one run must make the same parts")
-    if others := [part for part in made if part != VIDEO]:
-        method.check_parts(config.method, others)
-        if not config.method.audio_weight and rank() == 0:
-            log.warning("method.audio_weight=0: parameters that only the audio's output reaches change by decay alone")
-    else:
-        for name, default in (("audio_weight", 1.0), ("audio_shift_ratio", None), ("audio_guidance_scale", None)):
-            if (value := getattr(config.method, name, default)) != default:
-                raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
-    shapes, *others = [shapes] if shapes else config.data.bucket_shapes()
-    unused = shapes[0].keys() - {*made}
-    if unused and rank() == 0:
-        log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
-    tokens, *of_others = [{role.tokens(*one) for role in roles}.pop() for one in (shapes, *others)]
+        _check_files(config, role, trained=role.name in method.trained_roles)
+    first, *others = _shapes_with_tokens(config, roles, shapes)
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
-    sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
-    shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
-    for name, settings in sharding.items():
-        settings.copies(shape, f"{name}.")
-    has_device = runs_here and not (config.dry_run and config.device == "cuda" and device.type == "cpu")
-    _check_attention(config, roles, heads // shape.ulysses, device if has_device else None)
+    mesh = _mesh(config, sharding, heads)
+    stands_for_gpu = config.dry_run and config.device == "cuda" and device.type == "cpu"
+    has_device = runs_here and not stands_for_gpu
+    _check_attention(config, roles, heads // mesh.ulysses, device if has_device else None)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
         roles=roles,
-        mesh=shape,
-        shapes=shapes,
-        tokens=tokens,
-        others=list(zip(others, of_others, strict=True)),
-        micro_batch_size=micro_batch_size(config, shape.dp),
+        mesh=mesh,
+        shapes=first[0],
+        tokens=first[1],
+        others=others,
+        micro_batch_size=micro_batch_size(config, mesh.dp),
     )
 
 
-def _plan_role(
-    config: Config, name: str, method: type[Method], sharding: ShardSettings, saved: Path | None
-) -> RolePlan:
-    """Return the plan of role ``name``, checked against its files; ``saved`` is its adapter file, if it has one."""
+def _check_profiled_ranks(config: Config) -> None:
+    """Check that the ranks to profile exist."""
+    ranks, world = config.profile.ranks, world_of(config)
+    if isinstance(ranks, list) and max(ranks) >= world:
+        raise UserError(f"profile.ranks={shown(ranks)} must be from 0 to {world - 1}, ranks of this world, or all")
+
+
+def _name_unused_roles(config: Config, method: type[Method]) -> None:
+    """Warn of networks whose role the method does not have."""
+    needed = method.roles_needed(config.method)
+    used = {*needed, *method.settings_read}
+    if any(find_adapters(getattr(config, name).checkpoint) for name in needed):
+        used.add("teacher")  # the base of the adapters
+    for name in {"teacher", "student", "fake"} - used if rank() == 0 else ():
+        if getattr(config, name).checkpoint or getattr(config, name).architecture:
+            log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
+
+
+def _check_tools(sharding: Mapping[str, ShardSettings], device: torch.device) -> None:
+    """Check that this machine has the compiler and the packages that the roles' settings need."""
+    for name, settings in sharding.items():
+        if settings.compile:
+            require_compiler(device.type, f"{name}.compile")
+        require_fp8(settings, device.type, f"{name}.")
+
+
+def _check_expert_draws(config: Config, roles: Sequence[RolePlan]) -> None:
+    """Check that a batch in several parts has experts to draw."""
+    if config.expert_draws > 1 and not any(role.boundaries for role in roles):
+        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
+
+
+def _shapes_with_tokens(config: Config, roles: Sequence[RolePlan], shapes: Shapes | None) -> list[tuple[Shapes, int]]:
+    """Return the shapes of each of the data's buckets, or the given ``shapes``, and the tokens of their videos. Check
+    that all roles take them."""
+    buckets = config.data.bucket_shapes() if shapes is None else [shapes]
+    unused = buckets[0][0].keys() - {*roles[0].family.parts}
+    if unused and rank() == 0:
+        log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
+    return [(bucket, {role.tokens(*bucket) for role in roles}.pop()) for bucket in buckets]
+
+
+def _mesh(config: Config, sharding: Mapping[str, ShardSettings], heads: int) -> MeshShape:
+    """Resolve the mesh for roles of these common ``heads``, and check that each role's copies fit it."""
+    sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
+    shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
+    for name, settings in sharding.items():
+        settings.copies(shape, f"{name}.")
+    return shape
+
+
+def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardSettings) -> RolePlan:
+    """Return the plan of role ``name``, checked against its files."""
     settings, trained = getattr(config, name), name in method.trained_roles
+    saved = find_adapters(settings.checkpoint)
     base = settings if saved is None else _base_of_adapters(config, name, trained)
     _check_earlier_run(f"{name}.checkpoint", base.checkpoint)
     role = plan_role(
@@ -181,10 +184,12 @@ def _check_earlier_run(setting: str, checkpoint: str | None) -> None:
         raise UserError(f"{setting}={checkpoint} is the export of an earlier stage, and is not there; {make}")
 
 
-def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
+def _check_files(config: Config, role: RolePlan, *, trained: bool) -> None:
     """Check that the export does not replace a checkpoint of ``role``, and that each optimizer pattern matches."""
     if config.export.at_end:
-        folders = [folder.path for folder in role.folders] + ([saved.parent] if saved is not None else [])
+        folders = [folder.path for folder in role.folders]
+        if role.lora is not None and role.lora.saved is not None:
+            folders.append(role.lora.saved.file.parent)
         for path in folders:
             refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
     optimizer = getattr(config.optim, role.name, None)
@@ -208,10 +213,6 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     role = getattr(config, name)
     settings = role if name in method.trained_roles else role.frozen()  # drop training settings without effect
     settings.check(device.type, f"{name}.")
-    # FSDP2 allocates one buffer per gathered weight, so forwards without tangents use the dtype of those with tangents.
-    if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
-        jvp = f"method={config.method.name} takes derivatives, which need weights in the compute dtype"
-        raise UserError(f"{name}.fp8_gather=true: {jvp}; use {name}.fp8_gather=false")
     if name in method.trained_roles:
         if settings.master_dtype != "keep" and has_adapters(role):
             dtype = f"{name}.master_dtype={settings.master_dtype}"
@@ -234,19 +235,6 @@ def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
     if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
         raise UserError(f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to their base")
     return teacher
-
-
-def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Check that roles on one base network shard and compile it alike."""
-    for group in sharing(roles, trained):
-        for first, other in combinations(group, 2):
-            # A frozen role has no training settings to compare.
-            free = () if {first.name, other.name} <= {*trained} else _OF_TRAINING
-            for name in (item.name for item in fields(ShardSettings) if item.name not in free):
-                one, two = (getattr(role.sharding, name) for role in (first, other))
-                if one != two:
-                    differ = f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}"
-                    raise UserError(f"{differ}: these roles share one network ({other.name}.lora); set them equal")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:

@@ -131,8 +131,6 @@ class Family(ABC):
     own (:class:`models.sample.Sample`), as released."""
     planning: ClassVar[FamilyPlanning] = FamilyPlanning()
     """Facts that only a plan of memory and time uses."""
-    takes_guidance: ClassVar[bool] = True
-    """Whether the released networks know a caption's absence, which guidance needs."""
     takes_times: ClassVar[bool] = True
     """Whether diffusers' pipeline takes a list of times. Otherwise it cannot sample a student without a scheduler."""
     frame_times: ClassVar[bool] = False
@@ -355,6 +353,9 @@ class Family(ABC):
                 Frames at the position of a given frame are replaced by it and have time 0; :meth:`hold` is not
                 applied.
         """
+
+    def check_guidance(self, scale: float, setting: str) -> None:  # noqa: B027 - most take any
+        """Check that networks can be guided with ``scale``, not 1: they must know a caption's absence."""
 
     def check_causal(self, config: NetworkConfig, setting: str) -> None:
         """Check that a network of ``config`` can be causal; ``setting`` is the setting that asks for it."""

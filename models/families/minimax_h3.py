@@ -112,7 +112,7 @@ class MiniMaxH3(DiffusersFamily):
     label = "MiniMax-H3"
     planning = MiniMaxH3Planning()
     time_scale = 0.0
-    takes_guidance = takes_times = False
+    takes_times = False
     parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
@@ -140,6 +140,10 @@ class MiniMaxH3(DiffusersFamily):
                 f" the nearest method.step_list is [{', '.join(f'{t:.6f}' for t in made)}]"
             )
         return {"scheduler": video, "audio_scheduler": MiniMaxH3Scheduler(shift=shift * part_shifts[AUDIO])}
+
+    def check_guidance(self, scale: float, setting: str) -> None:
+        why = "is distilled for guidance, and has nothing to guide by without a caption"
+        raise UserError(f"{setting}={scale} must be 1: {self.name} {why}")
 
     def check_export(self, shapes: PartShapes, few_steps: Mapping[str, Any]) -> None:
         least, most = FRAMES

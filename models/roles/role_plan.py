@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
-from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.settings import TRAINED_ONLY, ShardSettings
 from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
@@ -273,3 +274,27 @@ def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[Ro
         shares = plan.lora is not None or (plan.name not in trained and not plan.additions and plan.base in adapted)
         groups.setdefault(plan.base if shares else plan.name, []).append(plan)
     return list(groups.values())
+
+
+def check_together(plans: Sequence[RolePlan], trained: Collection[str]) -> None:
+    """Refuse roles that one run cannot have: on one mesh they exchange samples, and perhaps share networks."""
+    patches = {plan.family.patch_size(plan.config) for plan in plans}
+    if len(patches) > 1:
+        raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
+    made, *different = {tuple(plan.family.parts) for plan in plans}
+    if different:
+        raise UserError(f"the roles make {made} and {different[0]}; checkpoints of one run must make the same parts")
+    for group in sharing(plans, trained):
+        for first, other in combinations(group, 2):
+            _check_alike(first, other, trained)
+
+
+def _check_alike(first: RolePlan, other: RolePlan, trained: Collection[str]) -> None:
+    """Check that two roles on one base network shard and compile it alike."""
+    # A frozen role has no training settings to compare.
+    free = () if {first.name, other.name} <= {*trained} else ("master_dtype", *TRAINED_ONLY)
+    for item in fields(ShardSettings):
+        one, two = getattr(first.sharding, item.name), getattr(other.sharding, item.name)
+        if item.name not in free and one != two:
+            differ = f"{first.name}.{item.name}={shown(one)}, but {other.name}.{item.name}={shown(two)}"
+            raise UserError(f"{differ}: these roles share one network ({other.name}.lora); set them equal")

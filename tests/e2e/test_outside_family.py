@@ -80,6 +80,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
         (["student.family=broken"], "broken"),
         (["student.architecture={channels: 3, text_dim: 32, patches: 2}"], "student.architecture.patches"),
         (["student.checkpoint=assets/quickstart_teacher", "student.architecture=null"], "student.checkpoint"),
+        (["method.guidance_scale=-2"], "method.guidance_scale"),
     ],
 )
 def test_its_own_mistakes_are_one_line(installed, monkeypatch, capsys, changes, name):

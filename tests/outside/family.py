@@ -134,6 +134,10 @@ class OutsideFamily(Family):
                 f"{setting} takes {config['channels']} channels and {wanted}, not {latent_shape[0]} and {condition}"
             )
 
+    def check_guidance(self, scale, setting):
+        if scale < 0:
+            raise UserError(f"{setting}={scale} must be at least 0: this network was never trained away from its text")
+
     def flops(self, config, shapes, condition, pairs=None, times=None):
         tokens, dim = self.tokens(config, shapes), self.width(config)
         forward = 2 * config["depth"] * (10 * tokens * dim * dim + 2 * tokens * tokens * dim)

@@ -244,7 +244,7 @@ def test_refused_settings():
 
 
 def student(**settings):
-    return SimpleNamespace(**{"compile": False, "precision": "fp32", "fp8": "none", **settings})
+    return SimpleNamespace(**{"compile": False, "precision": "fp32", "fp8": "none", "fp8_gather": False, **settings})
 
 
 @pytest.mark.parametrize("name", ["scm", "rcm", "meanflow"])
@@ -258,6 +258,8 @@ def test_refused_combinations(name):
         check(accepted[0], **accepted[1])
     with refused("student.precision"):
         check("finite_difference", precision="bf16")
+    with refused("student.fp8_gather"):
+        check("exact", fp8="torchao", fp8_gather=True)
 
 
 def test_the_students_times():

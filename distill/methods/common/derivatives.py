@@ -37,10 +37,15 @@ def _tangent(value: Tensor) -> Tensor:
 
 
 def check_exact(config: Any) -> None:
-    """Raise ``UserError`` for ``method.jvp=finite_difference`` of a student that computes in bf16 or fp8."""
+    """Raise ``UserError`` for ``method.jvp=finite_difference`` of a student that computes in bf16 or fp8, and for an
+    exact derivative of one that gathers its weights in fp8."""
     for name, works in (("precision", "fp32"), ("fp8", "none")):
         value = getattr(config.student, name)
         # Measured on Wan: at every step size, rounding in bf16 is larger than the difference.
         if config.method.jvp == "finite_difference" and value != works:
             lost = f"with student.{name}={value}: the difference drowns in rounding"
             raise UserError(f"method.jvp=finite_difference {lost}; use student.{name}={works} or method.jvp=exact")
+    # FSDP2 allocates one buffer per gathered weight, so forwards without tangents use the dtype of those with tangents.
+    if config.method.jvp == "exact" and config.student.fp8_gather:
+        jvp = f"method={config.method.name} takes derivatives, which need weights in the compute dtype"
+        raise UserError(f"student.fp8_gather=true: {jvp}; use student.fp8_gather=false")

@@ -1,9 +1,11 @@
 """Base of the methods that train a few-step student: samplers of student and teacher, and their settings."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -11,16 +13,21 @@ from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guide
 from distill.methods.common.expert_times import Times
 from distill.methods.common.sampling import Sampler, StudentSampler, guided_states, rollout, rollout_chunks
 from fsdp_cp.choices import PositiveFloat
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.sample import Sample
+
+if TYPE_CHECKING:
+    from models.roles.role_plan import RolePlan
 
 
 @dataclass(kw_only=True)
 class FewStepSettings(PartSettings):
     """Settings of every method that distills a teacher."""
 
+    times_setting: ClassVar[str] = "step_list"
+    """Name of the setting that lists the student's times."""
     guidance_scale_2: float | None = None
     """Guidance scale of the second, low-noise expert of a teacher (Wan 2.2 A14B); null for the first's."""
     shift: PositiveFloat = 5.0
@@ -39,6 +46,23 @@ class FewStepSettings(PartSettings):
         if self.guidance_scale_2 is None or self.guidance_scale_2 == self.guidance_scale:
             return super().guidance
         return self._by_part((self.guidance_scale, self.guidance_scale_2))
+
+    @property
+    def guidance_scales(self) -> dict[str, float | None]:
+        return super().guidance_scales | {"guidance_scale_2": self.guidance_scale_2}
+
+    def check_roles(self, roles: Mapping[str, RolePlan]) -> None:
+        super().check_roles(roles)
+        scale, teacher = self.guidance_scale_2, roles.get("teacher")
+        if scale is not None and teacher is not None and not teacher.boundaries:
+            hint = "use guidance_scale, or a teacher.checkpoint of two experts"
+            raise UserError(f"method.guidance_scale_2={scale} is for the second expert of a teacher; {hint}")
+
+    def check_steps(self, counts: Sequence[int]) -> None:
+        most = len(self.student_times())
+        if max(counts) > most:
+            asked = f"sample.student_steps={shown(counts)}"
+            raise UserError(f"{asked} must be at most {most}, as many as method.{self.times_setting} has")
 
     @property
     def sampling_shift(self) -> float:
