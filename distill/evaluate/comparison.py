@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distill.evaluate.intervals import bootstrap_t
+from distill.evaluate.intervals import mean_interval, share_interval
 from distill.evaluate.measures import MEASURES, SHARES
 
 FEW_PROMPTS = 32
@@ -28,7 +28,8 @@ def summarize(values: Values, reference: str | None) -> dict[str, dict[str, Resu
     for name, measures in values.items():
         results[name] = {}
         for key in (key for key in MEASURES if key in measures):
-            result = mean_over_prompts(_means(measures[key]))
+            seeds = [len(of_prompt) for of_prompt in measures[key]]
+            result = mean_over_prompts(_means(measures[key]), seeds if key in SHARES else None)
             if key in SHARES:
                 result["unsure"] = _is_unsure(measures[key])
             if reference not in (None, name) and key in values[reference]:
@@ -50,13 +51,19 @@ def _is_unsure(shares: Sequence[Sequence[float | None]]) -> bool:
     return min(sum(clips), len(clips) - sum(clips)) < _FEW_EVENTS
 
 
-def mean_over_prompts(means: np.ndarray) -> Result:
-    """Return the mean of one number per prompt with its interval; without bounds for fewer than 8 prompts."""
-    means = means[np.isfinite(means)]
-    if len(means) < _LEAST_PROMPTS:
-        value = float(means.mean()) if len(means) else None
-        return {"value": value, "low": None, "high": None, "standard_error": None, "prompts": len(means)}
-    return {key: float(x) for key, x in bootstrap_t(means).items()} | {"prompts": len(means)}
+def mean_over_prompts(means: np.ndarray, clips: Sequence[int] | None = None) -> Result:
+    """Return the mean of one number per prompt with its interval; without bounds for fewer than 8 prompts. A share
+    of clips, 0 to 1, needs the number of ``clips`` of each prompt."""
+    is_there = np.isfinite(means)
+    means, prompts = means[is_there], int(is_there.sum())
+    if prompts < _LEAST_PROMPTS:
+        value = float(means.mean()) if prompts else None
+        return {"value": value, "low": None, "high": None, "standard_error": None, "prompts": prompts}
+    if clips is None:
+        interval = mean_interval(means)
+    else:
+        interval = share_interval(means, int(np.array(clips)[is_there].sum()))
+    return {key: float(x) for key, x in interval.items()} | {"prompts": prompts}
 
 
 def verdict(difference: Result) -> str:

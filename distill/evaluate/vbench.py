@@ -40,6 +40,8 @@ class Dimension(NamedTuple):
     """Files that it needs below ``VBENCH_CACHE_DIR``."""
     weight: float = 1.0
     is_quality: bool = False
+    is_share: bool = False
+    """Whether a clip's value is 0 or 1, or a share of its frames."""
 
 
 _CLIP_B, _RAFT = "clip_model/ViT-B-32.pt", "raft_model/models/raft-things.pth"
@@ -52,15 +54,15 @@ DIMENSIONS = {
     "background_consistency": Dimension(0.2615, 1.0, (_CLIP_B,), is_quality=True),
     FLICKERING: Dimension(0.6293, 1.0, is_quality=True),
     "motion_smoothness": Dimension(0.706, 0.9975, ("amt_model/amt-s.pth",), is_quality=True),
-    "dynamic_degree": Dimension(0.0, 1.0, (_RAFT,), weight=0.5, is_quality=True),
+    "dynamic_degree": Dimension(0.0, 1.0, (_RAFT,), weight=0.5, is_quality=True, is_share=True),
     "aesthetic_quality": Dimension(0.0, 1.0, _AESTHETIC, is_quality=True),
     "imaging_quality": Dimension(0.0, 1.0, ("pyiqa_model/musiq_spaq_ckpt-358bb6af.pth",), is_quality=True),
-    "object_class": Dimension(0.0, 1.0, (_GRIT,)),
-    "multiple_objects": Dimension(0.0, 1.0, (_GRIT,)),
-    "human_action": Dimension(0.0, 1.0, ("umt_model/l16_ptk710_ftk710_ftk400_f16_res224.pth",)),
-    "color": Dimension(0.0, 1.0, (_GRIT,)),
-    "spatial_relationship": Dimension(0.0, 1.0, (_GRIT,)),
-    "scene": Dimension(0.0, 0.8222, ("caption_model/tag2text_swin_14m.pth",)),
+    "object_class": Dimension(0.0, 1.0, (_GRIT,), is_share=True),
+    "multiple_objects": Dimension(0.0, 1.0, (_GRIT,), is_share=True),
+    "human_action": Dimension(0.0, 1.0, ("umt_model/l16_ptk710_ftk710_ftk400_f16_res224.pth",), is_share=True),
+    "color": Dimension(0.0, 1.0, (_GRIT,), is_share=True),
+    "spatial_relationship": Dimension(0.0, 1.0, (_GRIT,), is_share=True),
+    "scene": Dimension(0.0, 0.8222, ("caption_model/tag2text_swin_14m.pth",), is_share=True),
     "appearance_style": Dimension(0.0009, 0.2855, (_CLIP_B,)),
     "temporal_style": Dimension(0.0, 0.364, _VICLIP),
     "overall_consistency": Dimension(0.0, 0.364, _VICLIP),
@@ -172,7 +174,8 @@ def score(
     means = np.array([np.mean(numbers) for numbers in groups.values()])
     if dimension == "imaging_quality":  # the package divides the mean alone
         means = means / 100
-    return mean_over_prompts(means) | {"value": float(value), "note": note}
+    counts = [len(numbers) for numbers in groups.values()] if DIMENSIONS[dimension].is_share else None
+    return mean_over_prompts(means, counts) | {"value": float(value), "note": note}
 
 
 def _filtered(videos: Path, python: Path | None, device: str) -> tuple[Path, str]:

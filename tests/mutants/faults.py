@@ -583,4 +583,32 @@ FAULTS = (
         new="            if (",
         killed_by="unit/test_checkpoint_folder.py::test_the_newest_and_every_nth_are_kept",
     ),
+    Fault(
+        name="interval_ties",
+        harm="a few prompts that differ from tied ones blow up the interval of their mean",
+        old="_MOST_WITHOUT_SPREAD = 0.025",
+        new="_MOST_WITHOUT_SPREAD = 1.0",
+        killed_by="unit/test_intervals.py::test_a_bound_is_at_least_as_wide_as_students",
+    ),
+    Fault(
+        name="interval_narrow",
+        harm="bootstrap-t alone finds differences of nothing at few prompts",
+        old="np.where(is_told, np.maximum(upper, of_t), of_t)",
+        new="np.where(is_told, upper, of_t)",
+        killed_by="unit/test_intervals.py::test_a_bound_is_at_least_as_wide_as_students",
+    ),
+    Fault(
+        name="interval_alike_clips",
+        harm="the interval of a share takes the clips of a prompt for independent ones, and is too narrow",
+        old="np.clip(effective, count, clips)",
+        new="np.clip(effective, clips, clips)",
+        killed_by="unit/test_intervals.py::test_the_clips_of_a_share_count_for_as_many_as_they_are_worth",
+    ),
+    Fault(
+        name="interval_of_a_share",
+        harm="shares get the interval of a mean, which leaves 0 to 1 and has no width where all clips agree",
+        old="seeds if key in SHARES else None",
+        new="None",
+        killed_by="unit/test_intervals.py::test_a_measure_that_is_a_share_gets_its_interval_from_all_of_its_clips",
+    ),
 )
