@@ -163,7 +163,9 @@ class _Forwards:
         source = getattr(gather, "source", "hidden_states")
         running = self._running()
         records = [running] if running is not None else records_of(self.groups)
-        totals = {t for r in records for t in ([r.totals[source]] if source in r.totals else r.totals.values())}
+        totals: set[int] = set()
+        for record in records:
+            totals.update([record.totals[source]] if source in record.totals else record.totals.values())
         fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
         if len(fitting) != 1:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
@@ -196,52 +198,64 @@ def _refuse_dropout(model: nn.Module) -> None:
 
 
 def _register_splits(planned: Planned, forwards: _Forwards) -> None:
-    name, inputs, outputs = planned.name, planned.inputs, planned.outputs
-    parameters = arguments(planned.module)
+    splits = _Splits(planned, forwards)
+    if planned.inputs:
+        planned.module.register_forward_pre_hook(splits.split_inputs, with_kwargs=True)
+    if planned.outputs:
+        planned.module.register_forward_hook(splits.split_outputs)
 
-    def apply_split(x: Tensor, split: Any, key: str) -> Tensor:
-        if split.expected_dims is not None and x.ndim != split.expected_dims:
-            return x
-        return forwards.split(x, split.split_dim, key, name)
 
-    def apply_splits(value: Any, splits: Any, key: str) -> Any:
-        if value is None:
-            return None
-        if isinstance(value, Tensor) and not isinstance(splits, tuple):
-            return apply_split(value, splits, key)
-        is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
-        several = isinstance(splits, tuple)
-        if not is_tuple or (several and len(splits) != len(value)):
-            wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
-            raise _mistake(planned, f"splits {key!r}: give {wanted} or None, not a {type(value).__name__}")
-        splits = splits if several else (splits,) * len(value)
-        parts = enumerate(zip(value, splits, strict=True))
-        shares = [None if x is None else apply_split(x, s, f"{key}[{i}]") for i, (x, s) in parts]
-        return output_values(value)[1](shares)
+class _Splits:
+    """Hooks that split the arguments and outputs of one module."""
 
-    def split_inputs(_module, args, kwargs):
+    def __init__(self, planned: Planned, forwards: _Forwards):
+        self.planned, self.forwards = planned, forwards
+        self.arguments = arguments(planned.module)
+
+    def split_inputs(self, _module, args, kwargs):
         args, kwargs = list(args), dict(kwargs)
-        for key, splits in inputs.items():
-            index = parameters.index(key)
-            if key in kwargs:
-                kwargs[key] = apply_splits(kwargs[key], splits, key)
+        for name, splits in self.planned.inputs.items():
+            index = self.arguments.index(name)
+            if name in kwargs:
+                kwargs[name] = self._split_argument(kwargs[name], splits, name)
             elif index < len(args):
-                args[index] = apply_splits(args[index], splits, key)
+                args[index] = self._split_argument(args[index], splits, name)
         return tuple(args), kwargs
 
-    def split_outputs(_module, _args, output):
+    def split_outputs(self, _module, _args, output):
+        name, outputs = self.planned.name, self.planned.outputs
         values, rebuilt = output_values(output)
         missing = [i for i in outputs if i >= len(values)]
         if missing:
             raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
         for i, split in outputs.items():
-            values[i] = apply_split(_tensor(values[i], name, i), split, f"{name}[{i}]")
+            values[i] = self._split_tensor(_tensor(values[i], name, i), split, f"{name}[{i}]")
         return rebuilt(values)
 
-    if inputs:
-        planned.module.register_forward_pre_hook(split_inputs, with_kwargs=True)
-    if outputs:
-        planned.module.register_forward_hook(split_outputs)
+    def _split_argument(self, value: Any, splits: Any, name: str) -> Any:
+        """Split a tensor, or each tensor of a tuple or list, by one split or by one split each."""
+        several = isinstance(splits, tuple)
+        if value is None:
+            return None
+        if isinstance(value, Tensor) and not several:
+            return self._split_tensor(value, splits, name)
+        if not _is_tensor_list(value) or (several and len(splits) != len(value)):
+            wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
+            raise _mistake(self.planned, f"splits {name!r}: give {wanted} or None, not a {type(value).__name__}")
+        shares = list(value)
+        for i, x in enumerate(shares):
+            if x is not None:
+                shares[i] = self._split_tensor(x, splits[i] if several else splits, f"{name}[{i}]")
+        return output_values(value)[1](shares)
+
+    def _split_tensor(self, x: Tensor, split: Any, name: str) -> Tensor:
+        if split.expected_dims is not None and x.ndim != split.expected_dims:
+            return x
+        return self.forwards.split(x, split.split_dim, name, self.planned.name)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
 
 
 def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
@@ -340,7 +354,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
         for name, module in _named_by(model, pattern):
             planned = modules.setdefault(id(module), Planned(name, module))
             if isinstance(entry, Mapping):
-                _add_splits(planned, entry)
+                for key, splits in entry.items():
+                    _add_splits(planned, key, splits)
             elif isinstance(entry, EmbedOwnTokens):
                 _check_embedding(planned)
                 planned.embedding = entry
@@ -380,21 +395,20 @@ def _mistake(planned: Planned, problem: str) -> ValueError:
     return ValueError(f"the context-parallel plan of {planned.name!r} {problem}")
 
 
-def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
-    for key, value in entry.items():
-        several = isinstance(value, (list, tuple))
-        splits = tuple(value) if several else (value,)
-        if not splits or not all(_has_dim(split, "split_dim") for split in splits):
-            raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
-        of_output = any(split.split_output for split in splits)
-        if of_output and (several or type(key) is not int or key < 0):
-            raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first, and one split")
-        if not of_output and key not in arguments(planned.module):
-            raise _mistake(planned, f"names the argument {key!r}, which its forward does not have")
-        table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
-        if key in table:
-            raise _mistake(planned, f"splits {key!r} by two keys; use one")
-        table[key] = splits if several else value
+def _add_splits(planned: Planned, key: str | int, value: Any) -> None:
+    several = isinstance(value, (list, tuple))
+    splits = tuple(value) if several else (value,)
+    if not splits or not all(_has_dim(split, "split_dim") for split in splits):
+        raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
+    of_output = any(split.split_output for split in splits)
+    if of_output and (several or type(key) is not int or key < 0):
+        raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first, and one split")
+    if not of_output and key not in arguments(planned.module):
+        raise _mistake(planned, f"names the argument {key!r}, which its forward does not have")
+    table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
+    if key in table:
+        raise _mistake(planned, f"splits {key!r} by two keys; use one")
+    table[key] = splits if several else value
 
 
 def arguments(module: nn.Module) -> list[str]:

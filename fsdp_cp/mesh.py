@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.runtime.timeouts import inherited_timeout
 
+Degree = int | Literal["auto"]
+"""Size of an axis that splits tokens; ``"auto"`` follows from the other sizes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
@@ -56,8 +59,8 @@ def resolve_mesh(
     dp_replicate: int = 1,
     dp_shard: int = -1,
     cp: int = 1,
-    ulysses: int | Literal["auto"] = "auto",
-    ring: int | Literal["auto"] = "auto",
+    ulysses: Degree = "auto",
+    ring: Degree = "auto",
     heads: int | None = None,
     sharded: bool = True,
 ) -> MeshShape:
@@ -75,37 +78,57 @@ def resolve_mesh(
             attention is split or any number of heads works (``"auto"`` then makes ``ulysses`` equal to ``cp``).
         sharded: whether any network is sharded. ``False`` (all have ``no_shard``) allows a mesh of replicas only.
     """
-    for name, size in (("dp_replicate", dp_replicate), ("dp_shard", dp_shard), ("cp", cp)):
-        rest = name == "dp_shard" and size == -1
-        if type(size) is not int or (size < 1 and not rest):
-            hint = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
-            raise UserError(f"mesh.{name} must be an int >= 1{hint}, got {shown(size)}")
+    _check_size("dp_replicate", dp_replicate)
+    if dp_shard != -1 or type(dp_shard) is not int:
+        _check_size("dp_shard", dp_shard, ", or -1 for what the other axes leave")
+    _check_size("cp", cp)
     for name, degree in (("ulysses", ulysses), ("ring", ring)):
         if degree != "auto" and (type(degree) is not int or degree < 1 or cp % degree):
             raise UserError(f"mesh.{name} must be auto or a divisor of mesh.cp={cp}, got {shown(degree)}")
     if heads is not None and (type(heads) is not int or heads < 1):
         raise UserError(f"heads must be an int >= 1 or None, got {heads!r}")
-    if dp_shard == -1 and world_size % (dp_replicate * cp) == 0:
-        dp_shard = world_size // (dp_replicate * cp)
-    if dp_replicate * dp_shard * cp != world_size:
-        product, must = f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp}", "divide"
-        advice = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        if dp_shard != -1:
-            product, must, advice = f"{product} x mesh.dp_shard={dp_shard}", "equal", "mesh.dp_shard=-1 for the rest"
-        raise UserError(f"{product} must {must} the world of {world_size} ranks; use {advice}")
+    dp_shard = _fill_world(world_size, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp)
     if sharded and dp_replicate > 1 and dp_shard * cp == 1:
         advice = "use a smaller one, or strategy=no_shard on every role"
         raise UserError(f"mesh.dp_replicate={dp_replicate} leaves no ranks to shard over; {advice}")
-    automatic = "; use mesh.ulysses=auto mesh.ring=auto"
+    ring, ulysses = _split_context(cp, ring=ring, ulysses=ulysses, heads=heads)
+    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
+
+
+def _check_size(axis: str, size: int, hint: str = "") -> None:
+    if type(size) is not int or size < 1:
+        raise UserError(f"mesh.{axis} must be an int >= 1{hint}, got {shown(size)}")
+
+
+def _fill_world(world_size: int, *, dp_replicate: int, dp_shard: int, cp: int) -> int:
+    """Return ``dp_shard``, for -1 the size with which the axes fill the world; refuse axes that do not."""
+    others = f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp}"
+    if dp_shard == -1:
+        dp_shard, rest = divmod(world_size, dp_replicate * cp)
+        if rest:
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise UserError(f"{others} must divide the world of {world_size} ranks; use {divisors}")
+    elif dp_replicate * dp_shard * cp != world_size:
+        product = f"{others} x mesh.dp_shard={dp_shard}"
+        raise UserError(f"{product} must equal the world of {world_size} ranks; use mesh.dp_shard=-1 for the rest")
+    return dp_shard
+
+
+def _split_context(cp: int, *, ring: Degree, ulysses: Degree, heads: int | None) -> tuple[int, int]:
+    """Return the degrees of the ring and of Ulysses, whose product is ``cp``."""
     if ulysses == "auto":
-        ulysses = cp // ring if ring != "auto" else math.gcd(heads, cp) if heads else cp
+        if ring != "auto":
+            ulysses = cp // ring
+        else:
+            ulysses = math.gcd(heads, cp) if heads else cp
     if ring == "auto":
         ring = cp // ulysses
+    automatic = "use mesh.ulysses=auto mesh.ring=auto"
     if ring * ulysses != cp:
-        raise UserError(f"mesh.ring={ring} x mesh.ulysses={ulysses} must equal mesh.cp={cp}{automatic}")
+        raise UserError(f"mesh.ring={ring} x mesh.ulysses={ulysses} must equal mesh.cp={cp}; {automatic}")
     if heads and heads % ulysses:
-        raise UserError(f"ulysses={ulysses} (mesh.ring={ring} of mesh.cp={cp}) must divide {heads} heads{automatic}")
-    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
+        raise UserError(f"ulysses={ulysses} (mesh.ring={ring} of mesh.cp={cp}) must divide {heads} heads; {automatic}")
+    return ring, ulysses
 
 
 @dataclass(frozen=True)
@@ -273,9 +296,10 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
     on a high-priority stream: its hops must overlap with an attention kernel, whose blocks are queued for every SM.
     """
     world, backend = dist.get_world_size(), str(dist.get_backend_config())  # backends of all devices
-    overrides: dict[int | str, Any] = {
-        axis: backend for axis, size in (("ring", ring), ("ulysses", ulysses)) if size == world > 1
-    }
+    overrides: dict[int | str, Any] = {}
+    for axis, size in (("ring", ring), ("ulysses", ulysses)):
+        if size == world > 1:
+            overrides[axis] = backend
     if ring > 1 and "nccl" in backend:  # torch without CUDA lacks ProcessGroupNCCL
         overrides["ring"] = (backend, dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
     return overrides

@@ -105,35 +105,55 @@ def segments_of(
     ``total_tokens`` are counts, or names from the plan; ``None`` stands for the only sequence of the plan that fits.
     ``tensor`` and ``argument`` are for messages.
     """
-    names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
-    if total_tokens is None:
-        names = ()
-    elif not names or not all(isinstance(x, str) or is_count(x) for x in names):
-        raise UserError(f"{argument} must be an int >= 1, a name of the plan, or a list of these, got {total_tokens!r}")
-    if names and not any(isinstance(name, str) for name in names):
-        return tuple(names)
+    names = _listed(total_tokens, argument)
+    counts = [name for name in names if not isinstance(name, str)]
+    if names and len(counts) == len(names):
+        return tuple(counts)
     cp = groups.cp_size
     if cp == 1:
         return (local,)
     records = records_of(groups)
     if not names and records and not any(record.padded for record in records):
         return (local * cp,)
-    answers: set[tuple[int, ...]] = set()
-    for record in records:
-        totals = record.totals
-        if not names:  # detect joined sequences too, to refuse them: their order needs names
-            known = sorted(set(totals.values()))
-            answers.update(some for n in (1, 2, 3) for some in combinations(known, n))
-        elif all(name in totals for name in names if isinstance(name, str)):
-            answers.add(tuple(totals[name] if isinstance(name, str) else name for name in names))
-    fitting = [answer for answer in answers if sum(-(-total // cp) for total in answer) == local]
+    fitting = [totals for totals in _candidates(records, names) if sum(-(-total // cp) for total in totals) == local]
     if len(fitting) == 1 and (names or len(fitting[0]) == 1):
         return fitting[0]
-    known_as = f"the plan has split {'; or '.join(map(str, records)) or 'nothing, as no parallel network is running'}"
+    splits = "; or ".join(map(str, records)) or "nothing, as no parallel network is running"
     raise UserError(
         f"{argument}={total_tokens!r} does not determine the tokens of {tensor}, which has {local} on each of cp={cp}"
-        f" ranks: {known_as}; set {argument} to the number of tokens, or to names of the plan in order"
+        f" ranks: the plan has split {splits}; set {argument} to the number of tokens, or to names of the plan in order"
     )
+
+
+def _listed(total_tokens: int | str | Sequence[int | str] | None, argument: str) -> Sequence[int | str]:
+    """Return the counts or names of joined sequences; none for ``None``."""
+    if total_tokens is None:
+        return ()
+    names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
+    if not names or not all(isinstance(name, str) or is_count(name) for name in names):
+        raise UserError(f"{argument} must be an int >= 1, a name of the plan, or a list of these, got {total_tokens!r}")
+    return names
+
+
+def _candidates(records: list[Lengths], names: Sequence[int | str]) -> set[tuple[int, ...]]:
+    """Return the token counts that ``names`` stand for in ``records``; without names, those of all sequences."""
+    candidates: set[tuple[int, ...]] = set()
+    for record in records:
+        candidates |= _named_totals(record.totals, names) if names else _joined_totals(record.totals)
+    return candidates
+
+
+def _named_totals(totals: dict[str, int], names: Sequence[int | str]) -> set[tuple[int, ...]]:
+    """Return the counts that ``names`` stand for, if the forward has split all of them."""
+    if any(isinstance(name, str) and name not in totals for name in names):
+        return set()
+    return {tuple(totals[name] if isinstance(name, str) else name for name in names)}
+
+
+def _joined_totals(totals: dict[str, int]) -> set[tuple[int, ...]]:
+    """Return all counts of one to three sequences. Joined ones are detected to refuse them: their order needs names."""
+    known = sorted(set(totals.values()))
+    return {joined for number in (1, 2, 3) for joined in combinations(known, number)}
 
 
 def refuse_split_keys(queries: int, keys: int) -> None:

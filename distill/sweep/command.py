@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import torch
 
 from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
-from distill.sweep.points import check_points, parse_words, short_keys
+from distill.sweep.points import Point, check_points, parse_words, short_keys
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import atomic_path, write_text
@@ -76,15 +76,14 @@ def sweep(arguments: Sequence[str]) -> None:
     points = check_points(fixed, swept, world=options.world, planned=options.plan)
     if all(point.refusal is not None for point in points):
         raise UserError(f"{points[0].refusal} (all points are refused: {len(points)})")
-    if foreign := [point.name for point in points if point.name not in known and (folder / point.name).exists()]:
+    new = [point.name for point in points if point.name not in known]
+    if foreign := [name for name in new if (folder / name).exists()]:
         raise UserError(f"sweep_dir={folder} contains {foreign[0]}, which no sweep wrote; choose a new directory")
     with held_run_dir(folder, "sweep_dir"):
         rows = read_rows(folder, about)  # read again under the lock: another sweep may have ended meanwhile
         for point in points:
             row = rows.setdefault(point.name, {"name": point.name, "overrides": point.overrides, "status": None})
-            if row["status"] not in _FINISHED:
-                row |= {"tokens": point.tokens, "reason": point.refusal}
-                row["status"] = row["status"] if point.refusal is None else REFUSED
+            _add_refusal(row, point)
 
         def save() -> None:
             write_text(folder / FILE, json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
@@ -94,21 +93,10 @@ def sweep(arguments: Sequence[str]) -> None:
         print(f"{counted(len(waiting), 'point')} of {len(points)} to run", flush=True)
         try:
             for number, point in enumerate(waiting, 1):
-                row, run_dir = rows[point.name], folder / point.name
                 save()
-                run_dir.mkdir(exist_ok=True)
-                if not options.no_plan and not _is_predicted(row):
-                    row |= plan_point(point, run_dir, world=options.world)
-                if not options.plan:
-                    row["status"] = INTERRUPTED  # until it ends
-                    save()
-                    row |= train_point(point, run_dir, launcher=options.launcher)
-                elif row["status"] not in _FINISHED:
-                    row["reason"] = row["plan_reason"]
-                    row["status"] = PLANNED if row["reason"] is None else REFUSED
-                values = [text.format(row[name]) for name, text in _PRINTED.items() if row.get(name) is not None]
-                text = ", ".join([row["status"], *values, *filter(None, [row["reason"]])])
-                print(f"[{number}/{len(waiting)}] {point.name}: {text}", flush=True)
+                row = rows[point.name]
+                _run_point(point, row, options, save)
+                print(f"[{number}/{len(waiting)}] {point.name}: {_in_words(row)}", flush=True)
         except Stopped as stopped:
             left = sum(not _is_done(rows[point.name], options) for point in waiting)
             raise Stopped(f"{stopped}; {counted(left, 'point')} left, the same command resumes the sweep") from None
@@ -119,6 +107,36 @@ def sweep(arguments: Sequence[str]) -> None:
     print(f"wrote to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
     if all(row["status"] == REFUSED for row in rows.values()):
         raise UserError(f"all points were refused; {TABLE} has the reasons")
+
+
+def _add_refusal(row: dict[str, Any], point: Point) -> None:
+    """Note in an unfinished row the point's tokens, and why a run refuses it."""
+    if row["status"] in _FINISHED:
+        return
+    row |= {"tokens": point.tokens, "reason": point.refusal}
+    if point.refusal is not None:
+        row["status"] = REFUSED
+
+
+def _run_point(point: Point, row: dict[str, Any], options: argparse.Namespace, save: Callable[[], None]) -> None:
+    """Plan and train a point as ``options`` say, and enter the results in its row."""
+    run_dir = options.folder / point.name
+    run_dir.mkdir(exist_ok=True)
+    if not options.no_plan and not _is_predicted(row):
+        row |= plan_point(point, run_dir, world=options.world)
+    if not options.plan:
+        row["status"] = INTERRUPTED  # until it ends
+        save()
+        row |= train_point(point, run_dir, launcher=options.launcher)
+    elif row["status"] not in _FINISHED:
+        row["reason"] = row["plan_reason"]
+        row["status"] = PLANNED if row["reason"] is None else REFUSED
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    values = [text.format(row[name]) for name, text in _PRINTED.items() if row.get(name) is not None]
+    reason = [row["reason"]] if row["reason"] else []
+    return ", ".join([row["status"], *values, *reason])
 
 
 def _is_done(row: dict[str, Any], options: argparse.Namespace) -> bool:
