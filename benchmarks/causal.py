@@ -35,7 +35,7 @@ FEW_STEPS = "stages 1+2"
 LONG, TRAINED = 24, 6
 """Frames of a long clip, and of a clip in training."""
 WINDOWED = (
-    "colour_accuracy",
+    "color_accuracy",
     "motion_accuracy",
     "area",
     "distance/area",

@@ -312,7 +312,7 @@ def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tu
                 f"| {method}, {in_words(steps)} | {key.replace('_', ' ')} | {worse:.1f} | {share:.0%} |"
                 f" {'yes' if share >= CLOSED else '**no**'} |"
             )
-    for key in ("colour_accuracy", "motion_accuracy"):
+    for key in ("color_accuracy", "motion_accuracy"):
         share = students[4].measures[key].value / full.measures[key].value
         good &= share >= KEPT
         lines.append(

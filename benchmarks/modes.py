@@ -1,10 +1,10 @@
-"""Mode coverage of students: ``python -m benchmarks.modes`` distills a teacher whose captions leave the colour open.
+"""Mode coverage of students: ``python -m benchmarks.modes`` distills a teacher whose captions leave the color open.
 
-Each caption has eight modes, the colours, with known shares from .3 to .03. The benchmark measures the share of each
-colour among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
+Each caption has eight modes, the colors, with known shares from .3 to .03. The benchmark measures the share of each
+color among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
 by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. DMD2's students also train
 on with a teacher that knows red alone. From there data forcing and DMD2, with the first teacher, have a tenth of the
-quickstart's steps to bring the other colours back. Each run is one process, with one run per core in parallel. The
+quickstart's steps to bring the other colors back. Each run is one process, with one run per core in parallel. The
 same command resumes an interrupted benchmark. ``--quick`` is a short test of the whole benchmark.
 """
 
@@ -28,7 +28,7 @@ import torch
 from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in_words, train_all
 from distill.config import Config, compose_config, load_config
-from distill.data.encoders.words import COLOURS
+from distill.data.encoders.words import COLORS
 from distill.data.shape_measures import detect
 from distill.data.shape_scenes import RGB
 from distill.evaluate.sampling import sample_captions
@@ -36,7 +36,7 @@ from fsdp_cp.errors import UserError
 from models.export import main as export
 
 SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)
-"""Shares of the colours, in the word table's order. They differ, to show which modes a student loses first."""
+"""Shares of the colors, in the word table's order. They differ, to show which modes a student loses first."""
 RARE = 3
 ROLLOUTS = ("method.student_input=rollout", "method.data_forcing=0")
 """Settings that make DMD2 of ``experiment=quickstart_dfd``."""
@@ -66,28 +66,28 @@ STUDENTS = {
 }
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 16)
 CLIPS = 512
-DATA = f"data.colour_shares=[{','.join(map(str, SHARES))}]"
+DATA = f"data.color_shares=[{','.join(map(str, SHARES))}]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Share of each colour, and of clips without a colour (``None``), in each student."""
+    """Share of each color, and of clips without a color (``None``), in each student."""
 
     name: str
     shares: dict[str | None, np.ndarray]
-    """Shares by colour, each ``(students,)``."""
+    """Shares by color, each ``(students,)``."""
 
-    def of_decided(self, colour: str) -> np.ndarray:
-        """Return the shares of ``colour`` among the clips that have a colour."""
-        return self.shares[colour] / np.maximum(1 - self.shares[None], 1e-9)
+    def of_decided(self, color: str) -> np.ndarray:
+        """Return the shares of ``color`` among the clips that have a color."""
+        return self.shares[color] / np.maximum(1 - self.shares[None], 1e-9)
 
     def distance(self) -> np.ndarray:
         """Return the total variation distance from the known shares, 0 to 1."""
-        return sum(abs(self.of_decided(c) - s) for c, s in zip(COLOURS, SHARES, strict=True)) / 2
+        return sum(abs(self.of_decided(c) - s) for c, s in zip(COLORS, SHARES, strict=True)) / 2
 
     def rare(self) -> np.ndarray:
-        """Return the share of the ``RARE`` rarest colours over their known share; 1 keeps them all."""
-        return sum(self.of_decided(c) for c in COLOURS[-RARE:]) / sum(SHARES[-RARE:])
+        """Return the share of the ``RARE`` rarest colors over their known share; 1 keeps them all."""
+        return sum(self.of_decided(c) for c in COLORS[-RARE:]) / sum(SHARES[-RARE:])
 
 
 def by_chance(clips: int, draws: int = 2000) -> float:
@@ -101,15 +101,15 @@ def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, c
     if not cache.exists():
         data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
         colors = [color for color, _ in detect(clips_of(config, role, folder, steps, sample_captions(data, count)))]
-        shares = {color: colors.count(color) / len(colors) for color in (*COLOURS, None)}
+        shares = {color: colors.count(color) / len(colors) for color in (*COLORS, None)}
         cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(json.dumps({colour or "": share for colour, share in shares.items()}))
-    return {colour or None: share for colour, share in json.loads(cache.read_text()).items()}
+        cache.write_text(json.dumps({color or "": share for color, share in shares.items()}))
+    return {color or None: share for color, share in json.loads(cache.read_text()).items()}
 
 
 def over_students(name: str, measures: Sequence[dict[str | None, float]]) -> Kept:
     """Combine the shares of several students."""
-    return Kept(name=name, shares={c: np.array([shares[c] for shares in measures]) for c in (*COLOURS, None)})
+    return Kept(name=name, shares={c: np.array([shares[c] for shares in measures]) for c in (*COLORS, None)})
 
 
 def cell(values: np.ndarray) -> str:
@@ -120,12 +120,12 @@ def cell(values: np.ndarray) -> str:
 
 def table(rows: Sequence[Kept], count: int) -> str:
     """Return a Markdown table with one line per row."""
-    lines = ["| | " + " | ".join(COLOURS) + f" | no colour | distance | the {RARE} rarest, kept |"]
-    lines += ["|---" * (len(COLOURS) + 4) + "|"]
+    lines = ["| | " + " | ".join(COLORS) + f" | no color | distance | the {RARE} rarest, kept |"]
+    lines += ["|---" * (len(COLORS) + 4) + "|"]
     known = " | ".join(f"{share:.3f}" for share in SHARES)
     lines += [f"| known shares | {known} | 0 | {by_chance(count):.3f} by chance | 1 |"]
     for row in rows:
-        cells = [*(cell(row.of_decided(c)) for c in COLOURS), cell(row.shares[None]), cell(row.distance())]
+        cells = [*(cell(row.of_decided(c)) for c in COLORS), cell(row.shares[None]), cell(row.distance())]
         lines.append(f"| {row.name} | {' | '.join(cells)} | {cell(row.rare())} |")
     return "\n".join(lines)
 
@@ -135,15 +135,15 @@ def picture(file: Path, rows: Sequence[Kept]) -> None:
     names = ["known shares", *(row.name for row in rows)]
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(names) + 0.9), layout="constrained")
     left = np.zeros(len(names))
-    for colour, share in zip(COLOURS, SHARES, strict=True):
-        widths = np.array([share, *((row.of_decided(colour)).mean() for row in rows)])
-        axes.barh(names, widths, left=left, color=RGB[colour], edgecolor="0.3", linewidth=0.4, label=colour)
+    for color, share in zip(COLORS, SHARES, strict=True):
+        widths = np.array([share, *((row.of_decided(color)).mean() for row in rows)])
+        axes.barh(names, widths, left=left, color=RGB[color], edgecolor="0.3", linewidth=0.4, label=color)
         left += widths
     for edge in np.cumsum(SHARES)[:-1]:
         axes.axvline(edge, color="0.3", linewidth=0.6, linestyle=":")
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the clips that have a colour; dotted: where the known shares end")
+    axes.set_xlabel("share of the clips that have a color; dotted: where the known shares end")
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         if (start := STUDENTS[name].start) not in (None, *wanted):
             wanted.append(start)
     if "red" in wanted:
-        red = ("data.colour_shares=[1,0,0,0,0,0,0,0]", f"student.checkpoint={exported}")
+        red = ("data.color_shares=[1,0,0,0,0,0,0,0]", f"student.checkpoint={exported}")
         train_all([teacher_run("teacher_red", *red, "steps=500", "optim.student.lr=5e-4")], 1)
     starts = {STUDENTS[name].start for name in wanted}
     for wave in range(1 + max(map(depth, wanted))):

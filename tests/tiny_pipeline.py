@@ -21,7 +21,7 @@ import torch
 
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 32
-COLOURS = {
+COLORS = {
     "red": (220, 40, 40),
     "green": (40, 200, 60),
     "blue": (50, 70, 220),
@@ -131,7 +131,7 @@ def _tokenizer():
     """Return a T5 tokenizer of single characters and a few words, so that ASCII captions have different tokens."""
     from transformers import T5Tokenizer
 
-    words = ["▁a", "▁the", "▁of", "▁on", "▁in", "ing", "er", *(f"▁{colour}" for colour in COLOURS)]
+    words = ["▁a", "▁the", "▁of", "▁on", "▁in", "ing", "er", *(f"▁{color}" for color in COLORS)]
     letters = list(string.ascii_letters + string.digits + string.punctuation)
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces += [(word, -1.0) for word in words] + [(letter, -3.0) for letter in letters]
@@ -168,11 +168,11 @@ def render_clips(
         rows.append(("short.mp4", "a short clip"))
     if missing:
         rows.append(("missing.mp4", "a missing clip"))
-    names = list(COLOURS)
+    names = list(COLORS)
     for i in range(n):
-        colour = names[i % len(names)]
-        write_video(folder / f"clip_{i}.mp4", moving_square(colour, frames, height, width, speed=1 + i), fps=fps)
-        rows.append((f"clip_{i}.mp4", f"a {colour} square, drifting"))
+        color = names[i % len(names)]
+        write_video(folder / f"clip_{i}.mp4", moving_square(color, frames, height, width, speed=1 + i), fps=fps)
+        rows.append((f"clip_{i}.mp4", f"a {color} square, drifting"))
     write_metadata(folder, rows)
     return folder
 
@@ -185,14 +185,14 @@ def write_metadata(
         csv.writer(file).writerows([header, *rows])
 
 
-def moving_square(colour: str, frames: int, height: int, width: int, speed: int = 1) -> np.ndarray:
-    """Return uint8 (frames, height, width, 3): a square of ``colour`` that moves right, ``speed`` pixels per frame."""
+def moving_square(color: str, frames: int, height: int, width: int, speed: int = 1) -> np.ndarray:
+    """Return uint8 (frames, height, width, 3): a square of ``color`` that moves right, ``speed`` pixels per frame."""
     ramp = np.linspace(20, 110, width, dtype=np.float32)[None, None, :, None]
     video = np.broadcast_to(ramp, (frames, height, width, 3)).astype(np.uint8)
     side = height // 3
     for k in range(frames):
         left = (k * speed) % max(1, width - side)
-        video[k, side : 2 * side, left : left + side] = COLOURS[colour]
+        video[k, side : 2 * side, left : left + side] = COLORS[color]
     return video
 
 

@@ -27,7 +27,7 @@ from distill.config.errors import (
     search_path,
     sized_data,
 )
-from distill.config.kinds import REMOVED, NoSuchSetting, Setting, make, short
+from distill.config.kinds import REMOVED, RENAMED, NoSuchSetting, Setting, make, short
 from distill.config.schema import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
@@ -209,8 +209,10 @@ def load_config(path: Path) -> Config:
 def _known(values: dict[str, Any], left_out: list[str], prefix: str = "") -> dict[str, Any]:
     """Return ``values`` without settings that this version does not have, whose names ``left_out`` receives."""
     known = {}
-    for name, value in values.items():
-        if (key := f"{prefix}{name}") not in SETTINGS:
+    for former, value in values.items():
+        key = RENAMED.get(f"{prefix}{former}", f"{prefix}{former}")
+        name = key.removeprefix(prefix)
+        if key not in SETTINGS:
             left_out.append(key)
         elif (name, str(value)) in REMOVED:
             left_out.append(f"{key}={value}")

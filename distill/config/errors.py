@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distill.config.kinds import REMOVED_KEYS, Setting, short
+from distill.config.kinds import REMOVED_KEYS, RENAMED, Setting, short
 from distill.config.schema import SETTINGS
 from distill.data import DATA
 from distill.data.base import ClipSettings
@@ -80,6 +80,8 @@ def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:
     group = key.partition(".")[0]
     if removed := REMOVED_KEYS.get(key.rpartition(".")[2]):
         return f"{key} {removed}"
+    if key in RENAMED:
+        return f"{key} was renamed; use {RENAMED[key]}"
     if key in SETTINGS:
         owners = sorted(f"{group}={setting.owner.name}" for setting in SETTINGS[key])
         chosen = known[f"{group}.name"].owner.name

@@ -30,6 +30,9 @@ REMOVED_KEYS = {
 }
 """Messages for removed settings whose nearest name would mislead, by the last part of the key."""
 
+RENAMED = {"data.colour_shares": "data.color_shares"}
+"""Settings by their former key. Typed words and recipes must have the new one; runs and exports of before are read."""
+
 
 def short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,7 +1,7 @@
 """`data=moving_shapes`: short clips of one moving shape, rendered on the fly, in pixel space, with a tone if ``sound``.
 
-A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What it leaves open is drawn for each clip:
-position, size, amount of growth, start and speed of the fall; with ``colour_shares`` the colour too, so that a
+A caption is "a COLOR SHAPE MOTION", for example "a red circle growing". What it leaves open is drawn for each clip:
+position, size, amount of growth, start and speed of the fall; with ``color_shares`` the color too, so that a
 caption's clips have eight modes of known weight. There is no VAE: latents are pixels scaled to [-1, 1].
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.data.base import Measure
-from distill.data.encoders.words import COLOURS, PixelCodec, WordTable
+from distill.data.encoders.words import COLORS, PixelCodec, WordTable
 from distill.data.shape_scenes import (
     BANDS,
     ROWS,
@@ -44,9 +44,9 @@ class MovingShapes:
 
     def __init__(self, settings: Any, seed: int) -> None:
         """Make the data of :class:`distill.data.settings.MovingShapesSettings`."""
-        shares, frames = settings.colour_shares, settings.num_frames
+        shares, frames = settings.color_shares, settings.num_frames
         self._captions = captions_of(shares)
-        self._colour_shares = None if shares is None else _checked_shares(shares)
+        self._color_shares = None if shares is None else _checked_shares(shares)
         self._table = WordTable(settings.encoders)
         self._frame = {"height": settings.height, "width": settings.width}
         self._size = {"num_frames": frames, **self._frame}
@@ -84,8 +84,8 @@ class MovingShapes:
         decides = (self.latent_shapes[VIDEO], self._seed, self._split, self._num_clips, self._table.words)
         identity = repr(("moving_shapes", 1, *decides)).encode()
         identity += self._table.vectors.numpy().tobytes() + self.null["text"].numpy().tobytes()
-        if self._colour_shares is not None:  # not always: fingerprints of before must stay
-            identity += repr(self._colour_shares).encode()
+        if self._color_shares is not None:  # not always: fingerprints of before must stay
+            identity += repr(self._color_shares).encode()
         if self._has_sound:
             identity += repr(("sound", self.fps)).encode()
         return hashlib.sha256(identity).hexdigest()[:16]
@@ -118,7 +118,7 @@ class MovingShapes:
         return self._captions[index % len(self._captions)]
 
     def captions(self) -> list[str]:
-        """The 64 captions, colour varying slowest; the 8 without a colour, with ``colour_shares``."""
+        """The 64 captions, color varying slowest; the 8 without a color, with ``color_shares``."""
         return list(self._captions)
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
@@ -145,10 +145,10 @@ class MovingShapes:
     def _scene(self, index: int) -> Scene:
         stream = (self._seed, SPLITS.index(self._split), index)
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(stream)))
-        colour = None
-        if self._colour_shares is not None:
-            colour = str(np.random.default_rng((*stream, 1)).choice(COLOURS, p=self._colour_shares))
-        scene = draw_scene(self._captions[index % len(self._captions)], rng, **self._size, colour=colour)
+        color = None
+        if self._color_shares is not None:
+            color = str(np.random.default_rng((*stream, 1)).choice(COLORS, p=self._color_shares))
+        scene = draw_scene(self._captions[index % len(self._captions)], rng, **self._size, color=color)
         if not self._has_sound:
             return scene
         # Heights over the whole frame: near the middle, a tone that follows the shape would sound like a constant.
@@ -157,7 +157,7 @@ class MovingShapes:
 
 def _checked_shares(shares: Sequence[float]) -> list[float]:
     shares = [float(share) for share in shares]
-    if len(shares) != len(COLOURS) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        wanted = f"{len(COLOURS)} numbers of at least 0 with the sum 1, of {', '.join(COLOURS)}"
-        raise UserError(f"data.colour_shares={shares} must be {wanted}")
+    if len(shares) != len(COLORS) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        wanted = f"{len(COLORS)} numbers of at least 0 with the sum 1, of {', '.join(COLORS)}"
+        raise UserError(f"data.color_shares={shares} must be {wanted}")
     return [share / sum(shares) for share in shares]

@@ -95,16 +95,16 @@ class MovingShapesSettings(DataSettings):
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
     num_clips: Annotated[int, Bounds(least=8, most=2**24)] = 65536
-    """Clips in an epoch, whose order is a list of all: at least as many as captions (64; 8 with ``colour_shares``)."""
-    colour_shares: list[float] | None = None
-    """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
-    blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
+    """Clips in an epoch, whose order is a list of all: at least as many as captions (64; 8 with ``color_shares``)."""
+    color_shares: list[float] | None = None
+    """Leave the color out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
+    blue, magenta, white. For looking at which modes a student keeps; null: captions name the color."""
     sound: bool = False
     """Whether a tone goes with the shape, for networks that make sound (``experiment=quickstart_sound``)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.colour_shares is None and self.num_clips < 64:
+        if self.color_shares is None and self.num_clips < 64:
             raise UserError(f"data.num_clips must be at least 64, one for each caption, got {self.num_clips}")
 
     def sample_shapes(self) -> tuple[PartShapes, dict[str, Shape]]:
@@ -129,7 +129,7 @@ class MovingShapesSettings(DataSettings):
     def check_captions(self, captions: Sequence[str]) -> None:
         from distill.data.shape_scenes import captions_of
 
-        known = captions_of(self.colour_shares)
+        known = captions_of(self.color_shares)
         for caption in captions:
             if caption not in known:
                 raise UserError(f"sample.captions: {caption!r} is not one of moving_shapes, as {known[0]!r}")

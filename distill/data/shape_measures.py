@@ -30,7 +30,7 @@ from distill.data.shape_scenes import (
 )
 
 FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
-MEASURES = ("colour_accuracy", "motion_accuracy", *(f"distance/{name}" for name in FEATURES))
+MEASURES = ("color_accuracy", "motion_accuracy", *(f"distance/{name}" for name in FEATURES))
 """Keys of the result of :func:`measure` without sound, in order."""
 MOST_LATE = 2.0
 """Frames that a clip counts whose sound is later or earlier than this, or does not follow its picture at all."""
@@ -41,7 +41,7 @@ _EMPTY_AREA = 1.5  # area of stray pixels in a frame that counts as empty
 _MIN_STEP = 0.8  # step across the outline over two pixels; renders: 0.95 or more; blurred by 0.7 pixels: at most 0.78
 _MIN_ROUNDNESS = 0.72  # renders: 0.78 or more; torn or scattered shapes: less
 _MAX_STRAY = 0.1  # share of the foreground outside its largest piece
-_MAX_COLOUR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest color; two colors differ by 0.4 or more
+_MAX_COLOR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest color; two colors differ by 0.4 or more
 _MIN_GROWTH = 1.2  # change of the radius, first frame to last; renders: 2.1 to 4.3
 _MAX_RADIUS_RANGE = 0.6  # range of the radius of a shape that keeps its size
 _MIN_FALL = 3.5  # fall of the center, first frame to last; renders: 6.2 to 10.3
@@ -149,7 +149,7 @@ def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
         if not is_coherent(geometry, i, seen):
             detected.append((None, None))
         else:
-            detected.append((_colour(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
+            detected.append((_color(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
     return detected
 
 
@@ -167,14 +167,14 @@ def is_coherent(geometry: Geometry, i: int, seen: np.ndarray) -> bool:
     return True
 
 
-def _colour(clip: np.ndarray, alpha: np.ndarray) -> str | None:
+def _color(clip: np.ndarray, alpha: np.ndarray) -> str | None:
     inside = alpha > 0.8  # only covered pixels: the edge is mixed with the background
     if not inside.any():
         return None
     names = list(RGB)
     errors = np.linalg.norm(np.array([RGB[name] for name in names]) - clip[inside].mean(axis=0) / 255.0, axis=1)
     best = int(errors.argmin())
-    return names[best] if errors[best] <= _MAX_COLOUR_ERROR else None
+    return names[best] if errors[best] <= _MAX_COLOR_ERROR else None
 
 
 def _line_misfit(values: np.ndarray) -> float:
@@ -317,7 +317,7 @@ def measure(
     asked = [caption_parts(caption) for caption in captions]
     detected = detect(clips)
     result = {
-        "colour_accuracy": _accuracy(
+        "color_accuracy": _accuracy(
             [f[0] is not None and a[0] in (None, f[0]) for a, f in zip(asked, detected, strict=True)]
         ),
         "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, detected, strict=True)]),

@@ -6,11 +6,11 @@ from itertools import product
 
 import numpy as np
 
-from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES
+from distill.data.encoders.words import COLORS, MOTIONS, SHAPES
 from fsdp_cp.errors import UserError
 
 BACKGROUND = 0.1
-"""Brightness (0 to 1) of every background pixel, and of a colour's dark channels."""
+"""Brightness (0 to 1) of every background pixel, and of a color's dark channels."""
 
 RGB = {
     "red": (1.0, BACKGROUND, BACKGROUND),
@@ -22,16 +22,16 @@ RGB = {
     "magenta": (1.0, BACKGROUND, 1.0),
     "white": (1.0, 1.0, 1.0),
 }
-"""Each has its brightest channel at 1, so that the coverage of a pixel can be read off without knowing the colour."""
+"""Each has its brightest channel at 1, so that the coverage of a pixel can be read off without knowing the color."""
 
 BLINK_PERIOD = 4
 """Frames: two on, two off, starting on. (A free phase takes a small model too long to learn; so do free directions.)"""
 
 CAPTIONS = tuple(
-    f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape} {motion}"
-    for colour, motion, shape in product(COLOURS, MOTIONS, SHAPES)
+    f"{'an' if color[0] in 'aeiou' else 'a'} {color} {shape} {motion}"
+    for color, motion, shape in product(COLORS, MOTIONS, SHAPES)
 )
-UNCOLOURED_CAPTIONS = tuple(f"a {shape} {motion}" for motion, shape in product(MOTIONS, SHAPES))
+UNCOLORED_CAPTIONS = tuple(f"a {shape} {motion}" for motion, shape in product(MOTIONS, SHAPES))
 """Captions of clips whose color is drawn."""
 BANDS = 16
 """Number of pitches whose levels make up the sound of a clip, from the lowest to the highest."""
@@ -51,7 +51,7 @@ _MAX_OFFSET = 3.0  # pixels of a frame of that side
 class Scene:
     """Content of one clip, frame by frame. Lengths in pixels."""
 
-    colour: str
+    color: str
     shape: str
     motion: str
     centres: np.ndarray
@@ -62,15 +62,15 @@ class Scene:
     """(T,), bool."""
 
 
-def captions_of(colour_shares: Sequence[float] | None) -> tuple[str, ...]:
-    """The data set's captions: with the colour, or without where clips of a caption have several."""
-    return CAPTIONS if colour_shares is None else UNCOLOURED_CAPTIONS
+def captions_of(color_shares: Sequence[float] | None) -> tuple[str, ...]:
+    """The data set's captions: with the color, or without where clips of a caption have several."""
+    return CAPTIONS if color_shares is None else UNCOLORED_CAPTIONS
 
 
 def caption_parts(caption: str) -> tuple[str | None, str, str]:
-    """(colour, shape, motion) of a caption; no colour where it names none. Raises UserError for another caption."""
+    """(color, shape, motion) of a caption; no color where it names none. Raises UserError for another caption."""
     words = caption.split()
-    if caption in UNCOLOURED_CAPTIONS:
+    if caption in UNCOLORED_CAPTIONS:
         return None, words[1], words[2]
     if caption not in CAPTIONS:
         raise UserError(f"caption {caption!r} is not one of moving_shapes; use for example {CAPTIONS[0]!r}")
@@ -78,11 +78,11 @@ def caption_parts(caption: str) -> tuple[str | None, str, str]:
 
 
 def draw_scene(
-    caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int, colour: str | None = None
+    caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int, color: str | None = None
 ) -> Scene:
-    """Return the content of a clip of ``caption``. ``rng`` draws all that it leaves open, except the ``colour``."""
+    """Return the content of a clip of ``caption``. ``rng`` draws all that it leaves open, except the ``color``."""
     named, shape, motion = caption_parts(caption)
-    colour = named or colour
+    color = named or color
     unit = min(height, width) / _REFERENCE_SIDE
     progress = np.linspace(0.0, 1.0, num_frames)
     u = rng.random(8)  # always eight numbers, so that a change to one motion leaves the clips of the others alone
@@ -103,7 +103,7 @@ def draw_scene(
     free = np.minimum(np.array([width, height - fall]) / 2 - reach, _MAX_OFFSET * unit)
     start = np.array([width, height - fall]) / 2 + free * (2 * u[4:6] - 1)
     centres = start + progress[:, None] * np.array([0.0, fall])
-    return Scene(colour=colour, shape=shape, motion=motion, centres=centres, radii=radii, visible=visible)
+    return Scene(color=color, shape=shape, motion=motion, centres=centres, radii=radii, visible=visible)
 
 
 def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
@@ -118,8 +118,8 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
         inside_x, inside_y = (np.clip(0.5 + half - abs(d), 0.0, 1.0) for d in (dx, dy))
         alpha = inside_y[:, :, None] * inside_x[:, None, :]
     alpha = alpha * scene.visible[:, None, None]
-    colour = np.array(RGB[scene.colour])[:, None, None, None]
-    return (BACKGROUND + alpha[None] * (colour - BACKGROUND)).astype(np.float32)
+    color = np.array(RGB[scene.color])[:, None, None, None]
+    return (BACKGROUND + alpha[None] * (color - BACKGROUND)).astype(np.float32)
 
 
 def raised(scene: Scene, share: float, *, height: int) -> Scene:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import Config
+from distill.config.kinds import RENAMED
 from distill.config.schema import SETTINGS
 from distill.methods import METHODS
 from distill.run.setup import RunPlan
@@ -99,7 +100,8 @@ def check_resume(
     for role in roles:
         if role.name in METHODS[config.method.name][0].trained_roles:
             _check_network(role, state, made, config.checkpoint.accept)
-    before, now = _flat(state["settings"]), _flat(asdict(config))
+    before = {RENAMED.get(key, key): value for key, value in _flat(state["settings"]).items()}
+    now = _flat(asdict(config))
     changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
     sources, earlier = dict(sources or {}), state.get("sources", {})
     free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}

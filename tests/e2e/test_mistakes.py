@@ -27,6 +27,7 @@ MISTAKES = {
         ("seed=9223372036854775808", "seed"),
         ("precision=fp16", "precision"),
         ("student.communication_buffers=pooled", "student.communication_buffers=pooled was removed"),
+        ("data.colour_shares=null", "data.colour_shares was renamed; use data.color_shares"),
         ("student.gather_early=true", "student.gather_early was removed"),
         ("attention.backend=flash_attn_3", "attention.backend=flash_attn_3 was removed"),
         ("attention.backend=transformer_engine", "attention.backend=transformer_engine was removed"),

@@ -177,9 +177,9 @@ def test_sound_of_a_teachers_clips_is_trained_on(tmp_path):
     """Videos with sound are encoded; a set of their captions' clips by the teacher has both parts, and trains."""
     pipeline, videos, clips = build_tiny_ltx2_pipeline(tmp_path / "pipeline"), tmp_path / "videos", tmp_path / "clips"
     videos.mkdir()
-    for colour in ("red", "white"):
+    for color in ("red", "white"):
         noise = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 16000)).astype(np.float32)
-        write_mp4(videos / f"{colour}.mp4", moving_square(colour, 24, 64, 96), 24, Sound(noise, 16000))
+        write_mp4(videos / f"{color}.mp4", moving_square(color, 24, 64, 96), 24, Sound(noise, 16000))
     write_metadata(videos, [("red.mp4", "a red square"), ("white.mp4", "a white square")])
     words = (
         "experiment=quickstart_ode_regression", "device=cpu", "mesh.cp=2", *(

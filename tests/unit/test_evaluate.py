@@ -95,7 +95,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
              for key in MEASURES}  # fmt: skip
     assert [line.pop("step") for line in lines] == [10, 20]
     assert all(line.keys() == names for line in lines)
-    assert lines[1]["validation/student_3steps/colour_accuracy"] == 0, "a dark clip shows no colour"
+    assert lines[1]["validation/student_3steps/color_accuracy"] == 0, "a dark clip shows no color"
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_tensorboard_shows_the_sheet_and_the_measures(tmp_path):
     events.Reload()
     (image,) = events.Images("samples/sheet")
     assert (image.step, image.height, image.width) == (20, *sheet.shape[:2])
-    (scalar,) = events.Scalars("validation/student_3steps/colour_accuracy")
+    (scalar,) = events.Scalars("validation/student_3steps/color_accuracy")
     assert (scalar.step, scalar.value) == (20, 0.0)
 
 

@@ -57,7 +57,7 @@ def test_the_files_of_an_evaluation(home):
     assert found["values"][teacher].keys() <= found["values"][student].keys()
     assert all(len(numbers) == 3 for numbers in found["values"][student].values())
     assert [len(numbers) for numbers in found["values"][student]["motion"]] == [2, 2, 2]
-    assert found["results"][student]["distance/pixels"]["value"] > 0 and "colour_accuracy" in found["report"][student]
+    assert found["results"][student]["distance/pixels"]["value"] > 0 and "color_accuracy" in found["report"][student]
     clips = sorted((home / "done" / "clips").glob("*/*.mp4"))
     assert len(clips) == 12
     with av.open(str(clips[0])) as video:

@@ -110,7 +110,7 @@ def test_pixels_are_those_of_the_pipeline(request, which):
     levels = theirs[0].clamp(-1, 1).add(1).mul(127.5).permute(1, 2, 3, 0)
     assert ours.shape == (2, 17, 64, 96, 3) and torch.equal(ours[0], ours[1])
     assert (ours[0].float() - levels).abs().max() < 0.51
-    assert levels.std() > 1, "not one colour"
+    assert levels.std() > 1, "not one color"
 
 
 def test_a_vae_in_bf16_keeps_its_statistics(folder):

@@ -27,8 +27,8 @@ N = 256
 ASKED = [CAPTIONS[i % len(CAPTIONS)] for i in range(N)]
 EVERYTHING = set(MEASURES)
 CATCHES = {
-    "wrong caption": {"colour_accuracy", "motion_accuracy"},
-    "blurred": {"colour_accuracy", "motion_accuracy", "distance/compactness", "distance/edge_sharpness"},
+    "wrong caption": {"color_accuracy", "motion_accuracy"},
+    "blurred": {"color_accuracy", "motion_accuracy", "distance/compactness", "distance/edge_sharpness"},
     "frames shuffled": {"motion_accuracy", "distance/displacement"},
     "mean clip": EVERYTHING,
     "caption's mean clip": EVERYTHING - {"distance/displacement"},  # the mean of falling clips falls

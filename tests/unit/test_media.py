@@ -12,11 +12,11 @@ from distill.report import media
 from fsdp_cp.files.atomic_file import atomic_path
 
 
-def moving_disc(frames: int = 6, height: int = 16, width: int = 16, colour=(255, 60, 20)) -> np.ndarray:
+def moving_disc(frames: int = 6, height: int = 16, width: int = 16, color=(255, 60, 20)) -> np.ndarray:
     y, x = np.mgrid[:height, :width]
     clip = np.full((frames, height, width, 3), 26, np.uint8)
     for i, frame in enumerate(clip):
-        frame[(x - 4 - i) ** 2 + (y - height / 2) ** 2 < 12] = colour
+        frame[(x - 4 - i) ** 2 + (y - height / 2) ** 2 < 12] = color
     return clip
 
 

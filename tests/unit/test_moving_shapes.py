@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from scipy import stats
 
-from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
+from distill.data.encoders.words import COLORS, MOTIONS, PAD, SHAPES, WordTable
 from distill.data.shape_measures import coverage, detect
-from distill.data.shape_scenes import BACKGROUND, CAPTIONS, RGB, UNCOLOURED_CAPTIONS, caption_parts, draw_scene, render
+from distill.data.shape_scenes import BACKGROUND, CAPTIONS, RGB, UNCOLORED_CAPTIONS, caption_parts, draw_scene, render
 from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.clips import moving_shapes
 from tests.oracles.samples import video
@@ -48,9 +48,9 @@ def test_captions_are_balanced(encoders):
     data = moving_shapes(encoders, num_clips=128)
     captions = data.captions()
     assert len(captions) == len(set(captions)) == 64
-    assert len(COLOURS) >= 6 and len(MOTIONS) >= 4 and set(RGB) == set(COLOURS)
+    assert len(COLORS) >= 6 and len(MOTIONS) >= 4 and set(RGB) == set(COLORS)
     parts = [caption_parts(caption) for caption in captions]
-    assert Counter(parts) == Counter((c, s, m) for c in COLOURS for s in SHAPES for m in MOTIONS)
+    assert Counter(parts) == Counter((c, s, m) for c in COLORS for s in SHAPES for m in MOTIONS)
     assert set(Counter(data[i]["caption"] for i in range(128)).values()) == {2}
 
 
@@ -77,8 +77,8 @@ def test_shapes_stay_inside_and_fill_their_area(size):
         scene = draw_scene(caption, np.random.default_rng(i), num_frames=frames, height=height, width=width)
         clip = render(scene, height=height, width=width)
         assert clip.shape == (3, *size) and clip.dtype == np.float32
-        colour = np.array(RGB[scene.colour])
-        channel = int(colour.argmax())
+        color = np.array(RGB[scene.color])
+        channel = int(color.argmax())
         covered = ((clip[channel] - BACKGROUND) / (1 - BACKGROUND)).sum(axis=(1, 2))
         expected = np.pi * scene.radii**2 * scene.visible  # fails if a part of the shape is cut off by the frame
         assert np.allclose(covered, expected, rtol=0.05, atol=0.1), caption
@@ -105,19 +105,19 @@ SHARES = [0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03]
 
 
 @pytest.mark.slow
-def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
-    data = moving_shapes(encoders, colour_shares=SHARES)
-    assert data.captions() == list(UNCOLOURED_CAPTIONS) and len(data.captions()) == 8
+def test_colors_that_captions_leave_open_have_the_given_shares(encoders):
+    data = moving_shapes(encoders, color_shares=SHARES)
+    assert data.captions() == list(UNCOLORED_CAPTIONS) and len(data.captions()) == 8
     for split in (data, data.heldout()):
         clips = split.clips(1500)
         colors = [color for color, _ in detect(clips.numpy())]
         assert None not in colors, "the detector knows every render"
-        counts = [colors.count(color) for color in COLOURS]
+        counts = [colors.count(color) for color in COLORS]
         assert stats.chisquare(counts, [share * len(clips) for share in SHARES]).pvalue > 1e-3
     item = data[11]
-    assert item["caption"] == UNCOLOURED_CAPTIONS[3] and torch.equal(item["text"], texts(data, [item["caption"]])[0])
+    assert item["caption"] == UNCOLORED_CAPTIONS[3] and torch.equal(item["text"], texts(data, [item["caption"]])[0])
     assert torch.equal(item["text"][3], WordTable(encoders).vectors[0]), "three words and a pad"
-    others = (moving_shapes(encoders), moving_shapes(encoders, colour_shares=[0.125] * 8))
+    others = (moving_shapes(encoders), moving_shapes(encoders, color_shares=[0.125] * 8))
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
@@ -139,9 +139,9 @@ def test_wrong_settings_are_named(encoders):
         ("num_clips", 10),
         ("negative_prompt", "blurry"),
         ("negative_prompt", "a red a red a"),
-        ("colour_shares", [0.5, 0.5]),
-        ("colour_shares", [0.1] * 8),
-        ("colour_shares", [1.5, -0.5, *[0.0] * 6]),
+        ("color_shares", [0.5, 0.5]),
+        ("color_shares", [0.1] * 8),
+        ("color_shares", [1.5, -0.5, *[0.0] * 6]),
     ):
         with refused(named):
             moving_shapes(encoders, **{named: value})

@@ -157,12 +157,12 @@ def test_a_tie_or_a_missing_value_is_no_win():
     rows, _ = make_rows()
     by_name = {(row.role, row.steps): row for row in rows}
     by_name["student", 1].measures["distance/area"] = Measure(2.0, 0.01, False)  # a tie
-    by_name["student", 1].measures["colour_accuracy"] = Measure(math.nan, math.nan, True)
+    by_name["student", 1].measures["color_accuracy"] = Measure(math.nan, math.nan, True)
     by_name["teacher", 2].measures["distance/area"] = Measure(math.inf, 0.0, False)
     found = {(c.steps, c.measure): c for c in student_beats_teacher(rows)}
     assert found[1, "distance/area"].counts and not found[1, "distance/area"].student_better
-    assert found[1, "colour_accuracy"].counts and not found[1, "colour_accuracy"].student_better
-    assert not found[1, "colour_accuracy"].student_reaches_full
+    assert found[1, "color_accuracy"].counts and not found[1, "color_accuracy"].student_better
+    assert not found[1, "color_accuracy"].student_reaches_full
     assert not found[2, "distance/area"].counts and not found[2, "distance/area"].student_better
     assert "12 of the 12" not in verdict(rows, list(found.values()))
 

@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
     def scores(accuracy):  # only one measure, since each draws a chart
-        return {"colour_accuracy": Measure(accuracy, 0.01, higher_is_better=True)}
+        return {"color_accuracy": Measure(accuracy, 0.01, higher_is_better=True)}
 
     clips = np.random.default_rng(0).integers(0, 255, (1, 3, 8, 8, 3), dtype=np.uint8)
     made = [

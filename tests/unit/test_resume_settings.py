@@ -129,6 +129,18 @@ def test_a_difference_is_accepted_by_name_and_recorded(tmp_path):
     assert check_resume(now, old, (), sources) == sources
 
 
+def test_a_checkpoint_s_settings_are_compared_by_their_present_names(tmp_path):
+    config, shares = _config(), [0.125] * 8
+    settings = asdict(config)
+    del settings["data"]["color_shares"]
+    settings["data"]["colour_shares"] = shares
+    checkpoint = _checkpoint(tmp_path / "step_00000003", config, settings=settings)
+    with refused("data.color_shares"):
+        check_resume(config, checkpoint, (), _sources(config))
+    config.data = replace(config.data, color_shares=shares)
+    check_resume(config, checkpoint, (), _sources(config))
+
+
 def test_a_mapping_is_one_setting_to_accept():
     config = _config(data="video_folder", mappings=True)
     config.checkpoint.accept = ["data.columns"]

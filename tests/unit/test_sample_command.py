@@ -256,6 +256,12 @@ def test_a_setting_of_another_version_is_left_out_with_a_line(run_dir, caplog):
     assert load_config(file).seed == 0 and "earlier" in caplog.text
 
 
+def test_a_setting_is_read_by_its_former_name(run_dir, caplog):
+    file, shares = run_dir / "config.yaml", [0.125] * 8
+    file.write_text(file.read_text().replace("color_shares: null", f"colour_shares: {shares}"))
+    assert load_config(file).data.color_shares == shares and not caplog.text
+
+
 @contextmanager
 def full_disk(size: int):
     """Limit all files to ``size`` bytes, so that writing fails as on a full disk."""

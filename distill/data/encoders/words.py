@@ -22,7 +22,7 @@ from models.files.shipped import find_shipped
 
 FILE_NAME = "words.safetensors"
 PAD = "<pad>"
-COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "magenta", "white")
+COLORS = ("red", "orange", "yellow", "green", "cyan", "blue", "magenta", "white")
 SHAPES = ("circle", "square")
 MOTIONS = ("growing", "shrinking", "blinking", "falling")
 
