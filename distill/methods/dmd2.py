@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.distribution_matching import distribution_matching, fake_score_error, score_time
+from distill.methods.common.distribution_matching import (
+    MatchingSettings,
+    distribution_matching,
+    fake_score_error,
+    score_time,
+)
 from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
@@ -40,7 +45,7 @@ _R1_SIGMA = 0.1
 
 
 @dataclass(kw_only=True)
-class Dmd2Settings(StepListSettings):
+class Dmd2Settings(StepListSettings, MatchingSettings):
     """``method=dmd2``."""
 
     name: str = "dmd2"

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.distribution_matching import distribution_matching, fake_score_error, score_time
+from distill.methods.common.distribution_matching import (
+    MatchingSettings,
+    distribution_matching,
+    fake_score_error,
+    score_time,
+)
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.methods.scm import Scm, ScmSettings
@@ -28,7 +33,7 @@ from models.sample import VIDEO, shift_time
 
 
 @dataclass(kw_only=True)
-class RcmSettings(ScmSettings):
+class RcmSettings(ScmSettings, MatchingSettings):
     """``method=rcm``. ``shift`` also shifts ``p_D``: the times of the scores and of random rollouts."""
 
     name: str = "rcm"

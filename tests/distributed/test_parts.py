@@ -70,7 +70,7 @@ _LTX2 = ("ltx2", LTX2VideoTransformer3DModel, ARCHITECTURE, SHAPES, CONDITION, S
 LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.to_out.0", "*ff.net.*"])
 """Layers that the recipe of LTX-2 adapts."""
 CASES = {
-    "ltx2": Case(*_LTX2),
+    "ltx2": Case(*_LTX2[:-1], replace(SETTINGS, projection=True)),
     "ltx2, adapted": Case(*_LTX2, {"student": LORA, "fake": LORA}),
     # The teacher has no guidance. Each rank runs its samples one by one.
     "minimax_h3, adapted": Case(

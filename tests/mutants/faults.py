@@ -137,9 +137,31 @@ FAULTS = (
     Fault(
         name="dmd_sign",
         harm="the student is pushed away from the teacher",
-        old="        g = (estimate - real) / per_sample(q, sample)\n",
-        new="        g = (real - estimate) / per_sample(q, sample)\n",
+        old="        difference = estimate - real\n",
+        new="        difference = real - estimate\n",
         killed_by="unit/test_dmd2.py::test_gradient_on_the_sample_is_g_over_n_b",
+    ),
+    Fault(
+        name="projected_normaliser",
+        harm="projection also changes the length of the updates",
+        old="        g = difference / per_sample(q, sample)\n",
+        new="        q = (sample - estimate + difference).map(lambda part: per_sample_mean(part.abs()))\n"
+        "        g = difference / per_sample(q, sample)\n",
+        killed_by="unit/test_projection.py::test_the_students_gradient_lacks_the_part_and_keeps_the_normaliser[dmd2]",
+    ),
+    Fault(
+        name="projection_over_the_batch",
+        harm="the samples of a rank share one projection: another mesh has other gradients",
+        old="    return (x * y).flatten(1).sum(1)\n",
+        new="    return (x * y).sum().expand(len(x))\n",
+        killed_by="unit/test_projection.py::test_samples_and_parts_do_not_change_each_other",
+    ),
+    Fault(
+        name="projection_over_the_parts",
+        harm="the sound's update loses a part along the picture's error",
+        old="    inner, squared = d.map(_inner, r), d.map(_inner, d)\n",
+        new="    inner, squared = d.map(lambda _: d.map(_inner, r).total({})), d.map(_inner, d)\n",
+        killed_by="unit/test_projection.py::test_samples_and_parts_do_not_change_each_other",
     ),
     Fault(
         name="guidance_base",

@@ -71,7 +71,11 @@ class Dmd2OfParts:
         for part in x0:
             q = (x0[part] - real[part]).abs().flatten(1).mean(1).detach()
             self.normalisers[part] = q
-            target = x0[part].detach() - (fake[part] - real[part]) / wide(q, x0[part])
+            d, r = fake[part] - real[part], x0[part].detach() - fake[part]
+            if self.settings.projection:
+                axes = tuple(range(1, d.ndim))
+                d = d - (d * r).sum(axes, keepdim=True) / (r * r).sum(axes, keepdim=True) * r
+            target = x0[part].detach() - d / wide(q, x0[part])
             loss = loss + self.weights[part] * 0.5 * (x0[part] - target).square().mean()
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Method, guided_velocity
 from distill.methods.common.expert_times import Times, draw_times
+from distill.methods.common.few_step import FewStepSettings
 from distill.methods.common.observations import per_sample_mean, per_sample_norm, squared_error
 from distill.methods.common.schedules import add_noise, denoise, per_sample
 from fsdp_cp.rng import StepRandom
@@ -17,6 +19,15 @@ from models.sample import Sample
 
 if TYPE_CHECKING:
     from models.roles.role import Role
+
+
+@dataclass(kw_only=True)
+class MatchingSettings(FewStepSettings):
+    """Settings of every method that matches distributions."""
+
+    projection: bool = False
+    """Take the part along ``x_G - x_fake``, which holds most of the fake score's error, out of the student's updates
+    (PDMD, arXiv:2609.35768; docs/methods/pdmd.md)."""
 
 
 def score_time(method: Method, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
@@ -38,8 +49,8 @@ def distribution_matching(
 
     ``g = (x_fake - x_real) / q`` compares two estimates at ``times``, with ``noise``. ``x_real`` is the teacher's, with
     guidance, of ``real_sample`` where that is given (data forcing). ``x_fake`` is the fake score's, without guidance,
-    conditioned on ``last_step`` ``(B,)`` where that is given. Observes ``dmd_gradient`` (root mean square of ``g``) and
-    ``dmd_normaliser`` (``q``).
+    conditioned on ``last_step`` ``(B,)`` where that is given. With ``projection``, ``g`` has no part along ``x_G -
+    x_fake``. Observes ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     (t, at), teacher, fake, observations = times, method.roles["teacher"], method.roles["fake"], method.observations
     with torch.no_grad():
@@ -51,11 +62,27 @@ def distribution_matching(
         # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at
         # low noise, while the numerator does not.
         q = (sample - real).map(lambda part: per_sample_mean(part.abs()).clamp_min(1e-5))
-        g = (estimate - real) / per_sample(q, sample)
+        difference = estimate - real
+        if method.settings.projection:
+            difference, share = project_out(difference, sample - estimate)
+            observations.add("dmd_projected", share)
+        g = difference / per_sample(q, sample)
         observations.add("dmd_gradient", g.map(per_sample_norm))
         observations.add("dmd_normaliser", q)
         target = sample - g
     return (sample - target).map(lambda part: 0.5 * part.square().mean())
+
+
+def project_out(d: Sample, r: Sample) -> tuple[Sample, Sample]:
+    """Return ``d`` without its part along ``r``, ``d - <d, r> / (<r, r> + 1e-8) r`` for each sample and part, and the
+    share of ``|d|^2`` that this takes, ``(B,)``."""
+    inner, squared = d.map(_inner, r), d.map(_inner, d)
+    along = inner / (r.map(_inner, r) + 1e-8)
+    return d - per_sample(along, d) * r, inner * along / squared.map(lambda part: part.clamp_min(1e-30))
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).flatten(1).sum(1)
 
 
 def fake_score_error(
