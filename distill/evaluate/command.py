@@ -38,10 +38,13 @@ from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolder
 from distill.data.shares import Shares
 from distill.evaluate.comparison import (
     FEW_PROMPTS,
+    RESULT,
+    SIZES,
     compare,
     comparison_lines,
     differing,
     markdown,
+    read_evaluation,
     rows_of_table,
     summarize,
 )
@@ -84,9 +87,7 @@ from models.sample import Sample
 
 log = logging.getLogger(__name__)
 
-RESULT = "evaluation.json"
 _BEGUN, _PROMPTS = "evaluation_begun.json", "prompts.jsonl"
-_SIZES = ("negative_prompt", "num_frames", "height", "width", "fps")
 _MOST_SEEDS = 1000
 
 
@@ -238,7 +239,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     # The folder of a run of a sweep may have "=" in its name.
     settings = [word for word in arguments.what if "=" in word and not Path(_path_and_steps(word)[0]).exists()]
     words = [word for word in arguments.what if word not in settings]
-    other = _read(user_path(arguments.like, "--like")) if arguments.like else None
+    other = read_evaluation(user_path(arguments.like, "--like")) if arguments.like else None
     if (arguments.prompts is None) == (other is None) and not (other and other.get("images")):
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
     if arguments.suite and other:
@@ -271,7 +272,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
     if other:
         arguments.precision = other["protocol"]["precision"]
         known = {field.name for field in fields(config.data)}
-        sizes = {name: other["protocol"][name] for name in _SIZES if name in known}
+        sizes = {name: other["protocol"][name] for name in SIZES if name in known}
         config.data = replace(config.data, **sizes)
     networks = _networks(words, config, arguments)
     encoding, measuring = config.data.encoding(), read_networks(arguments.lpips, arguments.dino)
@@ -286,7 +287,7 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         "prompts": hashlib.sha256("\n".join(decides).encode()).hexdigest(),
         "seeds": sorted(set(counts.values())) if suite else next(iter(counts.values())),
         "suite": suite and "vbench",
-        **{name: getattr(encoding, name) for name in _SIZES},
+        **{name: getattr(encoding, name) for name in SIZES},
         "data": config.data.name,
         "image": encoding.image,
         "latents": {part: list(shape) for part, shape in config.data.sample_shapes()[0].items()},
@@ -312,25 +313,13 @@ def plan_evaluation(arguments: argparse.Namespace) -> Plan:
         changed += [f"participant {name}" for name in differing(earlier["participants"], _json(plan.participants()))]
         if changed:
             raise UserError(f"--out={out} holds an evaluation with other {', '.join(changed)}; give another --out")
+        # Folders are numbered, and the first teacher is the reference: in another order nothing would be found again.
+        plan = replace(plan, networks={name: networks[name] for name in earlier["participants"]})
     return plan
 
 
 def _json(value: Any) -> Any:
     return json.loads(json.dumps(value))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        protocol = content["protocol"]
-        is_whole = {"participants", "values", "made"} <= content.keys() and {"precision", *_SIZES} <= protocol.keys()
-        texts = [content.get(key) or content["prompts"] for key in ("captions", "images")]
-        is_whole = is_whole and all(len(own) == len(content["prompts"]) for own in texts)
-        if is_whole and content["prompts"] and (content.get("suite") or protocol["seeds"] > 0):
-            return content
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"--like {path} cannot be read ({error}); give the {RESULT} of an evaluation") from error
-    raise UserError(f"--like {path} is not the {RESULT} of an evaluation; give one")
 
 
 def _use_prompts(config: Config, file: Path) -> None:

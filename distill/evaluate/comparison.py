@@ -4,14 +4,20 @@
 or with one number for all seeds together. A missing number is ``None`` or NaN, and its prompt is left out of the mean.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distill.evaluate.intervals import mean_interval, share_interval
-from distill.evaluate.measures import MEASURES, SHARES
+from distill.evaluate.measures import MEASURES, SHARES, TO_REFERENCE
+from fsdp_cp.errors import UserError
 
+RESULT = "evaluation.json"
+SIZES = ("negative_prompt", "num_frames", "height", "width", "fps")
+"""Settings of the data that the protocol fixes."""
 FEW_PROMPTS = 32
 _LEAST_PROMPTS = 8
 _FEW_EVENTS = 10
@@ -107,25 +113,63 @@ def markdown(results: Mapping[str, Mapping[str, Result]]) -> str:
     return "\n".join(lines)
 
 
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Return the content of another ``evaluation.json``, which ``--like`` names, if all that is read of it is there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if _is_whole(content):
+            return content
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"--like {path} cannot be read ({error}); give the {RESULT} of an evaluation") from error
+    raise UserError(f"--like {path} is not the whole {RESULT} of an evaluation; give one")
+
+
+def _is_whole(content: Mapping[str, Any]) -> bool:
+    """Return whether an evaluation can be repeated and compared; raise where it cannot even be read."""
+    protocol, prompts, participants = content["protocol"], content["prompts"], content["participants"]
+    by_prompt = [prompts, *(content.get(key) or prompts for key in ("captions", "images"))]
+    for name in participants:
+        by_prompt += map(_means, content["values"][name].values())
+    if len(set(map(len, by_prompt))) > 1 or not prompts:
+        return False
+    roles = {facts["role"] for facts in participants.values()}
+    has_seeds = content.get("suite") or protocol["seeds"] > 0
+    return bool(has_seeds and roles and content["made"].keys() and {"precision", *SIZES} <= protocol.keys())
+
+
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare two contents of ``evaluation.json``: ``protocol``, the locked settings that differ, and without any,
-    ``participants``: for each pair of ``ours`` and ``theirs``, teachers with teachers, facts and paired differences."""
-    found: dict[str, Any] = {"protocol": differing(ours["protocol"], theirs["protocol"]), "participants": []}
-    if found["protocol"]:
-        return found
+    """Compare two contents of ``evaluation.json``.
+
+    Return ``protocol``, the locked settings that differ, ``reference``, the facts in which the references differ, and
+    unless the protocol differs, ``participants``: for each pair of ``ours`` and ``theirs``, teachers with teachers, the
+    facts that differ, the paired ``differences``, and ``left_out``, the measures to references that differ.
+    """
+    protocol = differing(ours["protocol"], theirs["protocol"])
+    reference = differing(_reference(ours), _reference(theirs))
+    if protocol:
+        return {"protocol": protocol, "reference": reference, "participants": []}
+    left_out = TO_REFERENCE if reference else ()
+    pairs = []
     for name, facts in ours["participants"].items():
         for other, other_facts in theirs["participants"].items():
             if facts["role"] != other_facts["role"]:
                 continue
             results = summarize({"there": theirs["values"][other], "here": ours["values"][name]}, "there")["here"]
+            differences = {key: result["difference"] for key, result in results.items() if "difference" in result}
             pair = {
                 "here": name,
                 "there": other,
                 "facts": differing(facts, other_facts) + differing(_made(ours), _made(theirs)),
-                "differences": {key: x["difference"] for key, x in results.items() if "difference" in x},
+                "differences": {key: x for key, x in differences.items() if key not in left_out},
+                "left_out": [key for key in differences if key in left_out],
             }
-            found["participants"].append(pair)
-    return found
+            pairs.append(pair)
+    return {"protocol": protocol, "reference": reference, "participants": pairs}
+
+
+def _reference(evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the facts of the network from which an evaluation measures distances: its first teacher."""
+    return next((facts for facts in evaluation["participants"].values() if facts["role"] == "teacher"), {})
 
 
 def _made(evaluation: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,4 +184,7 @@ def comparison_lines(found: Mapping[str, Any], where: str) -> list[str]:
         differ = f" (differ in {', '.join(pair['facts'])})" if pair["facts"] else ""
         lines.append(f"{pair['here']}, against {pair['there']} of {where}{differ}:")
         lines += [f"  {key}: {in_words(x)}: {verdict(x)}" for key, x in pair["differences"].items()]
+        if pair["left_out"]:
+            differ = f"the references differ in {', '.join(found['reference'])}"
+            lines.append(f"  {', '.join(pair['left_out'])}: no verdict, since {differ}")
     return lines

@@ -36,6 +36,9 @@ MEASURES = {
 SHARES = ("static",)
 """Measures that are shares of clips."""
 
+TO_REFERENCE = (*(name for name in MEASURES if name.startswith("distance/")), "diversity/teacher")
+"""Measures of a participant next to the reference, so that they mean nothing next to another one."""
+
 _STATIC = 0.5 / 255
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 

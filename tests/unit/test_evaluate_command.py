@@ -94,8 +94,12 @@ def test_a_killed_evaluation_continues_to_the_same_numbers(home, caplog):
     kept = {path: path.stat().st_mtime_ns for path in latents[6:]}
     for path in latents[1:6:2]:
         path.unlink()
-    assert main(words(home, "killed")) == 0
+    clips = {path.name for path in (home / "killed" / "clips").iterdir()}
+    run, teacher, *protocol = words(home, "killed")
+    assert main([teacher, run, *protocol]) == 0, "in another order"
     assert result(home, "killed")["values"] == result(home, "done")["values"]
+    assert list(result(home, "killed")["participants"]) == list(result(home, "done")["participants"])
+    assert {path.name for path in (home / "killed" / "clips").iterdir()} == clips
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items()), "the teacher is not sampled again"
 
 

@@ -9,12 +9,13 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from distill.evaluate.comparison import compare, summarize, verdict
+from distill.evaluate.comparison import compare, comparison_lines, read_evaluation, summarize, verdict
 from distill.evaluate.measures import MEASURES, clip_measures, prompt_measures
 from distill.evaluate.perceptual import embeddings, read_networks
 from models.sample import Sample
 from tests.oracles.clips import write_dino, write_lpips
 from tests.tiers import parametrize
+from tests.unit.refused import refused
 
 PROMPTS, SEEDS = 32, 4
 
@@ -165,12 +166,63 @@ def test_few_prompts_have_no_interval():
     assert found["value"] == pytest.approx(0.5) and found["low"] is None and verdict(found["difference"]) == "unsure"
 
 
+def evaluation(teacher_steps=50, **changed):
+    """Content of an ``evaluation.json`` of nine prompts."""
+    measures = {"motion": 0.1, "distance/pixels": 0.2, "diversity/teacher": 0.3}
+    values = {"student": measures, "teacher": {"motion": 0.1}}
+    facts = {name: {"role": name, "steps": steps} for name, steps in (("student", 4), ("teacher", teacher_steps))}
+    sizes = dict.fromkeys(("negative_prompt", "num_frames", "height", "width", "fps"), 1)
+    whole = {
+        "protocol": {"seeds": 1, "decoder": "x", "precision": "fp32"} | sizes,
+        "prompts": list("abcdefghi"),
+        "participants": facts,
+        "values": {name: {key: [[x + i] for i in range(9)] for key, x in of.items()} for name, of in values.items()},
+        "made": {"commit": "1"},
+    }
+    return whole | changed
+
+
 def test_evaluations_of_different_protocols_get_no_verdict():
-    values = {"a": {"motion": [[0.1], [0.2], [0.3]]}}
-    one = {"protocol": {"seeds": 1, "decoder": "x"}, "values": values, "made": {"commit": "1"}}
-    one |= {"participants": {"a": {"role": "student", "steps": 4}}}
-    other = one | {"protocol": {"seeds": 1, "decoder": "y"}}
-    assert compare(one, other) == {"protocol": ["decoder"], "participants": []}
-    other = one | {"participants": {"a": {"role": "student", "steps": 2}}, "made": {"commit": "2"}}
-    (pair,) = compare(one, other)["participants"]
-    assert pair["facts"] == ["steps", "commit"] and pair["differences"]["motion"]["value"] == 0
+    found = compare(evaluation(), evaluation(protocol={**evaluation()["protocol"], "decoder": "y"}))
+    assert (found["protocol"], found["participants"]) == (["decoder"], [])
+    other = evaluation(made={"commit": "2"})
+    other["participants"]["student"]["steps"] = 2
+    student, teacher = compare(evaluation(), other)["participants"]
+    assert (student["facts"], teacher["facts"]) == (["steps", "commit"], ["commit"])
+    assert {key: x["value"] for key, x in student["differences"].items()} == {
+        "motion": 0, "distance/pixels": 0, "diversity/teacher": 0,
+    }  # fmt: skip
+
+
+def test_distances_to_another_reference_get_no_verdict():
+    found = compare(evaluation(), evaluation(teacher_steps=2))
+    student, teacher = found["participants"]
+    assert found["reference"] == ["steps"] and student["differences"].keys() == teacher["differences"].keys()
+    assert student["left_out"] == ["distance/pixels", "diversity/teacher"] and teacher["left_out"] == []
+    named = [line for line in comparison_lines(found, "--like") if "diversity/teacher" in line]
+    assert len(named) == 1 and "steps" in named[0]
+    other = evaluation()
+    del other["participants"]["teacher"]
+    assert "role" in compare(evaluation(), other)["reference"], "no reference is another one"
+
+
+def test_an_evaluation_to_repeat_is_read_whole_before_anything_is_sampled(tmp_path):
+    file = tmp_path / "evaluation.json"
+    whole = evaluation()
+    for content in (whole, whole | {"captions": [""] * 9, "images": []}):
+        file.write_text(json.dumps(content))
+        assert read_evaluation(file) == content
+    values = whole["values"]["student"]
+    damaged = [
+        {"values": {**whole["values"], "student": {**values, "motion": values["motion"][:-1]}}},
+        {"values": {**whole["values"], "student": {**values, "motion": [0.1] * 8 + [["x"]]}}},
+        {"values": {"student": values}},
+        {"participants": {"student": {"steps": 4}}},
+        {"participants": {}},
+        {"made": None},
+        {"captions": ["a"]},
+    ]
+    for change in damaged:
+        file.write_text(json.dumps(whole | change))
+        with refused("--like"):
+            read_evaluation(file)
