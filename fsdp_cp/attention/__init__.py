@@ -14,18 +14,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.kernels.choose import choose_dual, choose_kernel
+from fsdp_cp.attention.kernels.choose import check_sparse_backend, choose_dual, choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
 from fsdp_cp.attention.pass_q import attend_by_passing_queries, pass_q_dual
 from fsdp_cp.attention.ring import make_ring, ring_dual
+from fsdp_cp.attention.sparse import MAX_HEAD_DIM, attend_to_tiles
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
+from fsdp_cp.tiles import Sparse
 
 _ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -43,6 +45,8 @@ def context_parallel_attention(
     key_mask: Tensor | None = None,
     mask: BlockMask | None = None,
     joint: tuple[Tensor, Tensor, Tensor] | None = None,
+    sparse: Sparse | None = None,
+    gate: Tensor | None = None,
     head_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute self-attention over tokens split over the ``cp`` axis, by Ulysses all-to-all x ring attention.
@@ -72,6 +76,11 @@ def context_parallel_attention(
             allow it. Ranks skip keys that none of their queries sees.
         joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full. Text and video attend to each
             other, and each text token counts once.
+        sparse: tiles of the video, the last segment, and how many of them a tile of queries attends to
+            (:mod:`fsdp_cp.attention.sparse`); made by :func:`fsdp_cp.tiles.sparse_tiles`. Earlier segments are dense:
+            their queries see all keys, and all queries see their keys. Takes ``k`` with the heads of ``q``, head sizes
+            up to 256, ``backend`` ``"auto"`` or ``"reference"``, and no masks or ``joint`` text.
+        gate: ``(B, S_local, H, D)``, factor on the coarse attention of ``sparse``; without it that part is left out.
         head_groups: number of groups of heads that are exchanged and attended to one after another, so that one
             group's all-to-all overlaps with another's attention. Must divide the number of heads that a rank gets; has
             no effect without an all-to-all.
@@ -90,12 +99,20 @@ def context_parallel_attention(
     q, k, v = check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
     check_split(q, k, segments, head_groups, groups)
+    if joint is not None and sparse is not None:
+        raise UserError("sparse attention takes no joint text; split the text too, as the first of the total_tokens")
     if joint is not None:
         text = check_joint(joint, (q, k, v), segments, mesh)
         segments = (text[0].shape[1], *segments)
         assert isinstance(mesh, Mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     check_options(q, scale, backend, sum(segments), key_mask, mask)
+    if sparse is not None or gate is not None:
+        gate = _checked_sparse(sparse, gate, q, k, segments, backend, masked=key_mask is not None or mask is not None)
+        assert sparse is not None and joint is None
+        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        q, k, v = contiguous_rows(q, k, v)
+        return attend_to_tiles(q, k, v, gate, sparse, segments, factor, backend, groups, head_groups)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if joint is None:
@@ -225,9 +242,7 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
             return forward_ad.make_dual(*with_all_tokens(inputs, attend_dual, 2, groups, head_groups))
     q, k, v = contiguous_rows(q, k, v)
-    runs = [] if layout.mask is None else layout.mask.as_numbers()
-    sizes = ([*layout.segments], [*layout.keys], runs, layout.ulysses, layout.ring)
-    settings = (scale, *sizes, groups.ring_rank, groups.ring_group, backend)
+    settings = (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
     attend = partial(attend_by_passing_queries, []) if pass_q else partial(attend_in_ring, key_mask)
     return with_all_tokens((q, k, v), partial(attend, settings), 1, groups, head_groups)[0]
 
@@ -269,6 +284,30 @@ def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any 
     if not torch.compiler.is_compiling():
         masked = key_mask is not None
         choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
+
+
+def _checked_sparse(
+    sparse: Any, gate: Any, q: Tensor, k: Tensor, segments: tuple[int, ...], backend: str, masked: bool
+) -> Tensor | None:
+    """Check the arguments of sparse attention; return the gate in the dtype of ``q``."""
+    if not isinstance(sparse, Sparse):
+        raise UserError(f"sparse must be from sparse_tiles(...), and gate needs it, got a {type(sparse).__name__}")
+    if masked:
+        raise UserError("sparse attention takes no key_mask and no mask; cut padded text instead")
+    if k.shape[2] != q.shape[2] or q.shape[3] > MAX_HEAD_DIM:
+        heads = f"{q.shape[2]} and {k.shape[2]} heads of size {q.shape[3]}"
+        raise UserError(
+            f"sparse attention needs as many heads of k as of q, of size {MAX_HEAD_DIM} at most, got {heads}"
+        )
+    if sparse.tiles.tokens != segments[-1]:
+        grid = f"{sparse.tiles.tokens} tokens of sparse's grid {sparse.tiles.grid}"
+        raise UserError(f"the {grid} must be the last of total_tokens={segments}")
+    check_sparse_backend(backend)
+    if gate is None:
+        return None
+    if not isinstance(gate, Tensor) or (gate.shape, gate.device) != (q.shape, q.device):
+        raise UserError(f"gate must be {tuple(q.shape)} on {q.device}, as q is, got {summary(gate)}")
+    return gate.to(q.dtype)
 
 
 def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: Any, groups: ContextGroups) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention import QKV, check_options, check_split, check_tensors, contiguous_rows, summary
+from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import is_observed
 from fsdp_cp.attention.pass_q import attend_by_passing_queries, attend_in_buffer, attend_in_buffer_operator
 from fsdp_cp.attention.ulysses import with_all_tokens
@@ -176,9 +177,9 @@ def _checked(
     if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
     q, k, v = contiguous_rows(q, k, v)
-    layout: tuple[Any, ...] = ([*segments], [*segments], [], groups.ulysses_size, groups.ring_size)  # no mask
+    layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return (q, k, v), segments[0], (scale, *layout, groups.ring_rank, groups.ring_group, backend)
+    return (q, k, v), segments[0], (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
 
 
 def _check_past(past: Any, k: Tensor, groups: ContextGroups) -> None:

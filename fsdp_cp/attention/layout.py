@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp_cp.attention.mask import BlockMask, Range
 from fsdp_cp.sequence import local_token_count, local_token_range
+from fsdp_cp.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _cut(x: Tensor, ranges: Sequence[Range]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-class Tile(NamedTuple):
+class Rectangle(NamedTuple):
     """Rectangle in which every query sees every key: ranges of the true tokens of a query chunk and a key chunk."""
 
     queries: Range
@@ -96,6 +97,14 @@ class Layout:
     ring: int
     mask: BlockMask | None = None
     """Keys that each query sees, counted over all segments in order; ``None`` if queries see all keys."""
+    tiles: Tiles | None = None
+    """Tiles of the last segment, a video, in sparse attention (:mod:`fsdp_cp.attention.sparse`)."""
+
+    def as_numbers(self) -> tuple[Any, ...]:
+        """Return the arguments of :func:`make_layout`, for operators: lists and numbers."""
+        mask = [] if self.mask is None else self.mask.as_numbers()
+        tiles = [] if self.tiles is None else self.tiles.as_numbers()
+        return [*self.segments], [*self.keys], mask, tiles, self.ulysses, self.ring
 
     def chunk(self, ring_rank: int) -> Chunk:
         return _chunk(self.segments, self.ulysses, self.ring, ring_rank)
@@ -103,27 +112,28 @@ class Layout:
     def key_chunk(self, ring_rank: int) -> Chunk:
         return _chunk(self.keys, self.ulysses, self.ring, ring_rank)
 
-    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
+    def rectangles(self, query_rank: int, key_rank: int) -> tuple[Rectangle, ...]:
         """Return the rectangles in which queries of one ring rank see keys of another ring rank."""
-        return self._all_tiles[query_rank, key_rank]
+        return self._all_rectangles[query_rank, key_rank]
 
     @cached_property
-    def _all_tiles(self) -> dict[tuple[int, int], tuple[Tile, ...]]:
+    def _all_rectangles(self) -> dict[tuple[int, int], tuple[Rectangle, ...]]:
         ranks = range(self.ring)
-        return {(i, j): _tiles(self.mask, self.chunk(i), self.key_chunk(j)) for i, j in product(ranks, ranks)}
+        return {(i, j): _rectangles(self.mask, self.chunk(i), self.key_chunk(j)) for i, j in product(ranks, ranks)}
 
     def alone(self, ring_rank: int) -> bool:
-        """Return whether nothing is merged: the ring has one rank, and one tile covers all its queries and keys."""
+        """Return whether nothing is merged: the ring has one rank, and all its queries see all its keys."""
         queries, keys = self.chunk(ring_rank), self.key_chunk(ring_rank)
-        return self.ring == 1 and self.tiles(ring_rank, ring_rank) == (Tile((0, queries.size), (0, keys.size)),)
+        everything = Rectangle((0, queries.size), (0, keys.size))
+        return self.ring == 1 and self.rectangles(ring_rank, ring_rank) == (everything,)
 
     def keys_travel(self, chunk: int, hop: int) -> bool:
         """Return whether a rank at or after the ``hop``-th hop (from 0) of ``chunk``'s K and V attends to them."""
-        return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
+        return any(self.rectangles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
 
     def grads_travel(self, chunk: int, hop: int) -> bool:
         """Return whether any rank adds to ``chunk``'s gradients before hop ``hop``, sent by rank chunk + 1 + hop."""
-        return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
+        return any(self.rectangles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
 
 
 @lru_cache(maxsize=1024)
@@ -148,26 +158,26 @@ def _chunk(segments: tuple[int, ...], ulysses: int, ring: int, ring_rank: int) -
     return Chunk(tuple(positions), tuple(tokens), position)
 
 
-def _tiles(mask: BlockMask | None, queries: Chunk, keys: Chunk) -> tuple[Tile, ...]:
+def _rectangles(mask: BlockMask | None, queries: Chunk, keys: Chunk) -> tuple[Rectangle, ...]:
     """Return the visible rectangles of a query chunk and a key chunk. Rectangles with the same keys are joined."""
     if not queries.size or not keys.size:
         return ()
     if mask is None:
-        return (Tile((0, queries.size), (0, keys.size)),)
-    tiles: list[Tile] = []
-    ends: dict[Range, int] = {}  # of key ranges: index of their last tile
+        return (Rectangle((0, queries.size), (0, keys.size)),)
+    found: list[Rectangle] = []
+    ends: dict[Range, int] = {}  # of key ranges: index of their last rectangle
     first = 0
     for count, ranges in zip(mask.queries, mask.keys, strict=True):
         for start, stop in _held(queries, [(first, first + count)]):
             for columns in _held(keys, ranges):
                 last = ends.get(columns)
-                if last is not None and tiles[last].queries[1] == start:
-                    tiles[last] = Tile((tiles[last].queries[0], stop), columns)
+                if last is not None and found[last].queries[1] == start:
+                    found[last] = Rectangle((found[last].queries[0], stop), columns)
                 else:
-                    ends[columns] = len(tiles)
-                    tiles.append(Tile((start, stop), columns))
+                    ends[columns] = len(found)
+                    found.append(Rectangle((start, stop), columns))
         first += count
-    return tuple(tiles)
+    return tuple(found)
 
 
 def _held(chunk: Chunk, ranges: Sequence[Range]) -> list[Range]:
@@ -187,7 +197,19 @@ def _held(chunk: Chunk, ranges: Sequence[Range]) -> list[Range]:
 
 @lru_cache(maxsize=1024)
 def make_layout(
-    segments: tuple[int, ...], keys: tuple[int, ...], mask: tuple[int, ...], ulysses: int, ring: int
+    segments: tuple[int, ...],
+    keys: tuple[int, ...],
+    mask: tuple[int, ...],
+    tiles: tuple[int, ...],
+    ulysses: int,
+    ring: int,
 ) -> Layout:
-    """Return the layout for the operators' numbers; ``mask`` is from :meth:`BlockMask.as_numbers`, empty for none."""
-    return Layout(segments, keys, ulysses=ulysses, ring=ring, mask=BlockMask.from_numbers(mask) if mask else None)
+    """Return the layout for the numbers of an operator, those of :meth:`Layout.as_numbers`."""
+    return Layout(
+        segments,
+        keys,
+        ulysses=ulysses,
+        ring=ring,
+        mask=BlockMask.from_numbers(mask) if mask else None,
+        tiles=Tiles.from_numbers(tiles) if tiles else None,
+    )

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel, choose_sparse_kernel
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import make_layout
 from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_forward
 
 SETTINGS = (
-    "float scale, SymInt[] segments, SymInt[] keys, SymInt[] block_mask, SymInt ulysses, SymInt ring, "
-    "SymInt rank, str group, str backend, bool gradients"
+    "float scale, SymInt[] segments, SymInt[] keys, SymInt[] block_mask, SymInt[] tiles, SymInt ulysses, "
+    "SymInt ring, SymInt rank, str group, str backend, bool gradients"
 )
 """Arguments that all operators share: the scale, the arguments of :func:`make_layout`, rank, group, kernel, and whether
 a backward may follow, on which ``auto`` depends. Only the caller of an operator can know the last."""
@@ -37,13 +37,22 @@ class AttentionOperator:
 
     ``further`` is the schema of that argument, an optional tensor or a list of tensors without gradients; ``forward``
     and ``backward`` are functions as :func:`ring_forward <fsdp_cp.attention.ring.ring_forward>` and
-    :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`.
+    :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`. If ``forward`` also returns a choice of keys,
+    ``choice`` makes an empty one from ``q`` and the further argument; backward gets the choice and the last further
+    tensor as its further argument.
     """
 
-    def __init__(self, name: str, further: str, forward: Callable, backward: Callable):
-        self.forward, self.backward = forward, backward
+    def __init__(
+        self,
+        name: str,
+        further: str,
+        forward: Callable,
+        backward: Callable,
+        choice: Callable[..., Tensor] | None = None,
+    ):
+        self.forward, self.backward, self.choice = forward, backward, choice
         tensors = "Tensor q, Tensor k, Tensor v"
-        schema = f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor)"
+        schema = f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor{', Tensor' if choice else ''})"
         self.operator = torch.library.custom_op(f"fsdp_cp::{name}", self.compute, mutates_args=(), schema=schema)
         schema = f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
         self._backward_operator = torch.library.custom_op(
@@ -52,23 +61,23 @@ class AttentionOperator:
             mutates_args=(),
             schema=f"{schema} -> (Tensor, Tensor, Tensor)",
         )
-        self.operator.register_fake(_fake_forward)
+        self.operator.register_fake(self._fake_forward)
         self._backward_operator.register_fake(_fake_backward)
-        self.operator.register_autograd(self._differentiate, setup_context=_keep_for_backward)
+        self.operator.register_autograd(self._differentiate, setup_context=self.keep_for_backward)
 
     def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         if is_observed(*qkv, *(further if isinstance(further, list) else ())):
-            out, _ = self.operator(*qkv, further, *settings, gradients)
+            out, *_ = self.operator(*qkv, further, *settings, gradients)
         elif gradients:
-            out, _ = _Attention.apply(self, *qkv, further, *settings, gradients)
+            out, *_ = _Attention.apply(self, *qkv, further, *settings, gradients)
         else:
-            out, _ = self.compute(*qkv, further, *settings, gradients)
+            out, *_ = self.compute(*qkv, further, *settings, gradients)
         return [out]
 
-    def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, Tensor]:
-        """Compute the output and the log-sum-exp, the kernel of the operator."""
+    def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, ...]:
+        """Compute the output, the log-sum-exp and, in sparse attention, the choice: the kernel of the operator."""
         return self.forward(q, k, v, further, scale, *ring_and_kernel(q, k, further, *settings))
 
     def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
@@ -84,13 +93,29 @@ class AttentionOperator:
             dk, dv = dk.clone(), dv.clone()
         return dq, dk, dv
 
-    def _differentiate(self, ctx, grad_out, _grad_lse):
-        inputs = _kept(ctx, grad_out)
-        grads = self._backward_operator(*inputs)
+    def keep_for_backward(self, ctx, inputs, output) -> None:
+        """Save the arguments of the backward operator."""
+        q, k, v, further, *ctx.settings = inputs
+        out, lse, *choice = output
+        ctx.is_list, ctx.lists = isinstance(further, (list, tuple)), 0
+        if ctx.is_list:
+            ctx.lists = len(further)
+        if choice:  # backward needs the choice instead of what it was made from
+            further = [*choice, further[-1]]
+            ctx.mark_non_differentiable(*choice)
+        ctx.save_for_backward(q, k, v, out, lse, *(further if ctx.is_list else (further,)))
+
+    def _differentiate(self, ctx, grad_out, *_unused):
+        grads = self._backward_operator(*_kept(ctx, grad_out))
         if not ctx.is_list:
             return (*grads, None, *[None] * len(ctx.settings))
         # With a list of tensors torch expects a list for each list of tensors, and takes an empty list for one.
-        return (*grads, [None] * len(inputs[6]), *[[] if setting == [] else None for setting in ctx.settings])
+        return (*grads, [None] * ctx.lists, *[[] if setting == [] else None for setting in ctx.settings])
+
+    def _fake_forward(self, q, k, v, further, *_settings):
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return (out, lse) if self.choice is None else (out, lse, self.choice(q, further))
 
 
 class _Attention(torch.autograd.Function):
@@ -100,20 +125,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, operator: AttentionOperator, *inputs):
         ctx.operator = operator
         output = operator.compute(*inputs)
-        _keep_for_backward(ctx, inputs, output)
+        operator.keep_for_backward(ctx, inputs, output)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: Tensor, _grad_lse: Tensor):
+    def backward(ctx, grad_out: Tensor, *_unused: Tensor):
         grads = ctx.operator.compute_gradients(*_kept(ctx, grad_out))
         return (None, *grads, None, *[None] * len(ctx.settings))
-
-
-def _keep_for_backward(ctx, inputs, output):
-    q, k, v, further, *ctx.settings = inputs
-    ctx.is_list = isinstance(further, (list, tuple))
-    ctx.save_for_backward(q, k, v, *output, *(further if ctx.is_list else (further,)))
 
 
 def _kept(ctx, grad_out: Tensor) -> tuple[Any, ...]:
@@ -138,21 +157,19 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 def ring_and_kernel(
-    q: Tensor, k: Tensor, further: Any, segments, keys, block_mask, *settings: Any
+    q: Tensor, k: Tensor, further: Any, segments, keys, block_mask, tiles, *settings: Any
 ) -> tuple[Ring, Kernel]:
+    """Return the rank's place in the ring, and the kernel, for the settings of an operator."""
     ulysses, ring, rank, group, backend, gradients = settings
-    layout = make_layout(tuple(segments), tuple(keys), tuple(block_mask), ulysses, ring)
+    layout = make_layout(tuple(segments), tuple(keys), tuple(block_mask), tuple(tiles), ulysses, ring)
+    if layout.tiles is not None:
+        return make_ring(layout, rank, group), choose_sparse_kernel(backend, q)
     masked = isinstance(further, Tensor)
     tokens = min(q.shape[1], k.shape[1])
     kernel = choose_kernel(
         backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, tokens=tokens, gradients=gradients
     )
     return make_ring(layout, rank, group), kernel
-
-
-def _fake_forward(q, k, v, *_settings):
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 def _fake_backward(grad_out, q, k, v, *_settings):

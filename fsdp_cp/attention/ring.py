@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
-from fsdp_cp.attention.layout import Chunk, Layout, Tile
+from fsdp_cp.attention.layout import Chunk, Layout, Rectangle
+from fsdp_cp.attention.pieces import Choice
 from fsdp_cp.mesh import group_by_name
 
 T = TypeVar("T", Tensor, Tensor | None)
-TileGrads = list[tuple[int, Tensor, Tensor]]
-"""First key, dK and dV of each tile of a chunk of keys."""
+Mask = Tensor | Choice | None
+"""Keys that queries see, in addition to the mask of the layout."""
+Grads = list[tuple[int, Tensor, Tensor]]
+"""First key, dK and dV of each rectangle of a chunk of keys."""
 _KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
 
 
@@ -104,9 +107,9 @@ class Merged:
         self.q, self.moves = q, moves
         self.sum: Dual | None = None
 
-    def add(self, rows: slice, other: Dual, mask: Tensor | None = None) -> None:
-        """Merge the attention of some ``rows`` of the queries to further keys; ``mask`` ``(B, Sk)`` is theirs."""
-        if mask is not None:
+    def add(self, rows: slice, other: Dual, mask: Any = None) -> None:
+        """Merge the attention of some ``rows`` of the queries to further keys; a mask ``(B, Sk)`` is theirs."""
+        if isinstance(mask, Tensor):
             # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
             empty = ~mask.any(1)[:, None, None]
             lse, out = other.lse.masked_fill(empty, -torch.inf), other.out.masked_fill(empty[..., None], 0)
@@ -152,16 +155,25 @@ def _weight(lse: Tensor, other: Tensor) -> Tensor:
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
 
-def _tiles(
-    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Tensor | None
-) -> Iterator[tuple[Tile, list[Any], Tensor | None]]:
-    """Yield each tile of the rank's queries and ``chunk``, its part of the padded ``tensors``, and that of the mask."""
+def _rectangles(
+    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Mask
+) -> Iterator[tuple[Rectangle, list[Any], Any]]:
+    """Yield each rectangle of the rank's queries and ``chunk``, its part of the padded ``tensors`` and of the mask."""
     keys = ring.layout.key_chunk(chunk)
     taken = [None if x is None else keys.take(x) for x in tensors]
-    for tile in ring.layout.tiles(ring.rank, chunk):
-        columns = slice(*tile.keys)
-        seen = None if mask is None else keys.select(mask)[:, columns]
-        yield tile, [None if x is None else x[:, columns] for x in taken], seen
+    for rectangle in ring.layout.rectangles(ring.rank, chunk):
+        columns = slice(*rectangle.keys)
+        seen = _seen(ring, chunk, mask)
+        if isinstance(seen, Tensor):
+            seen = seen[:, columns]
+        yield rectangle, [None if x is None else x[:, columns] for x in taken], seen
+
+
+def _seen(ring: Ring, chunk: int, mask: Mask) -> Any:
+    """Return the mask of a kernel call for the keys of ``chunk``; that of a sparse kernel is a ``Chosen``."""
+    if isinstance(mask, Choice):
+        return mask.among(chunk)
+    return None if mask is None else ring.layout.key_chunk(chunk).select(mask)
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
@@ -199,21 +211,22 @@ def _visited(tensors: tuple[T, ...], ring: Ring) -> Generator[tuple[int, Sequenc
             chunk = (me - step) % ring.size
             if step < ring.size - 1:
                 travelling.start(held, chunk, step)
-            if layout.tiles(me, chunk):
+            if layout.rectangles(me, chunk):
                 yield chunk, _unpacked(held, heads_first)
             if step < ring.size - 1:
                 held = travelling.wait()
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, ring: Ring, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's chunk of queries to all keys.
 
     Args:
         q: ``(B, S, H, D)``. Pads of all tensors are ignored and give 0.
         k, v: ``(B, S, Hk, D)``.
-        mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks.
+        mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks; or the rank's choice
+            of tiles.
 
     Returns:
         ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 or fp64, -inf without a key.
@@ -222,8 +235,8 @@ def ring_forward(
     merged = Merged(local.take(q))
     with closing(_visited((k, v), ring)) as visited:
         for chunk, tensors in visited:
-            for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
-                rows = slice(*tile.queries)
+            for rectangle, (keys, values), seen in _rectangles(ring, chunk, tensors, mask):
+                rows = slice(*rectangle.queries)
                 merged.add(rows, Dual(*kernel.forward(merged.q[:, rows], keys, values, seen, scale)), seen)
                 del keys, values
             del tensors  # otherwise three chunks are in memory while the next one arrives
@@ -232,7 +245,7 @@ def ring_forward(
 
 
 def ring_backward(
-    grad_out, q, k, v, out, lse, mask: Tensor | None, scale: float, ring: Ring, kernel: Kernel
+    grad_out, q, k, v, out, lse, mask: Mask, scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, and of its keys and values summed over the queries of all ranks.
 
@@ -248,37 +261,37 @@ def ring_backward(
     if layout.alone(me):
         # One kernel call covers everything: return its gradients without a sum in fp32.
         keys_own = layout.key_chunk(me)
-        seen_by_all = None if mask is None else keys_own.select(mask)
+        seen_by_all = _seen(ring, me, mask)
         dq_own, dk_own, dv_own = kernel.backward(
             g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_own, seen_by_all, scale
         )
         return local.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
     dq = torch.zeros_like(q_own, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
 
-    def tile_grads(chunk: int, tensors: Sequence[Tensor]) -> TileGrads:
+    def chunk_grads(chunk: int, tensors: Sequence[Tensor]) -> Grads:
         """Add the gradients of the rank's queries to ``dq``; return those of a chunk's padded keys and values."""
         grads = []
-        for tile, (keys, values), seen in _tiles(ring, chunk, tensors, mask):
-            rows = slice(*tile.queries)
+        for rectangle, (keys, values), seen in _rectangles(ring, chunk, tensors, mask):
+            rows = slice(*rectangle.queries)
             g, queries, o = (x[:, rows] for x in (g_own, q_own, out_own))
-            dq_tile, dk, dv = kernel.backward(g, queries, keys, values, o, lse_own[:, :, rows], seen, scale)
-            dq[:, rows] += dq_tile
-            grads.append((tile.keys[0], dk, dv))
-            del dq_tile, dk, dv
+            dq_part, dk, dv = kernel.backward(g, queries, keys, values, o, lse_own[:, :, rows], seen, scale)
+            dq[:, rows] += dq_part
+            grads.append((rectangle.keys[0], dk, dv))
+            del dq_part, dk, dv
         return grads
 
-    dk, dv = _key_grads(ring, k, v, tile_grads)
+    dk, dv = _key_grads(ring, k, v, chunk_grads)
     return local.put(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _add_tile_grads(total: Tensor, chunk: Chunk, tile_grads: TileGrads) -> None:
-    for start, dk, dv in tile_grads:
+def _add_grads(total: Tensor, chunk: Chunk, chunk_grads: Grads) -> None:
+    for start, dk, dv in chunk_grads:
         chunk.add_into(total[0], dk, start)
         chunk.add_into(total[1], dv, start)
-    tile_grads.clear()  # frees them before the next chunk arrives
+    chunk_grads.clear()  # frees them before the next chunk arrives
 
 
-def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, Sequence[Tensor]], TileGrads]) -> Tensor:
+def _key_grads(ring: Ring, k: Tensor, v: Tensor, grads_of: Callable[[int, Sequence[Tensor]], Grads]) -> Tensor:
     """Return dK and dV of the rank's own chunk over all ranks, ``(2, B, S, Hk, D)`` in fp32 (fp64 for fp64)."""
     layout, me, size = ring.layout, ring.rank, ring.size
     sums, heads_first = accumulation_dtype(k.dtype), _prefers_heads_first(k, backward=True)
@@ -297,14 +310,14 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, S
             kv = None if is_last else keys.wait()  # overwrite the sent chunk, or a third one would stay in memory
             if step < size - 2:
                 keys.start(kv, chunk, step + 1)
-            tile_grads: TileGrads = []
-            if layout.tiles(me, chunk):
-                tile_grads = tile_grads_of(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
+            chunk_grads: Grads = []
+            if layout.rectangles(me, chunk):
+                chunk_grads = grads_of(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
             total = grads.wait() if step > 0 else None
-            if total is None and (tile_grads or is_last):
+            if total is None and (chunk_grads or is_last):
                 total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
             if total is not None:
-                _add_tile_grads(total, layout.key_chunk(chunk), tile_grads)
+                _add_grads(total, layout.key_chunk(chunk), chunk_grads)
             if not is_last:
                 grads.start(total, chunk, step)
     assert total is not None
@@ -312,12 +325,12 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, tile_grads_of: Callable[[int, S
 
 
 def ring_dual(
-    duals: Sequence[Any], mask: Tensor | None, scale: float, ring: Ring, attention_dual: Callable[..., Dual]
+    duals: Sequence[Any], mask: Mask, scale: float, ring: Ring, attention_dual: Callable[..., Dual]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
     ``duals`` are q, k, v and their tangents, in the shapes of :func:`ring_forward`; in a ring of one, ``None`` stands
-    for a tangent of 0. ``attention_dual`` computes one tile, like
+    for a tangent of 0. ``attention_dual`` computes one rectangle, like
     :func:`fsdp_cp.attention.kernels.kernel.attention_dual`. Return ``out`` and ``t_out`` in the dtype of ``q``.
     """
     q, k, v, t_q, t_k, t_v = duals
@@ -325,8 +338,8 @@ def ring_dual(
     merged, t_q_own = Merged(local.take(q), moves=True), None if t_q is None else local.take(t_q)
     with closing(_visited((k, v, t_k, t_v), ring)) as visited:
         for chunk, tensors in visited:
-            for tile, (keys, values, t_keys, t_values), seen in _tiles(ring, chunk, tensors, mask):
-                rows = slice(*tile.queries)
+            for rectangle, (keys, values, t_keys, t_values), seen in _rectangles(ring, chunk, tensors, mask):
+                rows = slice(*rectangle.queries)
                 t_queries = None if t_q_own is None else t_q_own[:, rows]
                 dual = attention_dual(merged.q[:, rows], keys, values, t_queries, t_keys, t_values, seen, scale)
                 merged.add(rows, dual)

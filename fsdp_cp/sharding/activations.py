@@ -20,7 +20,7 @@ from fsdp_cp.runtime.torch_versions import compile_options
 from fsdp_cp.sequence_lengths import entered, within
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
 
-ATTENTION = ("fsdp_cp.ring_attention", "fsdp_cp.cached_attention")
+ATTENTION = ("fsdp_cp.ring_attention", "fsdp_cp.cached_attention", "fsdp_cp.sparse_attention")
 """Attention operators, whose outputs selective checkpointing keeps by default."""
 MOST_GRAPHS = 64
 """Maximum number of compiled variants of one class of units."""

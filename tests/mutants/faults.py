@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         name="mask_alone",
         harm="a mask that hides the same keys from all queries: backward counts the hidden keys too",
-        old="self.tiles(ring_rank, ring_rank) == (Tile((0, queries.size), (0, keys.size)),)",
-        new="len(self.tiles(ring_rank, ring_rank)) == 1",
+        old="self.rectangles(ring_rank, ring_rank) == (everything,)",
+        new="len(self.rectangles(ring_rank, ring_rank)) == 1",
         killed_by="unit/test_attention_layout.py::test_alone_means_that_every_query_sees_every_key_at_once[1]",
     ),
     Fault(

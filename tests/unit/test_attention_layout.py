@@ -1,4 +1,4 @@
-"""The layout of tokens over ranks and the tiles of attention, against lists and matrices written out."""
+"""The layout of tokens over ranks and the rectangles of attention, against lists and matrices written out."""
 
 from dataclasses import replace
 
@@ -74,9 +74,9 @@ def test_tiles_are_what_queries_see(layout, data):
         for k_rank in range(ring):
             rows = layout.chunk(q_rank).select(torch.arange(tokens)[None])[0]
             columns = layout.key_chunk(k_rank).select(torch.arange(tokens)[None])[0]
-            for tile in layout.tiles(q_rank, k_rank):
+            for rectangle in layout.rectangles(q_rank, k_rank):
                 needs[q_rank, k_rank] = True
-                counted[rows[slice(*tile.queries), None], columns[None, slice(*tile.keys)]] += 1
+                counted[rows[slice(*rectangle.queries), None], columns[None, slice(*rectangle.keys)]] += 1
     assert torch.equal(counted, visible)
     for chunk in range(ring):
         for hop in range(ring - 1):
@@ -107,8 +107,8 @@ def test_alone_means_that_every_query_sees_every_key_at_once(ring):
         layout = Layout((12,), (12,), ulysses=3, ring=ring, mask=mask)
         assert layout.alone(0) == (ring == 1 and mask in masks[:2])
         if layout.alone(0):
-            (tile,) = layout.tiles(0, 0)
-            assert tile.queries == tile.keys == (0, 12), "a ring of one takes this tile without looking"
+            (rectangle,) = layout.rectangles(0, 0)
+            assert rectangle.queries == rectangle.keys == (0, 12), "a ring of one takes this rectangle without looking"
 
 
 CHUNKS = (3 * 1560,) * 7  # 21 latent frames of 480p
@@ -129,7 +129,7 @@ def test_calls_of_a_kernel(mask, calls):
     for ring, most in zip((1, 2), calls, strict=True):
         layout = Layout((mask.tokens,), (mask.tokens,), ulysses=4, ring=ring, mask=mask)
         ranks = range(ring)
-        assert max(sum(len(layout.tiles(i, j)) for j in ranks) for i in ranks) == most, ring
+        assert max(sum(len(layout.rectangles(i, j)) for j in ranks) for i in ranks) == most, ring
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
+from fsdp_cp.attention.kernels.sparse import SparseReference, sparse_dual
 from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.launch import local_rank
 from fsdp_cp.measure.fake_world import device_type
@@ -32,6 +33,7 @@ _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
 """Every kernel by its name, installed or not."""
+SPARSE_REFERENCE = SparseReference()
 _checked_kernels: dict[tuple[str, torch.dtype, int], str | None] = {}
 """Results of :func:`prepare_kernels` by kernel, dtype and head size: ``None``, or why a kernel must not be used."""
 
@@ -166,6 +168,24 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     if isinstance(q, FakeTensor):
         return _fused_shapes
     return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
+
+
+def choose_sparse_kernel(backend: str, q: Tensor) -> Kernel:
+    """Return the kernel of attention to chosen pieces for queries like ``q``."""
+    check_sparse_backend(backend)
+    return SPARSE_REFERENCE
+
+
+def choose_sparse_dual(backend: str, q: Tensor) -> AttendDual:
+    """Return the implementation of attention to chosen pieces with tangents, for queries like ``q``."""
+    check_sparse_backend(backend)
+    return sparse_dual
+
+
+def check_sparse_backend(backend: str) -> None:
+    """Refuse a ``backend`` that sparse attention does not have."""
+    if backend not in ("auto", "reference"):
+        raise UserError(f"backend={backend!r} has no sparse attention; use auto or reference")
 
 
 @lru_cache(maxsize=64)

@@ -107,7 +107,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` in fp32 or better. ``a`` ``(B, H, M, K)`` is rounded to the dtype of ``b`` ``(B, H, K, N)``."""
     a = a.to(b.dtype)
     with torch.autocast(a.device.type, enabled=False):  # autocast acts inside operators too and would round to bf16
@@ -126,16 +126,16 @@ def _starts(x: Tensor, step: int) -> range:
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    logits = _product(q, k.mT).mul_(scale)
+    logits = product(q, k.mT).mul_(scale)
     return logits if mask is None else logits.masked_fill_(~mask[:, None, None, :], -torch.inf)
 
 
 def _tangent_of_logits(q: Tensor, k: Tensor, t_q: Tensor | None, t_k: Tensor | None) -> Tensor | None:
     """Return the tangent of ``q k'``; ``None`` for 0."""
-    from_q = None if t_q is None else _product(t_q, k.mT)
+    from_q = None if t_q is None else product(t_q, k.mT)
     if t_k is None:
         return from_q
-    from_k = _product(q, t_k.mT)
+    from_k = product(q, t_k.mT)
     return from_k if from_q is None else from_k + from_q
 
 
@@ -175,10 +175,10 @@ class Reference(Kernel):
                 c = slice(j, j + columns)
                 tile_mask = None if mask is None else mask[:, c]
                 p = _logits(q[:, :, r], k[:, :, c], tile_mask, scale).sub_(lse[:, :, r, None]).exp_()
-                dv[:, :, c] += _product(p.mT, grad_out[:, :, r])
-                ds = _product(grad_out[:, :, r], v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
-                dq[:, :, r] += _product(ds, k[:, :, c])
-                dk[:, :, c] += _product(ds.mT, q[:, :, r])
+                dv[:, :, c] += product(p.mT, grad_out[:, :, r])
+                ds = product(grad_out[:, :, r], v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
+                dq[:, :, r] += product(ds, k[:, :, c])
+                dk[:, :, c] += product(ds.mT, q[:, :, r])
         dq = unfold_query_groups(dq.transpose(1, 2), heads)
         return dq.to(dtype), dk.transpose(1, 2).to(dtype), dv.transpose(1, 2).to(dtype)
 
@@ -230,16 +230,16 @@ def attention_dual(
             fade, largest = (largest - shift).exp_(), raised
             p = logits.sub_(shift).exp_()
             total = total.mul_(fade).add_(p.sum(-1, keepdim=True))
-            o = o.mul_(fade).add_(_product(p, values))
+            o = o.mul_(fade).add_(product(p, values))
             if not moves:
                 continue
             t_o.mul_(fade)
             if t_values is not None:
-                t_o += _product(p, t_values)
+                t_o += product(p, t_values)
             if (t_logits := _tangent_of_logits(queries, keys, t_queries, t_keys)) is not None:
                 p_t = t_logits.mul_(scale).mul_(p)
                 t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
-                t_o += _product(p_t, values)
+                t_o += product(p_t, values)
         lse[:, :, r] = (total.log() + largest).squeeze(-1)
         total = total.masked_fill_(total == 0, 1)
         out[:, :, r] = o.div_(total)
