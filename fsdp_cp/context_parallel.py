@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.runtime.torch_versions import in_backward
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import Lengths, enter, entered, leave, records_of
+from fsdp_cp.tiles import Tiles
 
 _ONCE = "split once, before the first block, and gather once, after the last"
 
@@ -81,7 +82,11 @@ class EmbedOwnTokens:
     """Name of these tokens for a gather."""
 
 
-def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]) -> None:
+TilesOf = Callable[..., Mapping[str, Tiles]]
+"""Function of the arguments of a model's forward that returns the tiles of the sequences that its plan splits."""
+
+
+def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any], tiles: TilesOf | None = None) -> None:
     """Register hooks on ``model`` that split and gather tokens by ``plan``. Call it before :func:`shard_module`.
 
     Args:
@@ -89,6 +94,10 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
             sub-modules: each call of the model starts a new record of token counts.
         mesh: the mesh. When ``cp`` is 1, the plan is checked but no hook is registered.
         plan: plan in the format of the module docstring.
+        tiles: for sparse attention, a function of the model's arguments that returns the tiles of the video by the
+            names of the splits whose tokens are the video's: ``{"hidden_states": Tiles(grid), "rotary": Tiles(grid)}``.
+            On a ring of several ranks, these splits put the tokens in tile order, and gathers put them back. Attention
+            gets the same tiles by ``Tiles.on(mesh)``.
 
     Raises:
         UserError: ``mesh`` is not a :class:`Mesh`; the model is already sharded; dropout in training, now or in a
@@ -105,9 +114,9 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
     if mesh.context.cp_size == 1:
         return
     _refuse_dropout(model)
-    forwards = _Forwards(mesh)
+    forwards = _Forwards(mesh, tiles)
     # `begin` runs before and `end` after all other hooks, so that the root's splits and gathers run between them.
-    model.register_forward_pre_hook(forwards.begin, prepend=True)
+    model.register_forward_pre_hook(forwards.begin, prepend=True, with_kwargs=True)
     for planned in entries:
         if planned.embedding is not None:
             _register_embedding(planned, forwards)
@@ -121,13 +130,17 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
 class _Forwards:
     """Hooks of one model, which record the token counts that each forward splits."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.groups = mesh, mesh.context
+    def __init__(self, mesh: Mesh, tiles: TilesOf | None):
+        self.mesh, self.groups, self.tiles = mesh, mesh.context, tiles
 
-    def begin(self, model: nn.Module, _args) -> None:
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         _refuse_dropout(model)  # training mode may be set after parallelize_context
         leave(self)  # after an interrupt the previous forward ended without `end`
-        enter(Lengths(self.groups, self))
+        record = Lengths(self.groups, self)
+        if self.tiles is not None:
+            for name, tiles in self.tiles(*args, **kwargs).items():
+                record.tiles[name] = tiles.on(self.mesh)
+        enter(record)
 
     def end(self, _model: nn.Module, _args, _output: Any) -> None:
         leave(self)
@@ -139,7 +152,23 @@ class _Forwards:
         """Return the rank's own tokens of ``x``; record the token count under ``name``."""
         _check_dim(x, dim, where)
         self.note(name, x.shape[dim], where)
-        return split_tokens(x, self.mesh, dim)
+        return split_tokens(self.reorder(x, dim, name, where), self.mesh, dim)
+
+    def reorder(self, x: Tensor, dim: int, name: str, where: str) -> Tensor:
+        """Return all tokens of a sequence, in raster order along ``dim``, in the order in which they are split."""
+        tiles = self.tiles_of([name], x.shape[dim], where)
+        return x if tiles is None else tiles.reorder(x, dim)
+
+    def tiles_of(self, names: Collection[str], total: int, where: str) -> Tiles | None:
+        """Return the tiles of a sequence of ``total`` tokens, split under one of ``names``; ``None`` without tiles."""
+        running = self._running()
+        records = [running] if running is not None else records_of(self.groups)
+        found = {record.tiles_of(name) for record in records for name in names if record.totals.get(name) == total}
+        if any(tiles is not None and tiles.tokens != total for tiles in found):
+            raise ValueError(f"the plan splits {total} tokens of {names} at {where!r}, but their tiles are {found}")
+        if len(found) > 1:
+            raise ValueError(f"the plan has split {names} at {where!r} in several orders: {found}; use one")
+        return next(iter(found), None)
 
     def note(self, name: str, total: int, where: str) -> None:
         """Record that ``total`` tokens are split under ``name`` at the module ``where``."""
@@ -158,30 +187,34 @@ class _Forwards:
             )
         running.note(name, total)
 
-    def total_of(self, gather: Any, local: int, where: str) -> int:
-        """Return the number of tokens in the sequence that ``gather`` gathers from ``local`` on each rank."""
+    def source_of(self, gather: Any, local: int, where: str) -> tuple[int, set[str]]:
+        """Return the tokens and names of the sequence that ``gather`` gathers from ``local`` tokens on each rank."""
         source = getattr(gather, "source", "hidden_states")
         running = self._running()
         records = [running] if running is not None else records_of(self.groups)
-        totals: set[int] = set()
+        fitting: dict[int, set[str]] = {}
         for record in records:
-            totals.update([record.totals[source]] if source in record.totals else record.totals.values())
-        fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
+            for name in [source] if source in record.totals else record.totals:
+                total = record.totals[name]
+                if local_token_count(total, self.groups.cp_size) == local:
+                    fitting.setdefault(total, set()).add(name)
         if len(fitting) != 1:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
             gathered = f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank"
             raise ValueError(f"{gathered}, but this forward has split {known}; give GatherTokens(source=...)")
-        return fitting[0]
+        return next(iter(fitting.items()))
 
     def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
         """Return the full sequence, gathered from each rank's ``x``."""
         dim = gather.gather_dim
         _check_dim(x, dim, where)
-        full = gather_tokens(x, self.mesh, self.total_of(gather, x.shape[dim], where), dim)
+        total, names = self.source_of(gather, x.shape[dim], where)
+        full = gather_tokens(x, self.mesh, total, dim)
+        tiles = self.tiles_of(names, total, where)
         running = self._running()
         if running is not None and running.gathered is None:
             running.gathered = where
-        return full
+        return full if tiles is None else tiles.restore(full, dim)
 
 
 def _check_dim(x: Tensor, dim: int, where: str) -> None:
@@ -264,15 +297,14 @@ def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
 
     def embed_own(_module, args):
         (x,) = args
-        patches, total = _own_patches(x, kernel, forwards.mesh)
-        forwards.note(name, total, planned.name)
-        return patches
+        patches = _patches(x, kernel)
+        return forwards.split(patches, 2, name, planned.name).flatten(2, 3)
 
     planned.module.register_forward_pre_hook(embed_own)
 
 
-def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor, int]:
-    """Return the rank's own patches of ``(B, C, T, H, W)``, as ``(B, C, S_local pt, ph, pw)``, and the total number."""
+def _patches(x: Tensor, kernel: tuple[int, ...]) -> Tensor:
+    """Cut ``(B, C, T, H, W)`` into patches in raster order, ``(B, C, S, pt, ph, pw)``."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
         raise ValueError(f"the patch size {kernel} must divide the input size {tuple(sizes)}")
@@ -280,8 +312,7 @@ def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor
         x = x.unflatten(2 + dim, (-1, kernel[dim]))
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
     x = x.permute(0, 1, *(2 + 2 * dim for dim in dims), *(3 + 2 * dim for dim in dims))
-    patches = x.flatten(2, 1 + len(kernel))
-    return split_tokens(patches, mesh, 2).flatten(2, 3), patches.shape[2]
+    return x.flatten(2, 1 + len(kernel))
 
 
 def _register_gathers(planned: Planned, forwards: _Forwards) -> None:

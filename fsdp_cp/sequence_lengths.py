@@ -18,6 +18,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups
 from fsdp_cp.runtime.torch_versions import in_backward
 from fsdp_cp.sequence import is_count
+from fsdp_cp.tiles import Tiles
 
 
 class Lengths:
@@ -26,6 +27,8 @@ class Lengths:
     def __init__(self, groups: ContextGroups, owner: object):
         self.groups, self.owner = groups, owner
         self.totals: dict[str, int] = {}
+        self.tiles: dict[str, Tiles] = {}
+        """Tiles of sequences, and so the order of their tokens, by the names under which the plan splits them."""
         self.padded = False
         """Whether some rank holds pads. Stored, since a compiled graph that reads the counts recompiles for each."""
         self.gathered: str | None = None
@@ -35,6 +38,10 @@ class Lengths:
         """Record that ``total`` tokens were split under ``name``."""
         self.totals[name] = total
         self.padded = self.padded or total % self.groups.cp_size != 0
+
+    def tiles_of(self, name: str) -> Tiles | None:
+        """Return the tiles of a sequence. ``rope[0]`` is part of ``rope``."""
+        return self.tiles.get(name, self.tiles.get(name.partition("[")[0]))
 
     def __str__(self) -> str:
         return ", ".join(f"{name} ({total} tokens)" for name, total in self.totals.items()) or "nothing"
@@ -57,7 +64,9 @@ def leave(owner: object) -> None:
         if record.owner is owner:
             ended = copy.copy(record)
             ended.owner = None  # otherwise its mesh would live as long as this process
-            _ended[record.groups.cp_size, record.groups.cp_rank, *sorted(record.totals.items())] = ended
+            _ended[
+                record.groups.cp_size, record.groups.cp_rank, *sorted(record.totals.items()), *record.tiles.items()
+            ] = ended
             del _entered[i:]
             return
 
@@ -154,6 +163,20 @@ def _joined_totals(totals: dict[str, int]) -> set[tuple[int, ...]]:
     """Return all counts of one to three sequences. Joined ones are detected to refuse them: their order needs names."""
     known = sorted(set(totals.values()))
     return {joined for number in (1, 2, 3) for joined in combinations(known, number)}
+
+
+def check_order(tiles: Tiles, groups: ContextGroups) -> None:
+    """Refuse tiles in another order than that in which the running forward has split this grid."""
+    if torch.compiler.is_compiling():
+        return
+    for record in records_of(groups):
+        split = [x for x in record.tiles.values() if (x.grid, x.tile) == (tiles.grid, tiles.tile)]
+        if split and tiles not in split:
+            orders = {True: "tile order", False: "raster order"}
+            given, wanted = orders[tiles.is_ordered], orders[split[0].is_ordered]
+            raise UserError(
+                f"sparse has its tokens in {given}, but the plan splits them in {wanted}; use tiles.on(mesh)"
+            )
 
 
 def refuse_split_keys(queries: int, keys: int) -> None:

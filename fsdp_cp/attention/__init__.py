@@ -26,7 +26,7 @@ from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
-from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
+from fsdp_cp.sequence_lengths import check_order, refuse_split_keys, segments_of
 from fsdp_cp.tiles import Sparse
 
 _ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
@@ -108,7 +108,8 @@ def context_parallel_attention(
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     check_options(q, scale, backend, sum(segments), key_mask, mask)
     if sparse is not None or gate is not None:
-        gate = _checked_sparse(sparse, gate, q, k, segments, backend, masked=key_mask is not None or mask is not None)
+        masked = key_mask is not None or mask is not None
+        gate = _checked_sparse(sparse, gate, q, k, segments, backend, groups, masked)
         assert sparse is not None and joint is None
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
         q, k, v = contiguous_rows(q, k, v)
@@ -287,7 +288,14 @@ def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any 
 
 
 def _checked_sparse(
-    sparse: Any, gate: Any, q: Tensor, k: Tensor, segments: tuple[int, ...], backend: str, masked: bool
+    sparse: Any,
+    gate: Any,
+    q: Tensor,
+    k: Tensor,
+    segments: tuple[int, ...],
+    backend: str,
+    groups: ContextGroups,
+    masked: bool,
 ) -> Tensor | None:
     """Check the arguments of sparse attention; return the gate in the dtype of ``q``."""
     if not isinstance(sparse, Sparse):
@@ -303,6 +311,7 @@ def _checked_sparse(
         grid = f"{sparse.tiles.tokens} tokens of sparse's grid {sparse.tiles.grid}"
         raise UserError(f"the {grid} must be the last of total_tokens={segments}")
     check_sparse_backend(backend)
+    check_order(sparse.tiles, groups)
     if gate is None:
         return None
     if not isinstance(gate, Tensor) or (gate.shape, gate.device) != (q.shape, q.device):
