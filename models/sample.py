@@ -100,6 +100,12 @@ class Sample:
         shift = self.shift(part)
         return t if shift == 1.0 else shift_time(t, shift)
 
+    def on_clock(self, times: Mapping[str, float]) -> Sample:
+        """Return the sample with the shifts with which each part has its own of ``times``, in (0, 1), at the video's
+        time: a state between the times of one clock."""
+        odds = {part: time / (1 - time) for part, time in times.items()}
+        return replace(self, shifts={part: own / odds[VIDEO] for part, own in odds.items()})
+
     def map(self, function: Callable[..., Tensor], *others: Sample | Mapping[str, Any]) -> Sample:
         """Return the sample of ``function(part, *other)`` for each part and the same part of each of ``others``."""
         for other in others:

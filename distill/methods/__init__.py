@@ -21,6 +21,7 @@ from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
+from distill.methods.pdd import Pdd, PddSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
 from distill.methods.self_forcing import SelfForcing, SelfForcingSettings
@@ -39,6 +40,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "rcm": (Rcm, RcmSettings),
     "meanflow": (MeanFlow, MeanFlowSettings),
     "dcm": (Dcm, DcmSettings),
+    "pdd": (Pdd, PddSettings),
     "ode_regression": (OdeRegression, OdeRegressionSettings),
     "self_forcing": (SelfForcing, SelfForcingSettings),
 }

@@ -211,7 +211,7 @@ class Method(ABC):
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
         """Refuse samples with ``parts`` other than the video, by default all."""
-        hint = "use method=dmd2 without GAN or flow_matching, or a model of video alone"
+        hint = "use method=dmd2 without GAN, pdd or flow_matching, or a model of video alone"
         raise UserError(f"method={settings.name} does not know {' and '.join(parts)} yet; {hint}")
 
     @classmethod

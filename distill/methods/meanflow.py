@@ -78,6 +78,11 @@ class MeanFlow(FewStepMethod):
     def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:
         return {"student": (NAME,)}
 
+    @property
+    def few_steps(self) -> None:
+        """``None``: diffusers has no network with a second time."""
+        return
+
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("meanflow", lambda: self._loss(step, batch, random))
 

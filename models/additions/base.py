@@ -31,6 +31,10 @@ class Addition(nn.Module):
 
     shared = False
     """Whether other roles, which run without the addition, call the network too."""
+    by_sample = False
+    """Whether a call tells it something of each sample."""
+    freezes: Sequence[str] = ()
+    """Names of the network's parameters that do not train with the addition."""
 
     def __init__(self, family: Family, config: Mapping[str, Any]):
         """Build the addition for a network of ``family`` with configuration ``config``."""

@@ -33,6 +33,8 @@ class SecondTime(Addition):
     weights: there the student always predicts an instantaneous velocity. It computes in fp32 under bf16.
     """
 
+    by_sample = True
+
     def __init__(self, family: Family, config: Mapping[str, Any]):
         super().__init__(family, config)
         self.rates = family.time_features(config) // 2

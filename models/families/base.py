@@ -44,9 +44,18 @@ class Outputs(NamedTuple):
     """Outputs of a network."""
 
     velocity: Sample
-    """Rectified-flow velocity, with the parts of the network's input."""
+    """Rectified-flow velocity, with the parts of the network's input. Of P fused heads (models/additions/heads.py) it
+    has P B samples: those of the first head, then those of the second."""
     others: tuple[Tensor, ...] = ()
     """Outputs of additions."""
+
+
+class LastLayer(NamedTuple):
+    """Linear layer whose output is the velocity of one part."""
+
+    name: str
+    inputs: int
+    outputs: int
 
 
 class Flops(NamedTuple):
@@ -176,6 +185,15 @@ class Family(ABC):
     def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
         """Return the modulation modules of the blocks, whose linear layers stay out of fp8 under ``ROLE.fp8``."""
         return []
+
+    def last_layers(self, config: NetworkConfig) -> Mapping[str, LastLayer]:
+        """Return the last layer of each part, which heads can replace; empty for a family that takes no heads."""
+        return {}
+
+    def stacked_outputs(self, config: NetworkConfig, part: str, outputs: Tensor) -> Tensor:
+        """Return P outputs of a last layer ``(B, S_local, P, out)`` as one of ``(B, S_local, P out)`` that the network
+        can unpack; the default is for a network that returns rows."""
+        return outputs.flatten(-2)
 
     adapter_targets: ClassVar[tuple[str, ...]] = ()
     """Name patterns of the linear layers that get adapters by default; empty for all linear layers of the blocks."""

@@ -235,8 +235,10 @@ def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], clean: 
 def hold_first_frame(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
     """Replace frame 0 of ``v`` by the velocity from ``x`` to ``frame``, so that ``x - t v`` is the frame there.
 
-    ``v``, ``x`` are ``(B, C, T, H, W)``, ``frame`` ``(B, C, 1, H, W)``, ``t`` ``(B,)`` or ``(B, T)`` in fp32 or better.
+    ``x`` is ``(B, C, T, H, W)``, ``v`` alike or P times as many samples, ``frame`` ``(B, C, 1, H, W)``, ``t`` ``(B,)``
+    or ``(B, T)`` in fp32 or better.
     """
     first = t if t.ndim == 1 else t[:, 0]
     held = (x[:, :, :1] - frame) / first.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)
-    return torch.cat([held.to(v.dtype), v[:, :, 1:]], dim=2)
+    held = held.to(v.dtype).repeat(len(v) // len(x), 1, 1, 1, 1)
+    return torch.cat([held, v[:, :, 1:]], dim=2)

@@ -36,7 +36,17 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from models.condition import TEXT_LENGTH, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import (
+    FamilyPlanning,
+    Flops,
+    LastLayer,
+    LatentShape,
+    NetworkConfig,
+    Outputs,
+    Shape,
+    Shapes,
+    config_of,
+)
 from models.families.diffusers_family import DiffusersFamily
 from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
@@ -228,6 +238,13 @@ class MiniMaxH3(DiffusersFamily):
 
         return MiniMaxH3LoraLoaderMixin.lora_state_dict(dict(tensors), use_safetensors=True)
 
+    def last_layers(self, config: NetworkConfig) -> Mapping[str, LastLayer]:
+        width, patch = self.width(config), math.prod(self.patch_size(config))
+        return {
+            VIDEO: LastLayer("proj_out", width, config["in_channels"] * patch),
+            AUDIO: LastLayer("audio_proj_out", width, config["audio_in_channels"]),
+        }
+
     def width(self, config: NetworkConfig) -> int:
         return config["hidden_size"]
 
@@ -291,7 +308,8 @@ class MiniMaxH3(DiffusersFamily):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
 
     def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
-        if len(sample) > 1 and hasattr(network, "additions"):
+        additions = getattr(network, "additions", nn.ModuleDict()).modules()
+        if len(sample) > 1 and any(getattr(addition, "by_sample", False) for addition in additions):
             raise UserError(f"micro_batch_size must be 1: {self.label} takes a second time of one sample only")
         text, lengths = condition.tensors["text"], [condition.tensors["text"].shape[1]] * len(sample)
         if type(given := condition.tensors.get(TEXT_LENGTH)) is Tensor:  # fake tensors of a plan have no values
@@ -299,10 +317,11 @@ class MiniMaxH3(DiffusersFamily):
         each = [
             self._output(network, sample[i : i + 1], t[i], text[i : i + 1, :length]) for i, length in enumerate(lengths)
         ]
-        return Outputs(Sample.cat(each))
+        # Heads return several velocities of each sample: first those of the first head.
+        return Outputs(Sample.cat(each).map(lambda v: v.unflatten(0, (len(each), -1)).transpose(0, 1).flatten(0, 1)))
 
     def _output(self, network: nn.Module, sample: Sample, t: Tensor, text: Tensor) -> Sample:
-        """Return the velocity of one sample at the time ``t``, a scalar, with ``text`` ``(1, L, D)``."""
+        """Return the velocity of one sample at the time ``t``, a scalar, with ``text`` ``(1, L, D)``; of each head."""
         video, audio, mesh = sample.video, sample.parts[AUDIO], vars(network).get("mesh_of_rows")
         _, p, q = self.patch_size(config_of(network))
         rows = rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=p, q=q)
@@ -330,8 +349,8 @@ class MiniMaxH3(DiffusersFamily):
         if mesh is not None:
             v, audio_v = gather_tokens(v, mesh, rows.shape[1]), gather_tokens(audio_v, mesh, audio_rows.shape[1])
         grid = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
-        v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
-        audio_v = rearrange(audio_v, "b (s l) a -> b a l s", s=SIDES)
+        v = rearrange(v, "1 (t h w) (n c p q) -> n c t (h p) (w q)", c=video.shape[1], **grid)
+        audio_v = rearrange(audio_v, "1 (s l) (n a) -> n a l s", s=SIDES, a=audio.shape[1])
         return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
 
 

@@ -18,13 +18,24 @@ from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
+from einops import rearrange
 from torch import Tensor, nn
 
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import (
+    FamilyPlanning,
+    Flops,
+    LastLayer,
+    LatentShape,
+    NetworkConfig,
+    Outputs,
+    Shape,
+    Shapes,
+    config_of,
+)
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
     DiffusersFamily,
@@ -188,6 +199,14 @@ class Wan(DiffusersFamily):
     def patch_size(self, config: NetworkConfig) -> tuple[int, int, int]:
         return tuple(config["patch_size"])
 
+    def last_layers(self, config: NetworkConfig) -> Mapping[str, LastLayer]:
+        outputs = math.prod(config["patch_size"]) * self.latent_channels(config)
+        return {VIDEO: LastLayer("proj_out", self.width(config), outputs)}
+
+    def stacked_outputs(self, config: NetworkConfig, part: str, outputs: Tensor) -> Tensor:
+        """Stack outputs along the channels, which are last in a patch."""
+        return rearrange(outputs, "b s p (patch c) -> b s (patch p c)", c=self.latent_channels(config))
+
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shapes of the text and, for image to video, latents and mask; for Wan 2.1 also features."""
         shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
@@ -277,6 +296,7 @@ class Wan(DiffusersFamily):
                 encoder_hidden_states_image=tensors.get("image_embeds"),
                 return_dict=False,
             )
+        v = rearrange(v, "b (p c) t h w -> (p b) c t h w", c=x.shape[1])  # p velocities of fused heads, or one
         v = self.hold(v, x, t, condition) if causal is None else v
         return Outputs(Sample({VIDEO: v}), tuple(others))
 

@@ -30,7 +30,9 @@ def parallelize(
     family, settings = roles[0].family, _shard_settings(roles, trained, precision)
     if settings.precision == "fp64":
         nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    adapted, never = any(role.lora is not None for role in roles), family.never_trained(roles[0].network)
+    adapted, never = any(role.lora is not None for role in roles), {*family.never_trained(roles[0].network)}
+    additions = [addition for role in roles for addition in additions_of(network, role.name).values()]
+    never.update(*(addition.freezes for addition in additions))
     for name, parameter in network.named_parameters():  # the base trains only with a role that has no adapters on it
         role, public = owner(name)
         parameter.requires_grad_((role or (None if adapted else roles[0].name)) in trained and public not in never)
@@ -42,7 +44,7 @@ def parallelize(
     full_precision: list[nn.Module] = []
     if settings.precision == "bf16":
         full_precision += family.full_precision_units(network)
-        full_precision += [addition for role in roles for addition in additions_of(network, role.name).values()]
+        full_precision += additions
         if adapted:
             _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
     added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}

@@ -19,6 +19,7 @@ from fsdp_cp.sharding.shard import kept_gathered
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.base import additions_of
 from models.additions.gan_head import GanHead
+from models.additions.heads import Heads, Rows
 from models.additions.time_conditioning import SecondTime
 from models.causal import CausalSettings
 from models.condition import FIRST_FRAME, Condition
@@ -97,6 +98,8 @@ class Role:
     """Distance by which a time may lie outside its expert's range, within :meth:`differences`."""
     second_times: dict[Network, SecondTime] = field(init=False)
     """Addition of the role that embeds a second time, of each network with one."""
+    heads: dict[Network, Heads] = field(init=False)
+    """Heads of the role, of each network with some."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
     observer: Callable[[Call], AbstractContextManager] = field(default=nullcontext, repr=False)
@@ -112,6 +115,7 @@ class Role:
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         added = [(n, addition) for n in self.networks for addition in additions_of(n.module, self.name).values()]
         self.second_times = {network: addition for network, addition in added if isinstance(addition, SecondTime)}
+        self.heads = {network: addition for network, addition in added if isinstance(addition, Heads)}
 
     @property
     def family(self) -> Family:
@@ -183,6 +187,7 @@ class Role:
         *,
         clean: Sample | None = None,
         at: float | None = None,
+        heads: Rows | None = None,
     ) -> Sample:
         """Return the rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
 
@@ -196,9 +201,11 @@ class Role:
             clean: for a causal role, the clip at ``causal.context_time``, of the shapes of ``x``: the history of every
                 chunk (teacher forcing).
             at: as for :meth:`network_at`.
+            heads: P means of heads, for a role with the addition ``heads``, which needs them.
 
         Returns:
-            Velocity of each part, in the dtype of ``x``. The gradient that reaches ``x`` is whole on every rank.
+            Velocity of each part, in the dtype of ``x``; for P means of heads P times as many samples, first all those
+            of the first. The gradient that reaches ``x`` is whole on every rank.
         """
         network, causal, hidden, times = self.network_at(t, at), None, x, t
         if clean is not None and second_time is not None:
@@ -208,7 +215,7 @@ class Role:
             causal, hidden, times = whole_clip(self.causal, x, t, clean, frame_tokens)
         elif clean is not None:
             raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
-        with self._at_second_time(network, t, second_time):
+        with self._telling_additions(network, t, second_time, heads):
             v = self._outputs(Call(self, network, hidden, times, condition, causal)).velocity
         if causal is None and v.dtype == x.dtype:
             return v
@@ -216,12 +223,21 @@ class Role:
         held = network.family.hold(v.video, x.video, t, condition)
         return replace(v, parts={**v.parts, VIDEO: held})
 
-    def _at_second_time(self, network: Network, t: Tensor, second_time: Tensor | None) -> AbstractContextManager:
-        """Run calls of ``network`` within this context at ``t`` and ``second_time``."""
-        addition = self.second_times.get(network)
-        if (addition is None) != (second_time is None):
-            raise RuntimeError(f"{self.name}: a role with a second time must get it, and no other role")
-        return nullcontext() if addition is None or second_time is None else addition.at(t, second_time)
+    @contextmanager
+    def _telling_additions(
+        self, network: Network, t: Tensor, second_time: Tensor | None, heads: Rows | None = None
+    ) -> Iterator[None]:
+        """Run calls of ``network`` within this context at ``t`` and ``second_time``, with these means of ``heads``."""
+        second, last = self.second_times.get(network), self.heads.get(network)
+        for name, addition, value in (("a second time", second, second_time), ("heads", last, heads)):
+            if (addition is None) != (value is None):
+                raise RuntimeError(f"{self.name}: a role with {name} must get the call's, and no other role")
+        with ExitStack() as stack:
+            if second is not None and second_time is not None:
+                stack.enter_context(second.at(t, second_time))
+            if last is not None and heads is not None:
+                stack.enter_context(last.at(heads))
+            yield
 
     def cache(self, condition: Condition, *, training: bool = False) -> Cache:
         """Return the cache of a causal role at the start of a clip: empty, or with a first frame as the first chunk.
@@ -263,7 +279,7 @@ class Role:
         """
         network = self.network_at(t, at)
         head = cast(GanHead, additions_of(network.module, self.name)["gan_head"])
-        with head.wanted(self.tokens(x.shapes)), self._at_second_time(network, t, second_time):
+        with head.wanted(self.tokens(x.shapes)), self._telling_additions(network, t, second_time):
             return self._outputs(Call(self, network, x, t, condition, depth=head.depth)).others[0].to(x.dtype)
 
     def _outputs(self, call: Call) -> Outputs:

@@ -18,6 +18,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.sharding.settings import TRAINED_ONLY, ShardSettings
 from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
+from models.additions.heads import Heads
 from models.additions.time_conditioning import LastStep, SecondTime
 from models.causal import CausalSettings, read_causal
 from models.condition import FIRST_FRAME, has_image
@@ -38,7 +39,9 @@ from models.sample import VIDEO, PartShapes
 
 log = logging.getLogger(__name__)
 
-ADDITION_CLASSES: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
+ADDITION_CLASSES: dict[str, type[Addition]] = {
+    "gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep, "heads": Heads,
+}  # fmt: skip
 
 
 def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:

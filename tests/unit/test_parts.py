@@ -147,7 +147,7 @@ def test_samples_refuse_other_parts_and_other_clocks():
 @pytest.mark.parametrize("name", [*METHODS])
 def test_methods_that_do_not_know_sound_name_those_that_do(name):
     kind, settings = METHODS[name]
-    if name in ("dmd2", "flow_matching", "ode_regression", "self_forcing"):
+    if name in ("dmd2", "pdd", "flow_matching", "ode_regression", "self_forcing"):
         kind.check_parts(settings(), ["audio"])
         return
     with refused(f"method={name}"):

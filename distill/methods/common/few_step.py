@@ -108,8 +108,6 @@ class FewStepMethod(Method):
 
     @property
     def few_steps(self) -> dict[str, Any] | None:
-        if self.additions(self.settings).get("student"):  # diffusers has no such network
-            return None
         student, times = self.roles["student"], self.settings.student_times()
         return {
             "times": times,
