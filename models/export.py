@@ -99,10 +99,9 @@ class RoleExport:
             tensors = file_tensors(kind, adapters.shapes, adapters.read, family=self.family, scale=scale, dtype=dtype)
             write_file(folder, tensors, {"format": kind, **about}, **options)
             return
-        networks = [
-            merged(base, self.trained[i], self.scale or 1.0) if i in self.trained else base
-            for i, base in enumerate(self.bases())
-        ]
+        networks = list(self.bases())
+        for i, weights in self.trained.items():
+            networks[i] = merged(networks[i], weights, self.scale or 1.0)
         config = self.config
         if (code := OWN.get(kind or "")) is not None:
             (network,) = networks
@@ -159,52 +158,76 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)
     try:
-        settings, boundaries = state.get("settings", {}), list(state.get("boundaries", {}).get(role) or ())
-        as_the_run = {"weights": "auto", "dtype": "fp32", **settings.get("export", {})}
-        trained, weights = _trained(checkpoint, role, boundaries, options.weights, as_the_run["weights"])
-        adapters = state.get("adapters", {}).get(role)
-        exported = RoleExport(
-            family=family_of(settings.get(role, {}).get("family", "wan"), role),
-            config=dict(state["configs"][role]),
-            boundaries=boundaries,
-            causal=state.get("causal", {}).get(role),
-            scale=None if adapters is None else adapters["scale"],
-            trained=trained,
-            # Without adapters every network that is exported trained, and none needs its base.
-            bases=lambda: (
-                [trained.get(i, next(iter(trained.values()))) for i in range(len(boundaries) + 1)]
-                if adapters is None
-                else _bases(adapters["base"], role, options.base, out)
-            ),
-            few_steps=state.get("few_steps") if role == "student" else None,
-        )
-        about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
-        about["method"] = settings.get("method")  # decides how the student is sampled
-        dtype, schedulers = DTYPES[options.dtype or as_the_run["dtype"]], exported.schedulers(kind)
+        exported, about, dtype = _read_role(checkpoint, state, out, options)
+        schedulers = exported.schedulers(kind)
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
     name = f"the {role}"
-    if boundaries:
-        held = [EXPERTS[i] for i in trained]
-        takes_both = len(held) == len(EXPERTS) and kind not in (*FORMATS, *OWN)  # one file holds one expert
-        if expert not in held and not (expert is None and takes_both):
-            advice = f"add --expert {' or '.join(held)}, or take both from the run's export/student"
-            raise UserError(f"{checkpoint} holds the {role}'s experts for {' and '.join(held)} noise; {advice}")
+    if exported.boundaries:
+        _check_expert(exported, expert, kind, f"{checkpoint} holds the {role}'s experts")
         if expert is not None:
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], schedulers = expert, {}
+    _check_format(exported, kind, role, name)
+    exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers)
+    weights = about["weights"]
+    if kind in FORMATS:
+        return f"the {weights} adapters of {name}"
+    return f"the {weights} weights of {name}{'' if exported.scale is None else ', merged into their base,'}"
+
+
+def _read_role(
+    checkpoint: Path, state: Mapping[str, Any], out: Path, options: argparse.Namespace
+) -> tuple[RoleExport, dict[str, Any], torch.dtype]:
+    """Return a role of the checkpoint with this ``state.json``, what its export says about it, and the dtype."""
+    role = options.role
+    settings, boundaries = state.get("settings", {}), list(state.get("boundaries", {}).get(role) or ())
+    as_the_run = {"weights": "auto", "dtype": "fp32", **settings.get("export", {})}
+    trained, weights = _trained(checkpoint, role, boundaries, options.weights, as_the_run["weights"])
+    adapters = state.get("adapters", {}).get(role)
+
+    def bases() -> list[Weights]:
+        if adapters is not None:
+            return _bases(adapters["base"], role, options.base, out)
+        # Without adapters every network that is exported trained, and none needs its base.
+        any_network = next(iter(trained.values()))
+        return [trained.get(i, any_network) for i in range(len(boundaries) + 1)]
+
+    exported = RoleExport(
+        family=family_of(settings.get(role, {}).get("family", "wan"), role),
+        config=dict(state["configs"][role]),
+        boundaries=boundaries,
+        causal=state.get("causal", {}).get(role),
+        scale=None if adapters is None else adapters["scale"],
+        trained=trained,
+        bases=bases,
+        few_steps=state.get("few_steps") if role == "student" else None,
+    )
+    about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
+    about["method"] = settings.get("method")  # decides how the student is sampled
+    return exported, about, DTYPES[options.dtype or as_the_run["dtype"]]
+
+
+def _check_expert(exported: RoleExport, expert: str | None, kind: str | None, holds: str) -> None:
+    """Refuse an expert that did not train, and both experts where they did not both train or one file is written."""
+    trained = [EXPERTS[i] for i in exported.trained]
+    takes_both = len(trained) == len(EXPERTS) and kind not in (*FORMATS, *OWN)
+    is_exported = takes_both if expert is None else expert in trained
+    if not is_exported:
+        advice = f"add --expert {' or '.join(trained)}, or take both from the run's export/student"
+        raise UserError(f"{holds} for {' and '.join(trained)} noise; {advice}")
+
+
+def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) -> None:
+    """Refuse a format that the role's family or its weights do not have."""
     if kind in OWN and exported.family.name != kind:
         raise UserError(f"--format {kind} is for {kind}, and the {role} is {exported.family.name}; leave it out")
-    if adapters is None and kind not in (None, *OWN):
+    if exported.scale is None and kind not in (None, *OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind in FORMATS and (whole := exported.not_adapters):
         raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
-    exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers)
-    if kind in FORMATS:
-        return f"the {weights} adapters of {name}"
-    return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
 def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:

@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,34 +41,38 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     if data.encoders is not None and table_file(data.encoders).is_file():
         return {}
     settings = encoder_settings(config, shapes)
-    vae, image = settings["vae"], settings["image_encoder"]
-    kind = FAMILIES[vae.get("_class_name", EncoderFolder.codec_class.vae_class)]
-
-    def build() -> Any:
-        with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
-            network = build_vae(vae)
-        # The sound's networks are next to the VAE, in fp32. Their activations are small, and not measured.
-        network.of_sound = nn.ModuleList(build_vae(settings[part]) for part in kind.codec_parts[1:] if part in settings)
-        if data.vae_tiling:
-            network.enable_tiling()
-        if blocks := getattr(network.decoder, "transformer_blocks", None):  # hundreds of tiles through 36 blocks
-            # Without gradients two equal blocks peak as all do. The others stay in memory.
-            network.decoder.transformer_blocks, vars(network)["unused"] = blocks[:2], blocks
-        return network
-
-    encodes = isinstance(data, VideoFolderSettings)
-    peaks = {"encode/captions": _captions_peak(config, kind, settings)} if encodes else {}
-    if encodes and (data.has_clips or data.image is not None):
-        # Latents of an image can be those of a clip that begins with it.
-        frames = data.num_frames if data.has_clips or "image_latents" in shapes[1] else 1
-        pixels = (1, 3, frames, data.height, data.width)
-        peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
-    if encodes and image:
-        peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
+    kind = FAMILIES[settings["vae"].get("_class_name", EncoderFolder.codec_class.vae_class)]
+    build_codec = partial(_build_codec, data, kind, settings)
+    peaks = {}
+    if isinstance(data, VideoFolderSettings):
+        peaks["encode/captions"] = _captions_peak(config, kind, settings)
+        if data.has_clips or data.image is not None:
+            # Latents of an image can be those of a clip that begins with it.
+            frames = data.num_frames if data.has_clips or "image_latents" in shapes[1] else 1
+            pixels = (1, 3, frames, data.height, data.width)
+            peaks["encode/clips"] = _peak(build_codec, lambda vae: vae.encode(torch.zeros(pixels, dtype=vae.dtype)))
+        if image := settings["image_encoder"]:
+            peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
     if config.sample.at_end or config.sample.every or config.guard.every:
         shape = (1, *parts[VIDEO])
-        peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
+        peaks["decode"] = _peak(build_codec, lambda vae: _decode(vae, torch.zeros(shape, dtype=vae.dtype)))
     return peaks
+
+
+def _build_codec(
+    data: VideoFolderSettings | EncodedSettings, kind: type[EncoderFolder], settings: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    """Build the VAE and the networks of the sound next to it."""
+    with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
+        vae = build_vae(settings["vae"])
+    # The sound's networks are in fp32. Their activations are small, and not measured.
+    vae.of_sound = nn.ModuleList(build_vae(settings[part]) for part in kind.codec_parts[1:] if part in settings)
+    if data.vae_tiling:
+        vae.enable_tiling()
+    if blocks := getattr(vae.decoder, "transformer_blocks", None):  # hundreds of tiles through 36 blocks
+        # Without gradients two equal blocks peak as all do. The others stay in memory.
+        vae.decoder.transformer_blocks, vars(vae)["unused"] = blocks[:2], blocks
+    return vae
 
 
 def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[str, Mapping[str, Any]]) -> Peak:
@@ -91,9 +96,11 @@ def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, A
     if path is None:
         settings = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
     else:
-        used = {part for kind in FAMILIES.values() for part in (*kind.codec_parts, *kind.text_parts, "image_encoder")}
-        files = [file for file in Path(find_shipped(path)).glob("*/config.json") if file.parent.name in used]
-        settings = {file.parent.name: json.loads(file.read_text()) for file in files}
+        used = {"image_encoder"}
+        for kind in FAMILIES.values():
+            used.update(kind.codec_parts, kind.text_parts)
+        files = {file.parent.name: file for file in Path(find_shipped(path)).glob("*/config.json")}
+        settings = {name: json.loads(file.read_text()) for name, file in files.items() if name in used}
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
 
 
@@ -106,9 +113,8 @@ def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
     """Build the class of transformers that ``architectures`` names, one of ``names``, by default the first."""
     import transformers
 
-    cls = getattr(
-        transformers, next((name for name in names if name in (settings.get("architectures") or ())), names[0])
-    )
+    architectures = settings.get("architectures") or ()
+    cls = getattr(transformers, next((name for name in names if name in architectures), names[0]))
     # transformers draws some weights with a branch on their values, which fake tensors cannot take.
     with mock.patch.object(transformers.PreTrainedModel, "init_weights"):
         model = cls(cls.config_class(**settings))

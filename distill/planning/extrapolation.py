@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -22,16 +22,9 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
     phase peaks at the same moment at both, as with equal blocks (tests compare whole simulations). Networks whose
     blocks differ (by family, GAN heads or adapters) or roles of different depths are simulated whole. With ``at_once``,
     the second simulation runs in a separate process, which imports the main module."""
-    depths = {role.family.layers(role.config) for role in plan.roles}
     low, high = shallow_depths(plan)
-    whole = (
-        min(depths) <= high
-        or len(depths) > 1
-        or any(role.family.planning.with_layers(role.config, 1) is None for role in plan.roles)
-        or any("gan_head" in role.additions for role in plan.roles)
-        or not all(_adapted_alike(role) for role in plan.roles)
-    )
-    if whole:
+    depth = _common_depth(plan)
+    if depth is None or depth <= high:
         return simulate(config, plan, stands_for=stands_for)
     if at_once:
         # Spawn: a fork would copy torch's threads in their current state.
@@ -40,29 +33,48 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
             few, more = _simulate_shallow(config, plan.shapes, low, stands_for), made.result()
     else:
         few, more = (_simulate_shallow(config, plan.shapes, layers, stands_for) for layers in (low, high))
-    share = (depths.pop() - low) / (high - low)
+    return _Line((depth - low) / (high - low)).simulation(few, more)
 
-    def line(a: float, b: float) -> float:
-        return a + share * (b - a)
 
-    def at_depth(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
-        return {key: max(0, round(line(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
+def _common_depth(plan: RunPlan) -> int | None:
+    """Return the number of equal blocks of all networks; ``None`` if blocks or depths differ."""
+    depths = {role.family.layers(role.config) for role in plan.roles}
+    for role in plan.roles:
+        has_equal_blocks = role.family.planning.with_layers(role.config, 1) is not None
+        if not has_equal_blocks or "gan_head" in role.additions or not _adapted_alike(role):
+            return None
+    return depths.pop() if len(depths) == 1 else None
 
-    def peak(a: Peak, b: Peak) -> Peak:
-        by = at_depth(a.by, b.by)
+
+@dataclass(frozen=True)
+class _Line:
+    """Line through the values of two depths, at ``share`` of their distance."""
+
+    share: float
+
+    def number(self, a: float, b: float) -> float:
+        return a + self.share * (b - a)
+
+    def sizes(self, a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
+        return {key: max(0, round(self.number(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
+
+    def peak(self, a: Peak, b: Peak) -> Peak:
+        by = self.sizes(a.by, b.by)
         return Peak(sum(by.values()), by)
 
-    def cost(a: StepCost, b: StepCost) -> StepCost:
-        numbers = {f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "sent"}
-        return StepCost(**numbers, sent=Counter(at_depth(a.sent, b.sent)))
+    def cost(self, a: StepCost, b: StepCost) -> StepCost:
+        names = [field.name for field in fields(a) if field.name != "sent"]
+        numbers = {name: self.number(getattr(a, name), getattr(b, name)) for name in names}
+        return StepCost(**numbers, sent=Counter(self.sizes(a.sent, b.sent)))
 
-    return Simulation(
-        resting=at_depth(few.resting, more.resting),
-        peaks={name: peak(few.peaks[name], more.peaks[name]) for name in few.peaks},
-        steps={name: cost(few.steps[name], more.steps[name]) for name in few.steps},
-        host=peak(few.host, more.host),
-        queries=few.queries,
-    )
+    def simulation(self, few: Simulation, more: Simulation) -> Simulation:
+        return Simulation(
+            resting=self.sizes(few.resting, more.resting),
+            peaks={name: self.peak(peak, more.peaks[name]) for name, peak in few.peaks.items()},
+            steps={name: self.cost(cost, more.steps[name]) for name, cost in few.steps.items()},
+            host=self.peak(few.host, more.host),
+            queries=few.queries,
+        )
 
 
 def _adapted_alike(role: RolePlan) -> bool:

@@ -167,32 +167,33 @@ class Prediction:
             *("tokens", "size", "allocated_gib", "device_gib", "fits", "peak_phase", "host_gib"),
             *("seconds_per_step", "mfu", "flops_per_step", "gpu_hours"),
         )
-        return {name: getattr(self, name) for name in names} | {
-            "mesh": str(self.mesh),
-            "world": self.mesh.world,
-            "hardware": self.hardware and self.hardware.name,
-            "memory_gib": self.hardware and self.hardware.memory_gib,
-            "device_gib_of": {
-                "allocated": self.most_gib,
-                "fragmentation": self.most_gib * FRAGMENTATION,
-                "cuda_context": CONTEXT_GIB,
-                "nccl": self.nccl_gib,
-            },
-            "host_gib_of": {"offloaded": self.offloaded_gib, "checkpoint_staging": self.staging_gib},
-            "seconds_per_step_of": self.seconds,
-            "bytes_sent_per_step": {
-                name: {f"{kind}, {group}": size for (kind, group), size in sorted(cost.sent.items())}
-                for name, cost in self.simulation.steps.items()
-            },
-            "roles": {role: {f"{kind}_gib": size for kind, size in self.role_gib(role).items()} for role in self.roles},
-            "phases": {
-                name: {
-                    "gib": peak.bytes / GIB,
-                    "of": {f"{role}.{kind}": size / GIB for (role, kind), size in sorted(peak.by.items())},
-                }
-                for name, peak in self.peaks.items()
-            },
+        hardware = self.hardware
+        content = {name: getattr(self, name) for name in names}
+        content["mesh"], content["world"] = str(self.mesh), self.mesh.world
+        content["hardware"] = hardware and hardware.name
+        content["memory_gib"] = hardware and hardware.memory_gib
+        content["device_gib_of"] = {
+            "allocated": self.most_gib,
+            "fragmentation": self.most_gib * FRAGMENTATION,
+            "cuda_context": CONTEXT_GIB,
+            "nccl": self.nccl_gib,
         }
+        content["host_gib_of"] = {"offloaded": self.offloaded_gib, "checkpoint_staging": self.staging_gib}
+        content["seconds_per_step_of"] = self.seconds
+        content["bytes_sent_per_step"] = {
+            name: {f"{kind}, {group}": size for (kind, group), size in sorted(cost.sent.items())}
+            for name, cost in self.simulation.steps.items()
+        }
+        content["roles"] = {
+            role: {f"{kind}_gib": size for kind, size in self.role_gib(role).items()} for role in self.roles
+        }
+        content["phases"] = {name: _in_gib(peak) for name, peak in self.peaks.items()}
+        return content
+
+
+def _in_gib(peak: Peak) -> dict[str, Any]:
+    parts = {f"{role}.{kind}": size / GIB for (role, kind), size in sorted(peak.by.items())}
+    return {"gib": peak.bytes / GIB, "of": parts}
 
 
 def predict(
@@ -231,9 +232,8 @@ def predict(
 def _has_flash_attention_4(plan: RunPlan) -> bool:
     """Return whether ``auto`` takes FlashAttention 4 in training, as far as its package is installed here."""
     tokens = plan.tokens // plan.mesh.ring
-    if any(role.family.masked_attention for role in plan.roles) or KERNELS["flash_attn_4"].slower_than_others(
-        tokens, True
-    ):
+    is_slower = KERNELS["flash_attn_4"].slower_than_others(tokens, True)
+    if is_slower or any(role.family.masked_attention for role in plan.roles):
         return False
     try:
         return bool(metadata.version("flash-attn-4"))
@@ -265,9 +265,8 @@ def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
     if not (checkpoint.asynchronous and (checkpoint.every or checkpoint.at_end)):
         return 0
     saved = ("parameters", "optimizer", "ema", HOST)
-    return sum(
-        size for (role, kind), size in simulation.resting.items() if role in plan.method.trained_roles and kind in saved
-    )
+    trained = plan.method.trained_roles
+    return sum(size for (role, kind), size in simulation.resting.items() if role in trained and kind in saved)
 
 
 def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardware) -> float:
@@ -275,12 +274,13 @@ def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardwar
     attention's exchanges. A group that spans nodes sends at the network's rate."""
     cost, mesh = simulation.steps[role], plan.mesh
     compute = (cost.flops + cost.recomputed) / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)
+    shard_ranks = {role_plan.sharding.shard_ranks for role_plan in plan.roles} - {None}
     extents = {
         "mesh_ulysses": mesh.ulysses,
         "mesh_ring": mesh.cp,
         "mesh_cp": mesh.cp,
         "mesh_dp_shard_cp": mesh.dp_shard * mesh.cp,
-        **{f"mesh_shard_{n}": n for n in (role_plan.sharding.shard_ranks for role_plan in plan.roles) if n is not None},
+        **{f"mesh_shard_{ranks}": ranks for ranks in shard_ranks},
     }
     overlapped = exposed = 0.0
     for (kind, group), size in cost.sent.items():

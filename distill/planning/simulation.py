@@ -60,10 +60,11 @@ class StepCost:
     """Bytes of activations that move to host memory and back (``activation_offload``)."""
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
+        keys = {**self.sent, **other.sent}
         return StepCost(
             flops=self.flops + times * other.flops,
             recomputed=self.recomputed + times * other.recomputed,
-            sent={key: self.sent.get(key, 0) + times * other.sent.get(key, 0) for key in {**self.sent, **other.sent}},
+            sent={key: self.sent.get(key, 0) + times * other.sent.get(key, 0) for key in keys},
             copied=self.copied + times * other.copied,
         )
 
@@ -239,9 +240,8 @@ class _Run:
         chosen, looks, costs = self.config.sample, self.config.guard, {}
         if not (chosen.at_end or chosen.every or looks.every):
             return costs
-        clips = max(
-            len(chosen.captions) or chosen.prompts, chosen.report_clips, SEEDS * looks.captions * (looks.every > 0)
-        )
+        of_look = SEEDS * looks.captions if looks.every else 0
+        clips = max(len(chosen.captions) or chosen.prompts, chosen.report_clips, of_look)
         count = min(self.plan.micro_batch_size, -(-clips // self.plan.mesh.dp))
         random = self._draws(0, count)
         of_teacher = chosen.teacher_steps or [TEACHER_STEPS] * (looks.every > 0)
@@ -256,7 +256,7 @@ class _Run:
                     made = min(2, *steps)
                     cost = self.counted(partial(self.method.generate, name, noise, batch.condition, made, random))
             if name == "student" and looks.every:
-                batches = -(-SEEDS * looks.captions // (count * self.plan.mesh.dp))
+                batches = -(-of_look // (count * self.plan.mesh.dp))
                 costs[LOOK] = StepCost().plus(cost, batches * max(steps) / made)
         return costs
 
@@ -281,7 +281,9 @@ class _Run:
             mean = self.measured(step, few)
         another = self.measured(step, self.batches[:2]).plus(mean, -1) if more else StepCost()
         if spans:
-            span, self.lengths.above = (*spans, 1) if len(spans) == 1 and not every_micro_batch else (1, None)
+            span, self.lengths.above = 1, None
+            if len(spans) == 1 and not every_micro_batch:
+                (span,), self.lengths.above = spans, 1
             longer = self.measured(step, few).plus(mean, -1)
             mean, another = mean.plus(longer, span / 2), another.plus(longer, span / 2)
         return mean.plus(another, more)

@@ -128,23 +128,25 @@ class Axes:
         roles, trained = method.roles_needed(config.method), method.trained_roles
         keys = {word.lstrip("+~").split("=")[0] for word in typed}
         mesh = not keys & {"mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring"}
-        cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh else (config.mesh.cp,)
+        divisors = tuple(n for n in range(1, world + 1) if world % n == 0)
+        cp = divisors if mesh else (config.mesh.cp,)
         larger: tuple[int, ...] = ()
         crowded: tuple[int, ...] = ()
         if "micro_batch_size" not in keys:
             larger = (2 * first, 4 * first) if first is not None else ()  # without micro-batches, a step is one forward
             crowded = tuple(n for n in cp if (first or config.batch_size * n // world) > 1)
-        kinds = ("none", "selective", "full")
         adapted = any(has_adapters(getattr(config, name)) for name in trained)
 
         def words(setting: str, value: str, names: Sequence[str] = trained, fixing: Sequence[str] = trained) -> Words:
-            is_free = not keys & {f"{name}.{setting}" for name in fixing}
-            return tuple(f"{name}.{setting}={value}" for name in names) if is_free else ()
+            if keys & {f"{name}.{setting}" for name in fixing}:
+                return ()
+            return tuple(f"{name}.{setting}={value}" for name in names)
 
+        kinds = [words("activation_checkpointing", kind) for kind in ("none", "selective", "full")]
         return cls(
             cp=cp,
             mesh=mesh,
-            checkpointing=tuple(dict.fromkeys(words("activation_checkpointing", kind) for kind in kinds)),
+            checkpointing=tuple(dict.fromkeys(kinds)),
             micro_batches=tuple((f"micro_batch_size={n}",) for n in larger if config.batch_size % n == 0),
             crowded=crowded,
             gathered=words("strategy", "optim_grads", roles, roles),
@@ -161,18 +163,13 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     fits, since more only costs time. Then vary the fastest two: larger micro-batches, ring attention within ``cp``,
     parameters that stay gathered. If none fits, try one sample per forward, then the smallest with states in host
     memory."""
-    tried: list[Outcome] = []
-    left = list(axes.cp)
-    for words in axes.checkpointing:
-        outcomes = evaluate([(*axes.split(cp), *words) for cp in left])
-        # keep_operators needs "selective", so one kind of checkpointing may be refused while another is valid.
-        tried += [outcome for outcome in outcomes if outcome.refused is None or words == axes.checkpointing[-1]]
-        left = [cp for cp, outcome in zip(left, outcomes, strict=True) if not outcome.fits]
-        if not left:
-            break
-    if best := [outcome for outcome in ranked(tried) if outcome.fits][:2]:
-        more = [words for outcome in best for words in _variations(axes, outcome.words)]
-        return tried + evaluate(list(dict.fromkeys(more)))
+    tried = _least_checkpointing(axes, evaluate)
+    fastest = [outcome for outcome in ranked(tried) if outcome.fits][:2]
+    if fastest:
+        variations: dict[Words, None] = {}  # an ordered set
+        for outcome in fastest:
+            variations |= dict.fromkeys(_variations(axes, outcome.words))
+        return tried + evaluate([*variations])
     if axes.crowded:
         least = axes.checkpointing[-1]
         tried += evaluate([(*axes.split(cp), *least, "micro_batch_size=1") for cp in axes.crowded])
@@ -180,6 +177,21 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     if accepted and axes.offloaded and not any(outcome.fits for outcome in tried):
         smallest = min(accepted, key=lambda outcome: outcome.device_gib)
         tried += evaluate([(*smallest.words, *axes.offloaded)])
+    return tried
+
+
+def _least_checkpointing(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list[Outcome]:
+    """Try more checkpointing for every ``mesh.cp`` until it fits; return the outcomes."""
+    tried: list[Outcome] = []
+    left = axes.cp
+    for words in axes.checkpointing:
+        if not left:
+            break
+        outcomes = dict(zip(left, evaluate([(*axes.split(cp), *words) for cp in left]), strict=True))
+        # keep_operators needs "selective", so one kind of checkpointing may be refused while another is valid.
+        is_last = words == axes.checkpointing[-1]
+        tried += [outcome for outcome in outcomes.values() if is_last or outcome.refused is None]
+        left = tuple(cp for cp, outcome in outcomes.items() if not outcome.fits)
     return tried
 
 

@@ -99,9 +99,11 @@ def resolve(
     if not (any(is_hub_text(text) for text, *_ in parsed.values()) if several_nodes else named):
         return {}
 
+    earlier = recorded or {}
+
     def look_up() -> list[_Snapshot]:
         return [
-            _look_up(setting, text, name, parse_hub_name((recorded or {}).get(setting, "")), wanted)
+            _look_up(setting, text, name, parse_hub_name(earlier.get(setting, "")), wanted)
             for setting, (text, name, wanted) in named.items()
         ]
 
@@ -129,49 +131,46 @@ def resolve_path(text: str, setting: str, wanted: Wanted) -> Path:
 def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wanted: Wanted) -> _Snapshot:
     """Return the commit to take: the recorded one of the same repository, or the revision's."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
-    where = f"{setting}={text}"
-    kept = earlier.revision if earlier is not None and earlier.repo == name.repo and not name.is_commit else None
-
-    def unreachable(reason: object) -> _Snapshot:
+    where, kept = f"{setting}={text}", None
+    if earlier is not None and earlier.repo == name.repo and not name.is_commit:
+        kept = earlier.revision
+    try:
+        head = info = HfApi().model_info(name.repo, revision=name.revision)
+        if kept not in (None, head.sha):
+            log.warning("%s: %s has moved to %s; this run continues with %s", where, name.revision, head.sha, kept)
+            info = HfApi().model_info(name.repo, revision=kept)
+    except Exception as error:  # of the hub, or of the HTTP library, which changes with versions
+        if (refusal := _refusal(error, name, where)) is not None:
+            raise refusal from error
         folder = hub_folder(HubName(name.repo, kept or name.revision))
         if not folder.is_dir():
-            asked = f"is neither a folder here nor in the cache, and the hub cannot be asked ({one_line(reason)})"
-            raise UserError(f"{where} {asked}; give a folder, or start once with a network")
+            asked = f"is neither a folder here nor in the cache, and the hub cannot be asked ({one_line(error)})"
+            raise UserError(f"{where} {asked}; give a folder, or start once with a network") from error
         return _Snapshot(setting=setting, where=where, name=name, commit=folder.name, files=None)
-
-    try:
-        info = HfApi().model_info(name.repo, revision=name.revision)
-        head = info.sha
-        if kept is not None and kept != info.sha:
-            log.warning("%s: %s has moved to %s; this run continues with %s", where, name.revision, info.sha, kept)
-            info = HfApi().model_info(name.repo, revision=kept)
-    except GatedRepoError as error:
-        page = f"https://huggingface.co/{name.repo}"
-        raise UserError(f"{where} is gated; accept its terms at {page}, then log in with: hf auth login") from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"{where}: {name.repo} has no revision {name.revision}; give another") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        advice = "check the path, or the name (for a private one log in with: hf auth login)"
-        raise UserError(f"{where} is neither a folder here nor a repository on the hub for you; {advice}") from error
-    except HfHubHTTPError as error:
-        if error.response is not None and error.response.status_code < 500:
-            raise UserError(f"{where}: the hub refused ({one_line(error)}); try again, or give a folder") from error
-        return unreachable(error)
-    except Exception as error:  # offline, or no connection: errors of the HTTP library, which changes with versions
-        return unreachable(error)
     files = wanted(file.rfilename for file in info.siblings or ())
     if not any(file.endswith("config.json") for file in files):
         raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
-    is_head = kept is None or kept == head
+    is_head = kept in (None, head.sha)
     return _Snapshot(setting=setting, where=where, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)
+
+
+def _refusal(error: Exception, name: HubName, where: str) -> UserError | None:
+    """Return the message of an error that the hub answers; ``None`` if it cannot be asked now."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            advice = f"accept its terms at https://huggingface.co/{name.repo}, then log in with: hf auth login"
+            return UserError(f"{where} is gated; {advice}")
+        case errors.RevisionNotFoundError():
+            return UserError(f"{where}: {name.repo} has no revision {name.revision}; give another")
+        case errors.RepositoryNotFoundError() | errors.HFValidationError():
+            advice = "check the path, or the name (for a private one log in with: hf auth login)"
+            return UserError(f"{where} is neither a folder here nor a repository on the hub for you; {advice}")
+        case errors.HfHubHTTPError() if error.response is not None and error.response.status_code < 500:
+            return UserError(f"{where}: the hub refused ({one_line(error)}); try again, or give a folder")
+    return None
 
 
 def _fetch(snapshot: _Snapshot, download: bool) -> None:

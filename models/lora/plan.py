@@ -20,7 +20,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family, Shape
-from models.lora.saved import SavedAdapters, inspect_adapters
+from models.lora.saved import SavedAdapters, inspect_adapters, linear_layers
 from models.lora.settings import LoraSettings
 from models.owner import owner
 
@@ -112,16 +112,13 @@ def target_layers(
 ) -> list[str]:
     """Return the linear layers of a plain ``network`` that get adapters; those of a file, not ``fresh``, may be of any
     rank."""
-    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    names, setting, matched = [*linear], f"{where}targets", set[str]()
-    for pattern in (patterns := settings.targets or family.adapter_targets):
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not (trains := _without_unread(matching, network, family, setting)):
-            why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
-            raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
-        matched.update(trains)
-    chosen = [name for name in names if name in matched]
-    if not patterns:
+    linear, setting = linear_layers(network), f"{where}targets"
+    if patterns := settings.targets or family.adapter_targets:
+        matched: set[str] = set()
+        for pattern in patterns:
+            matched.update(_matching(pattern, network, family, setting))
+        chosen = [name for name in linear if name in matched]
+    else:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         in_blocks = [name for name, module in linear.items() if id(module) in inside]
         chosen = _without_unread(in_blocks, network, family, setting)
@@ -130,6 +127,17 @@ def target_layers(
         if fresh and settings.rank > size:
             raise UserError(f"{where}rank={settings.rank} must be at most {size}, the size of {name}")
     return chosen
+
+
+def _matching(pattern: str, network: nn.Module, family: Family, setting: str) -> list[str]:
+    """Return the linear layers that ``pattern`` names and a gradient reaches, at least one."""
+    names = [*linear_layers(network)]
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    trains = _without_unread(matching, network, family, setting)
+    if not trains:
+        why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
+        raise UserError(f"{setting}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+    return trains
 
 
 def _without_unread(names: Collection[str], network: nn.Module, family: Family, where: str) -> list[str]:

@@ -31,10 +31,13 @@ def find_adapters(checkpoint: str | None) -> Path | None:
         return None
     if path.is_file():
         return path if path.suffix == ".safetensors" and _holds_adapters(path, unreadable=True) else None
-    if not path.is_dir() or any((path / name).exists() for name in ("config.json", "transformer/config.json")):
+    is_network = any((path / name).exists() for name in ("config.json", "transformer/config.json"))
+    if is_network or not path.is_dir():
         return None
-    named = [path / name for name in _FILES if (path / name).is_file()]
-    files = named[:1] or [file for file in sorted(path.glob("*.safetensors")) if _holds_adapters(file)]
+    for name in _FILES:
+        if (path / name).is_file():
+            return path / name
+    files = [file for file in sorted(path.glob("*.safetensors")) if _holds_adapters(file)]
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:5])
         raise UserError(f"{checkpoint} holds {len(files)} files of adapters ({names}); give the path of one of them")
@@ -132,54 +135,76 @@ def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
     """Compare the adapters of ``file`` (:func:`find_adapters`) with their base, a plain ``network`` on any device."""
     where = f"{setting}={file.parent}"
-    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    linear = linear_layers(network)
     try:
-        read = _read(file, family)
-        with safe_open(file, framework="pt") as opened:
-            scale_of = _scales(file, opened.metadata() or {}, family.adapter_alpha)
-            if any(name.endswith(".alpha") and name not in read for name in opened.keys()):
-                scale_of = _unscaled  # the conversion multiplied the scales into the matrices
+        tensors = _read(file, family)
+        scale_of = _scales(file, tensors, family.adapter_alpha)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{where}: the scale of its adapters cannot be read ({one_line(error)})") from error
-    layers: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in read.items():
-        layer, _, matrix = name.rpartition("." if name.endswith(".alpha") else ".lora_")
-        if matrix not in (*_MATRICES, "alpha") or layer not in linear:
-            raise UserError(f"{where} holds {name}, which is not an adapter of a linear layer of the base")
-        layers.setdefault(layer, {})[matrix] = tuple(tensor.shape)
+    layers = _matrices_by_layer(tensors, linear, where)
     if not layers:
         raise UserError(f"{where}: {file.name} holds no adapters")
-    scales, largest = {}, 0
+    scales, ranks = {}, []
     for layer, shapes in layers.items():
-        module, has_alpha = linear[layer], shapes.pop("alpha", None) is not None
-        if not {"A.weight", "B.weight"} <= shapes.keys():
-            raise UserError(f"{where} has {', '.join(shapes)} of {layer}, but not A and B; copy it again")
-        rank = (*shapes["A.weight"], 0)[0]
-        size = (module.out_features, rank)
-        wanted = {"A.weight": (rank, module.in_features), "B.weight": size, "B.bias": size[:1]}
-        if rank < 1 or shapes != {matrix: wanted[matrix] for matrix in shapes}:
-            raise UserError(f"{where}: the adapter of {layer} has {shapes}, but the layer needs {wanted}; use its base")
-        largest = max(largest, rank)
-        scales[layer] = float(read[f"{layer}.alpha"]) / rank if has_alpha else scale_of(layer, rank)
+        has_alpha = shapes.pop("alpha", None) is not None
+        rank = _checked_rank(layer, shapes, linear[layer], where)
+        ranks.append(rank)
+        scales[layer] = float(tensors[f"{layer}.alpha"]) / rank if has_alpha else scale_of(layer, rank)
     biases = frozenset(layer for layer, shapes in layers.items() if "B.bias" in shapes)
     unbiased = next((layer for layer in layers if linear[layer].bias is None), None)
     if biases and unbiased is not None:  # a merged network would lose the bias
         raise UserError(f"{where} has adapters with biases, but {unbiased} has no bias; it is for another base")
-    return SavedAdapters(file=file, family=family, rank=largest, scales=scales, biases=biases)
+    return SavedAdapters(file=file, family=family, rank=max(ranks), scales=scales, biases=biases)
+
+
+def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of ``network`` by name."""
+    return {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of a layer's :data:`_MATRICES` and of its ``alpha``."""
+
+
+def _matrices_by_layer(tensors: Mapping[str, Tensor], linear: Mapping[str, nn.Linear], where: str) -> dict[str, Shapes]:
+    """Group the shapes of tensors by the layer that they adapt; refuse other tensors."""
+    layers: dict[str, Shapes] = {}
+    for name, tensor in tensors.items():
+        layer, _, matrix = name.rpartition("." if name.endswith(".alpha") else ".lora_")
+        if matrix not in (*_MATRICES, "alpha") or layer not in linear:
+            raise UserError(f"{where} holds {name}, which is not an adapter of a linear layer of the base")
+        layers.setdefault(layer, {})[matrix] = tuple(tensor.shape)
+    return layers
+
+
+def _checked_rank(layer: str, shapes: Shapes, module: nn.Linear, where: str) -> int:
+    """Return the rank of a layer's adapter; refuse matrices that do not fit the layer."""
+    if not {"A.weight", "B.weight"} <= shapes.keys():
+        raise UserError(f"{where} has {', '.join(shapes)} of {layer}, but not A and B; copy it again")
+    rank = (*shapes["A.weight"], 0)[0]
+    size = (module.out_features, rank)
+    wanted = {"A.weight": (rank, module.in_features), "B.weight": size, "B.bias": size[:1]}
+    if rank < 1 or shapes != {matrix: wanted[matrix] for matrix in shapes}:
+        raise UserError(f"{where}: the adapter of {layer} has {shapes}, but the layer needs {wanted}; use its base")
+    return rank
 
 
 def _unscaled(_layer: str, _rank: int) -> float:
     return 1.0
 
 
-def _scales(file: Path, metadata: Mapping[str, str], alpha_key: str | None) -> Callable[[str, int], float]:
+def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) -> Callable[[str, int], float]:
     """Return a function from a layer's name and the adapter's rank to the adapter's scale.
 
     It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it, or alpha of the metadata's
-    ``alpha_key``; 1 without any. rsLoRA (Kalajdzievski 2023) divides by the square root of the rank.
+    ``alpha_key``; 1 without any, and if ``tensors`` lack the file's alphas, which a conversion then multiplied into the
+    matrices. rsLoRA (Kalajdzievski 2023) divides by the square root of the rank.
     """
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+        converted = any(name.endswith(".alpha") and name not in tensors for name in opened.keys())
     config_file = file.parent / "adapter_config.json"
     if config_file.is_file():
         config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
@@ -200,4 +225,4 @@ def _scales(file: Path, metadata: Mapping[str, str], alpha_key: str | None) -> C
         alpha = patterns.get(get_pattern_key(list(patterns), layer), default)
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
-    return scale
+    return _unscaled if converted else scale

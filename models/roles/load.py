@@ -70,19 +70,16 @@ def build_roles(
             plans_of_expert = [plan.expert(i) for plan in group]
             trained_here = {plan.name for plan in group if plan.name in trained and i in plan.trained_experts}
             network = _build_network(plans_of_expert, trained_here, mesh, precision, shapes, condition_shapes)
-            settings = settings_of(network.module)
-            if settings.precision != "bf16" and device.type == "cuda":
+            if network.precision != "bf16" and device.type == "cuda":
                 # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
                 torch.backends.cudnn.allow_tf32 = False
             if fill is None:
-                # Offloaded parameters live in CPU memory, but buffers on the compute device.
-                materialise(network.module, "cpu" if settings.offload == "cpu" else device)
-                network.family.restore_buffers(network.module, device)
-                set_first_values(network, plans_of_expert, seed_of_expert(seed, i))
+                _load_network(network, plans_of_expert, device, seed_of_expert(seed, i))
             else:
                 fill(network, plans_of_expert)
             networks.append(network)
         for plan in group:
+            known_frames = None if plan.name in trained else plan.trained_frames
             built[plan.name] = Role(
                 name=plan.name,
                 networks=tuple(networks),
@@ -91,9 +88,18 @@ def build_roles(
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
                 causal=plan.causal,
-                trained_frames=shapes[VIDEO][1] if plan.name in trained else plan.trained_frames or shapes[VIDEO][1],
+                trained_frames=known_frames or shapes[VIDEO][1],
             )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def _load_network(network: Network, plans: Sequence[RolePlan], device: torch.device, seed: int) -> None:
+    """Allocate the weights of a network on the meta device, and load or draw them."""
+    # Offloaded parameters live in CPU memory, but buffers on the compute device.
+    is_offloaded = settings_of(network.module).offload == "cpu"
+    materialise(network.module, "cpu" if is_offloaded else device)
+    network.family.restore_buffers(network.module, device)
+    set_first_values(network, plans, seed)
 
 
 def seed_of_expert(seed: int, expert: int) -> int:
