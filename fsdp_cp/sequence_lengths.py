@@ -124,9 +124,14 @@ def segments_of(
     records = records_of(groups)
     if not names and records and not any(record.padded for record in records):
         return (local * cp,)
-    fitting = [totals for totals in _candidates(records, names) if sum(-(-total // cp) for total in totals) == local]
-    if len(fitting) == 1 and (names or len(fitting[0]) == 1):
-        return fitting[0]
+    fitting: set[tuple[int, ...]] = set()
+    for record in records:
+        joined = _joined_totals(record.totals, names)
+        fitting.update(totals for totals in joined if sum(-(-total // cp) for total in totals) == local)
+    if len(fitting) == 1:
+        (totals,) = fitting
+        if names or len(totals) == 1:
+            return totals
     splits = "; or ".join(map(str, records)) or "nothing, as no parallel network is running"
     raise UserError(
         f"{argument}={total_tokens!r} does not determine the tokens of {tensor}, which has {local} on each of cp={cp}"
@@ -144,25 +149,20 @@ def _listed(total_tokens: int | str | Sequence[int | str] | None, argument: str)
     return names
 
 
-def _candidates(records: list[Lengths], names: Sequence[int | str]) -> set[tuple[int, ...]]:
-    """Return the token counts that ``names`` stand for in ``records``; without names, those of all sequences."""
-    candidates: set[tuple[int, ...]] = set()
-    for record in records:
-        candidates |= _named_totals(record.totals, names) if names else _joined_totals(record.totals)
-    return candidates
+def _joined_totals(totals: dict[str, int], names: Sequence[int | str]) -> Iterator[tuple[int, ...]]:
+    """Yield the counts that ``names`` stand for, if the forward has split all of them.
 
-
-def _named_totals(totals: dict[str, int], names: Sequence[int | str]) -> set[tuple[int, ...]]:
-    """Return the counts that ``names`` stand for, if the forward has split all of them."""
-    if any(isinstance(name, str) and name not in totals for name in names):
-        return set()
-    return {tuple(totals[name] if isinstance(name, str) else name for name in names)}
-
-
-def _joined_totals(totals: dict[str, int]) -> set[tuple[int, ...]]:
-    """Return all counts of one to three sequences. Joined ones are detected to refuse them: their order needs names."""
+    Without names, yield all counts of one to three sequences. Joined ones are detected to refuse them: their order
+    needs names.
+    """
+    if names:
+        counts = [totals.get(name, 0) if isinstance(name, str) else name for name in names]
+        if all(counts):
+            yield tuple(counts)
+        return
     known = sorted(set(totals.values()))
-    return {joined for number in (1, 2, 3) for joined in combinations(known, number)}
+    for number in (1, 2, 3):
+        yield from combinations(known, number)
 
 
 def check_order(tiles: Tiles, groups: ContextGroups) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +92,24 @@ def write_folder(
     ]
     files = _read_files(places, splits, networks, dtype if writes else None)
 
+    def write_parts(unfinished: Path) -> None:
+        for file, tensors in files:
+            (unfinished / file).parent.mkdir(exist_ok=True)
+            save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
+        for place, split, weights in zip(places, splits, networks, strict=True):
+            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal)
+        if boundaries:
+            index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
+            index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
+            (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for name, scheduler in (schedulers or {}).items():
+            scheduler.save_pretrained(unfinished / name)
+
     def write() -> None:
         try:
-            with atomic_folder(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
-                for file, tensors in files:
-                    if unfinished is not None:
-                        (unfinished / file).parent.mkdir(exist_ok=True)
-                        save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
-                if unfinished is None:
-                    return
-                for place, split, weights in zip(places, splits, networks, strict=True):
-                    _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal)
-                if boundaries:
-                    index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
-                    index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
-                    (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-                for name, scheduler in (schedulers or {}).items():
-                    scheduler.save_pretrained(unfinished / name)
+            if writes:
+                with atomic_folder(folder, about or {}, move_aside=move_aside) as unfinished:
+                    write_parts(unfinished)
         except SafetensorError as error:  # includes a full disk
             raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
         finally:

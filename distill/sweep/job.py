@@ -71,18 +71,22 @@ def classify(exit_code: int, output: str) -> tuple[str, str | None]:
     lines = [line for line in (_OF_RANK.sub("", line).strip() for line in output.splitlines()) if line]
     if root := _ROOT_CAUSE.search(output):
         exit_code = int(root[1])
-    errors = [line for line in lines if _ERROR.match(line)]
-    if no_memory := [line for line in lines if _NO_MEMORY.search(line)]:
-        status, reason = OUT_OF_MEMORY, no_memory[0]
-    elif exit_code == -signal.SIGKILL:
-        reason = "a process was killed by SIGKILL, probably by the kernel for lack of host memory"
-        status = OUT_OF_MEMORY
-    elif errors and errors[0].startswith("error: "):
-        status, reason = REFUSED if exit_code == 2 else FAILED, errors[0].removeprefix("error: ")
-    else:
-        status, reason = FAILED, errors[-1] if errors else f"exit code {exit_code}: {lines[-1] if lines else ''}"
+    status, reason = _cause(exit_code, lines)
     reason = " ".join(reason.split())
     return status, reason if len(reason) <= _LONGEST else f"{reason[: _LONGEST - 3]}..."
+
+
+def _cause(exit_code: int, lines: Sequence[str]) -> tuple[str, str]:
+    """Return the status of a job that failed, and the line that says why."""
+    if no_memory := [line for line in lines if _NO_MEMORY.search(line)]:
+        return OUT_OF_MEMORY, no_memory[0]
+    if exit_code == -signal.SIGKILL:
+        return OUT_OF_MEMORY, "a process was killed by SIGKILL, probably by the kernel for lack of host memory"
+    errors = [line for line in lines if _ERROR.match(line)]
+    if errors and errors[0].startswith("error: "):
+        return REFUSED if exit_code == 2 else FAILED, errors[0].removeprefix("error: ")
+    last = lines[-1] if lines else ""
+    return FAILED, errors[-1] if errors else f"exit code {exit_code}: {last}"
 
 
 def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:

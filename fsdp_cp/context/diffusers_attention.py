@@ -21,7 +21,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sequence import gather_tokens, local_token_count
-from fsdp_cp.sequence_lengths import records_of, segments_of
+from fsdp_cp.sequence_lengths import Lengths, records_of, segments_of
 
 KNOWN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs",
          "backend", "parallel_config")  # fmt: skip
@@ -156,14 +156,19 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     if call.keys is not None and not text_is_split and groups.cp_size > 1:
         raise ValueError(f"{where} is joint with {TEXT}, of which each rank's copy would count; split {TEXT} too")
     names = call.sequences or ()
-    shares = [[local_token_count(r.totals[n], groups.cp_size) for n in names if n in r.totals] for r in records]
-    if not any(sum(counts) == q.shape[1] for counts in shares):
+    if not any(_joined_share(record, names) == q.shape[1] for record in records):
         names = ()  # a module may attend to only one of the joined sequences
     segments = segments_of(names or None, q.shape[1], groups, where, "sequences of parallelize_attention")
     mask = _key_mask(call, mask, q, k, segments)
     out = context_parallel_attention(q, k, v, mesh=mesh, total_tokens=segments, scale=scale, key_mask=mask)
     assert isinstance(out, Tensor), "without joint it is one tensor"
     return out
+
+
+def _joined_share(record: Lengths, names: Sequence[str]) -> int:
+    """Return the number of tokens on a rank of the joined sequences ``names``, as far as the forward has split them."""
+    totals = [record.totals[name] for name in names if name in record.totals]
+    return sum(local_token_count(total, record.groups.cp_size) for total in totals)
 
 
 def _key_mask(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -122,18 +122,10 @@ def _read_config(file: Path, where: str) -> dict[str, Any]:
 def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> TransformerFolder:
     """Describe the network in a folder or in one file; a configuration may be ``given``, unless it has diffusers'."""
     neighbor = (path.parent if path.is_file() else path) / "config.json"
-    shapes: dict[str, tuple[int, ...]] = {}
-    files: dict[str, str] = {}
-    stored: dict[str, str] = {}
     config = given if path.is_file() else _read_config(neighbor, where)
     if config is not None and "quantization_config" in config:
         raise UserError(f"{where} is quantized, which FSDP2 cannot shard; give the weights in bf16 or fp32")
-    for file in [path] if path.is_file() else _weight_files(path, where):
-        for in_file, shape in _read_shapes(file, where).items():
-            name = _WRAPPERS.sub("", in_file)
-            if name in shapes:  # the reader would take either tensor
-                raise UserError(f"{where} holds {name} twice, in {files[name]} and {file.name}; {_LINK}")
-            shapes[name], files[name], stored[name] = shape, file.name, in_file
+    shapes, stored = _read_weights([path] if path.is_file() else _weight_files(path, where), where)
     if config is None:
         config = _header_config(path, where)
     if config is None and neighbor.is_file():
@@ -150,6 +142,20 @@ def _inspect(path: Path, where: str, given: dict[str, Any] | None = None) -> Tra
     extra = path / ADDITIONS_FILE
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
+
+
+def _read_weights(files: Sequence[Path], where: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the shape of each tensor in ``files``, and its name there, by its name without wrappers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, str] = {}
+    holders: dict[str, str] = {}
+    for file in files:
+        for in_file, shape in _read_shapes(file, where).items():
+            name = _WRAPPERS.sub("", in_file)
+            if name in shapes:  # the reader would take either tensor
+                raise UserError(f"{where} holds {name} twice, in {holders[name]} and {file.name}; {_LINK}")
+            shapes[name], stored[name], holders[name] = shape, in_file, file.name
+    return shapes, stored
 
 
 def _header_config(file: Path, where: str) -> dict[str, Any] | None:

@@ -67,7 +67,8 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         raise UserError(f"{where} has no {missing[0]} as Wan's networks have; give a diffusers folder")
     width, channels, *patch = shapes["patch_embedding.weight"]
     layers = 1 + max(int(found[1]) for name in shapes if (found := _BLOCK.match(name)))
-    out, image = shapes["head.head.weight"][0] // max(1, math.prod(patch)), shapes.get("img_emb.proj.1.weight")
+    out = shapes["head.head.weight"][0] // max(1, math.prod(patch))
+    image = shapes.get("img_emb.proj.1.weight")
     key = (layers, width, channels, out, image is not None)
     known = given if given is not None and "num_heads" in given else {}
     heads = width // HEAD_DIM if not known and key in RELEASED else known.get("num_heads")
@@ -77,7 +78,7 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
             f" out, {'an' if image else 'no'} image embedder. Heads cannot be read off shapes; set ROLE.config to a"
             " folder with its config.json"
         )
-    config = {
+    return {
         "_class_name": "WanTransformer3DModel",
         "patch_size": list(patch),
         "num_attention_heads": heads,
@@ -94,7 +95,6 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         "image_dim": None if image is None else image[1],
         "added_kv_proj_dim": shapes.get("blocks.0.cross_attn.k_img.weight", (0, None))[1],
     }
-    return config
 
 
 _FIXED = {"rope_max_seq_len": 1024, "qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}

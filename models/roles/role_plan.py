@@ -177,10 +177,7 @@ def plan_role(
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_files(f"{name}.checkpoint", folders, [network, *others], added)
-    if saved is not None and boundaries and experts == "both":
-        raise UserError(f"{name}.experts must be high or low: {saved.parent} holds adapters of one of two experts")
-    if experts != "both" and not boundaries:
-        raise UserError(f"{name}.experts={experts} is for a model of two experts, and the {name} is one; leave it out")
+    trained_experts = _trained_experts(name, experts, boundaries, saved)
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
@@ -194,7 +191,7 @@ def plan_role(
         base=(chosen.name, weights or json.dumps([built, *boundaries], sort_keys=True)),
         folders=folders,
         boundaries=boundaries,
-        trained_experts=tuple(range(len(boundaries) + 1)) if experts == "both" else (EXPERTS.index(experts),),
+        trained_experts=trained_experts,
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
@@ -205,6 +202,17 @@ def plan_role(
         trained_frames=trained_frames,
         network=network,
     )
+
+
+def _trained_experts(name: str, experts: str, boundaries: Sequence[float], saved: Path | None) -> tuple[int, ...]:
+    """Return the positions of the networks that train."""
+    if experts == "both":
+        if saved is not None and boundaries:
+            raise UserError(f"{name}.experts must be high or low: {saved.parent} holds adapters of one of two experts")
+        return tuple(range(len(boundaries) + 1))
+    if not boundaries:
+        raise UserError(f"{name}.experts={experts} is for a model of two experts, and the {name} is one; leave it out")
+    return (EXPERTS.index(experts),)
 
 
 def _inspected(
