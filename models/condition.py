@@ -104,10 +104,10 @@ class Condition:
     @staticmethod
     def where(choice: Tensor, first: Condition, second: Condition) -> Condition:
         """Select each sample from ``first`` if ``choice`` ``(B,)`` is true, otherwise from ``second``."""
-        chosen = {
-            name: torch.where(choice.to(value.device).view(-1, *[1] * (value.ndim - 1)), value, second.tensors[name])
-            for name, value in first.tensors.items()
-        }
+        chosen = {}
+        for name, value in first.tensors.items():
+            by_sample = choice.to(value.device).view(-1, *[1] * (value.ndim - 1))
+            chosen[name] = torch.where(by_sample, value, second.tensors[name])
         return second._with(chosen)
 
     def _replaced(self, values: Mapping[str, Tensor]) -> Condition:

@@ -237,9 +237,8 @@ def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Pat
     write_folder(scratch, [sharded(weights)], plan.config, dtype=torch.float32)
     before = _weights(folder)
     after = {name: tensor for file in scratch.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return len(before.keys() ^ after.keys()) + sum(
-        not torch.equal(before[name].float(), after[name]) for name in before.keys() & after.keys()
-    )
+    renamed, common = before.keys() ^ after.keys(), before.keys() & after.keys()
+    return len(renamed) + sum(not torch.equal(before[name].float(), after[name]) for name in common)
 
 
 def _weights(folder: TransformerFolder) -> dict[str, Tensor]:

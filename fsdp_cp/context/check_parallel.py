@@ -64,14 +64,14 @@ def check_parallel(
         RuntimeError: the plain step fails; the message has its traceback.
     """
     sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,)
-    for name, is_right, wanted in (
-        ("model", callable(model), "a module, or a function of the mesh that builds it"),
-        ("inputs", isinstance(inputs, (Mapping, Sequence)), "a dict of keyword arguments, or a tuple"),
-        ("cp", sizes and all(isinstance(size, int) and size > 1 for size in sizes), "integers of at least 2"),
-        ("tolerance", isinstance(tolerance, (int, float)) and tolerance > 0, "a relative error above 0"),
-    ):
-        if not is_right:
-            raise UserError(f"{name} must be {wanted}")
+    if not callable(model):
+        raise UserError("model must be a module, or a function of the mesh that builds it")
+    if not isinstance(inputs, (Mapping, Sequence)):
+        raise UserError("inputs must be a dict of keyword arguments, or a tuple")
+    if not sizes or not all(isinstance(size, int) and size > 1 for size in sizes):
+        raise UserError("cp must be integers of at least 2")
+    if not isinstance(tolerance, (int, float)) or not tolerance > 0:
+        raise UserError("tolerance must be a relative error above 0")
     if isinstance(model, nn.Module):
         read_plan(model, plan)  # find a misspelled name before starting processes
     worst: dict[int, float] = {}

@@ -106,9 +106,9 @@ def _has_unreduced_gradient(parameter: Any) -> bool:
 
 def has_gradients(model: nn.Module) -> bool:
     """Return whether any parameter has a gradient, on its shard or not yet reduced."""
-    return any(group._partial_reduce_output is not None for _, group in _groups(model)) or any(
-        p.sharded_param.grad is not None or _has_unreduced_gradient(p) for p in fsdp_params(model)
-    )
+    if any(group._partial_reduce_output is not None for _, group in _groups(model)):
+        return True
+    return any(p.sharded_param.grad is not None or _has_unreduced_gradient(p) for p in fsdp_params(model))
 
 
 def unreduced_units(model: nn.Module) -> list[str]:
