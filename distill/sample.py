@@ -152,7 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run_dir", help="a run's folder (config.yaml and export/student are read)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
+    which.add_argument(
+        "--student", help="diffusers folder or adapters of other weights; RUN_DIR/export/student by default"
+    )
     which.add_argument("--teacher", action="store_true", help="sample the teacher of the run")
     add("--steps", type=int, help="sampling steps; by default the most that the run samples the network with")
     add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")

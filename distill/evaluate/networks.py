@@ -24,6 +24,7 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import Mesh
 from models.additions.base import named_additions
 from models.files.checkpoint_files import ADDITIONS_FILE
+from models.lora.saved import find_adapters
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     trained, name = getattr(config, role), config.method.name
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
     kept |= {"config": trained.config if role == "teacher" else None}  # of one file; an export has its own
+    if role == "student" and find_adapters(str(folder)):
+        kept["experts"] = trained.experts  # the one that the adapters are of
     mesh = MeshSettings(cp=config.mesh.cp)
     of_training = {"batch_size": max(1, world_size() // max(1, mesh.cp)), "micro_batch_size": 1, "expert_draws": 1}
     alone_here = replace(

@@ -151,7 +151,7 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
     """Return the plan of role ``name``, checked against its files."""
     settings, trained = getattr(config, name), name in method.trained_roles
     saved = find_adapters(settings.checkpoint)
-    base = settings if saved is None else _base_of_adapters(config, name, trained)
+    base = settings if saved is None else _base_of_adapters(config, name, trained or not method.trained_roles)
     _check_earlier_run(f"{name}.checkpoint", base.checkpoint)
     role = plan_role(
         name,
@@ -164,7 +164,7 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
         attention_backend=config.attention.backend,
         head_groups=config.attention.head_groups,
         additions=method.additions(config.method).get(name, ()),
-        lora=settings.lora if trained else None,
+        lora=settings.lora if trained or saved else None,
         saved=saved,
         experts=settings.experts if name == "student" else "both",
         causal=None if name == "fake" else settings.causal,
@@ -227,10 +227,11 @@ def has_adapters(role: RoleSettings) -> bool:
     return role.lora.enabled or find_adapters(role.checkpoint) is not None
 
 
-def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
-    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's."""
+def _base_of_adapters(config: Config, name: str, fits: bool) -> RoleSettings:
+    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's. It
+    ``fits`` a role that trains, or that is sampled alone."""
     folder, teacher = getattr(config, name).checkpoint, config.teacher
-    if not trained:
+    if not fits:
         raise UserError(f"{name}.checkpoint={folder} holds only adapters, and does not train; give a whole network")
     if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
         raise UserError(f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to their base")

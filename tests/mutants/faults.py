@@ -633,4 +633,25 @@ FAULTS = (
         new="None",
         killed_by="unit/test_intervals.py::test_a_measure_that_is_a_share_gets_its_interval_from_all_of_its_clips",
     ),
+    Fault(
+        name="sampled_adapters",
+        harm="adapters are sampled as their base, without a word",
+        old="lora=settings.lora if trained or saved else None,",
+        new="lora=settings.lora if trained else None,",
+        killed_by="unit/test_sample_command.py::test_adapters_are_sampled_on_the_teacher",
+    ),
+    Fault(
+        name="another_reference",
+        harm="distances to another teacher get a verdict",
+        old="left_out = TO_REFERENCE if reference else ()",
+        new="left_out = ()",
+        killed_by="unit/test_measures_of_clips.py::test_distances_to_another_reference_get_no_verdict",
+    ),
+    Fault(
+        name="participants_in_another_order",
+        harm="the same command with its words in another order samples anew, and loses clips",
+        old='networks={name: networks[name] for name in earlier["participants"]}',
+        new="networks=networks",
+        killed_by="unit/test_evaluate_command.py::test_a_killed_evaluation_continues_to_the_same_numbers",
+    ),
 )

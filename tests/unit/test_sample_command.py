@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -137,6 +138,29 @@ def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run)
 def test_moving_shapes_refuses_unknown_words(run_dir, capsys):
     check_refused(capsys, "bird", run_dir, "--caption", "a bird")
     assert not (run_dir / "samples" / "cli").exists()
+
+
+def test_adapters_are_sampled_on_the_teacher(run_dir, tmp_path):
+    """They make the clips of the network into which they are merged."""
+    merged, adapters, frames = tmp_path / "merged", tmp_path / "adapters", {}
+    shutil.copytree(TEACHER, merged)
+    (file,) = (merged / "transformer").glob("*.safetensors")
+    weights, layer = load_file(file), "blocks.0.ffn.net.2"
+    out_features, in_features = weights[f"{layer}.weight"].shape
+    torch.manual_seed(0)
+    a, b = torch.randn(2, in_features), 0.1 * torch.randn(out_features, 2)
+    weights[f"{layer}.weight"] += b @ a
+    save_file(weights, file, {"format": "pt"})
+    adapters.mkdir()
+    named = {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
+    save_file(named, adapters / "pytorch_lora_weights.safetensors")
+    for student in (merged, adapters, TEACHER):
+        out = tmp_path / "clips" / student.name
+        assert main([str(run_dir), "--student", str(student), "--steps", "1", "--count", "1", "--out", str(out)]) == 0
+        with av.open(str(out / "0.mp4")) as video:
+            frames[student] = np.stack([x.to_ndarray(format="rgb24") for x in video.decode(video=0)]).astype(float)
+    assert abs(frames[merged] - frames[adapters]).max() <= 2
+    assert abs(frames[merged] - frames[TEACHER]).mean() > 3, "the check can tell them apart"
 
 
 def test_the_teacher_is_sampled_with_captions_of_a_file(run_dir, tmp_path, capsys):
