@@ -220,6 +220,9 @@ class LogSettings(Checked):
 
     every: PositiveInt = 10
     """Number of steps between lines of ``metrics.jsonl``; at least 1."""
+    print_every: PositiveInt | None = None
+    """Number of steps between lines of the console and of ``log.txt``, at logged steps; null for 10 in a run of more
+    than 100 steps, else 1."""
     norms_every: NonNegativeInt = 0
     """Number of steps between lines of ``norms.jsonl``, the norms of each weight and gradient by role; 0 for none."""
     wandb: bool = False

@@ -17,6 +17,8 @@ from fsdp_cp.files.atomic_file import writing
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""
+_MANY = 100
+"""Number of steps above which a run prints every tenth one."""
 
 
 class MetricsLog:
@@ -93,34 +95,66 @@ def speed(
 
 
 class StepLine:
-    """Formatter of logged metrics as aligned log lines with an estimate of the remaining time. ``rates`` are the names
-    of each trained role's learning rates (two for two experts)."""
+    """Log line of several steps, with both roles' latest values and an estimate of the remaining time.
 
-    def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int):
+    Args:
+        rates: names of each trained role's learning rates (two for two experts).
+        step: step from which the run starts.
+        steps: all steps of the run.
+        every: steps between lines; ``None`` for 10 in a run of more than 100 steps, else 1.
+    """
+
+    def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int, every: int | None):
         self._rates, self._steps = rates, steps
+        self._every = every or (10 if steps > _MANY else 1)
         self._since, self._clock = step, time.perf_counter()
         self._first = True
+        self._printed = step
+        """Step of the latest line."""
+        self._latest: dict[str, float | None] = {}
+        self._new: list[Mapping[str, float | None]] = []
+        """Metrics of the steps since the latest line."""
 
-    def text(self, step: int, metrics: Mapping[str, float | None]) -> str:
-        """Return the line of the 1-based ``step`` from its ``metrics``; ``-`` stands for a missing value."""
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Take the metrics of one step."""
+        self._latest |= metrics
+        self._new.append(metrics)
 
-        def value(key: str, form: str, width: int) -> str:
-            number = metrics.get(key)
-            return f"{'-' if number is None else format(number, form):>{width}}"
+    def is_due(self, step: int) -> bool:
+        """Return whether a line follows the logged 1-based ``step``: after enough steps, and after the last one."""
+        return step - self._printed >= self._every or step == self._steps
 
-        columns = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
-        for role, names in self._rates.items():
-            rates = "/".join(value(f"{name}/lr", ".2e", 8) for name in names)
-            loss, norm = value(f"{role}/loss", ".4g", 9), value(f"{role}/grad_norm", ".3g", 8)
-            columns.append(f"{role} loss {loss} norm {norm} lr {rates}")
-        columns.append(f"{value('perf/seconds_per_step', '.3g', 6)} s")
-        columns.append(f"{value('perf/tokens_per_second', ',.0f', 8)} tokens/s")
-        if metrics.get("perf/mfu") is not None:  # unknown on a CPU, at all steps
-            columns.append(f"MFU {value('perf/mfu', '.1%', 5)}")
-        columns.append(f"{value('memory/peak_gib', '.2f', 5)} GiB")
+    def text(self, step: int, peak_gib: float) -> str:
+        """Return the line after the 1-based ``step``; ``-`` stands for a role that has not trained yet. Losses and
+        speeds are means over the steps since the latest line, or its values for a role that did not train since."""
+        self._latest |= {
+            f"{role}/loss": loss for role in self._rates if (loss := self._mean(f"{role}/loss")) is not None
+        }
+        columns = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *map(self._role, self._rates)]
+        columns.append(f"{_cell(self._mean('perf/seconds_per_step'), '.3g', 6)} s")
+        columns.append(f"{_cell(self._mean('perf/tokens_per_second', by_time=True), ',.0f', 8)} tokens/s")
+        if (used := self._mean("perf/mfu", by_time=True)) is not None:  # unknown on a CPU
+            columns.append(f"MFU {_cell(used, '.1%', 5)}")
+        columns.append(f"{_cell(peak_gib, '.2f', 5)} GiB")
         if step < self._steps:
             columns.append(f"{duration(self._seconds_left(step)):>8} left")
+        self._printed, self._new = step, []
         return "  ".join(columns)
+
+    def _role(self, role: str) -> str:
+        value = self._latest.get
+        rates = "/".join(_cell(value(f"{name}/lr"), ".2e", 8) for name in self._rates[role])
+        loss, norm = _cell(value(f"{role}/loss"), ".4g", 9), _cell(value(f"{role}/grad_norm"), ".3g", 8)
+        return f"{role} loss {loss} norm {norm} lr {rates}"
+
+    def _mean(self, key: str, *, by_time: bool = False) -> float | None:
+        """Return the mean of ``key`` over the new steps that have it, weighted by their seconds for ``by_time``."""
+        total = weights = 0.0
+        for metrics in self._new:
+            if (value := metrics.get(key)) is not None:
+                weight = metrics["perf/seconds_per_step"] if by_time else 1.0
+                total, weights = total + weight * value, weights + weight
+        return total / weights if weights else None
 
     def _seconds_left(self, step: int) -> float:
         """Extrapolate from the wall time since the first line, to leave out compilation and other first calls."""
@@ -129,3 +163,7 @@ class StepLine:
         if self._first:
             self._since, self._clock, self._first = step, now, False
         return per_step * (self._steps - step)
+
+
+def _cell(value: float | None, form: str, width: int) -> str:
+    return f"{'-' if value is None else format(value, form):>{width}}"

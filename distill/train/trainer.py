@@ -210,7 +210,7 @@ class Trainer:
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
         """Train the remaining steps; log, save and sample between them. Call ``advance`` after each step."""
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
-        line = StepLine(rates, step=self.step, steps=self.config.steps)
+        line = StepLine(rates, step=self.step, steps=self.config.steps, every=self.config.log.print_every)
         data = self._steps_of_data()
         if self.guard is not None and not self.guard.state.looks:
             self._look()
@@ -221,24 +221,32 @@ class Trainer:
                 shorten(timedelta(minutes=self.config.timeout.step))
             advance()
             self.unlogged |= metrics
+            line.add(metrics)
             if self.guard is not None and self.guard.is_due(self.method.trained_role(self.step - 1), metrics):
                 self._look()
-            if self.step % self.config.log.every == 0 or self.step == self.config.steps:
-                self.unlogged |= self.memory()
-                if self.log is not None:
-                    self.log.write(self.step, self.unlogged)
-                    log.info(line.text(self.step, self.unlogged))
-                self.unlogged = {}
+            at_end = self.step == self.config.steps
+            if at_end or self._is_due(self.config.log.every):
+                self._log_metrics(line)
             if self.guard is not None:
                 self.guard.stop_at(self.step, self.saved_step)
-            every = self.config.checkpoint.every
-            at_end = self.step == self.config.steps and self.config.checkpoint.at_end
-            if (every and self.step % every == 0) or at_end:
+            if self._is_due(self.config.checkpoint.every) or (at_end and self.config.checkpoint.at_end):
                 self._save()
             self._heed(stop)
-            every = self.config.sample.every
-            if every and self.step % every == 0 and self.step < self.config.steps:
+            if self._is_due(self.config.sample.every) and not at_end:
                 self._write_samples()
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether this step is a multiple of ``every``; 0 stands for never."""
+        return every > 0 and self.step % every == 0
+
+    def _log_metrics(self, line: StepLine) -> None:
+        """Write the metrics since the last time, and print a line if one is due."""
+        self.unlogged |= self.memory()
+        if self.log is not None:
+            self.log.write(self.step, self.unlogged)
+            if line.is_due(self.step):
+                log.info(line.text(self.step, self.unlogged["memory/peak_gib"]))
+        self.unlogged = {}
 
     @long_timeout()
     def _write_samples(self) -> None:
