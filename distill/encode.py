@@ -21,10 +21,12 @@ from typing import Any, get_type_hints
 
 from distill.config.usage import field_docs
 from distill.data.sets.dataset import check_local
-from distill.data.sets.encode import Encoding, Source, encode
+from distill.data.sets.encode import Encoding, encode
 from distill.data.sets.stored import fitted_settings
 from distill.data.sets.write_set import verify
+from distill.data.sources import own
 from distill.data.sources.choose import read_outside
+from distill.data.sources.source import Source
 from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, refuse_separate_worlds
@@ -61,20 +63,17 @@ def _source(
     if not all(equals for _, equals, _ in pairs):
         raise UserError(f"--columns must be like file_name=video,caption=prompt, got {arguments.columns!r}")
     columns = {name: column for name, _, column in pairs} or None
-    outside = read_outside(path, columns)
+    source = read_outside(path, columns)
     if arguments.normalized is not None:
-        if outside is None or outside.latents is None:
+        if source is None or source.latents is None:
             raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
-        outside = replace(outside, is_normalized=arguments.normalized == "yes", is_checked=False)
-    if outside is None:
-        has_images = settings.image is not None
-        if path.is_file() and has_images and settings.buckets is not None:
-            raise UserError(f"data.buckets={settings.buckets}: captions with images have one size; leave it out")
-        return Source.read(path, columns, has_clips=not path.is_file(), has_images=has_images), settings
-    has_latents = outside.latents is not None or outside.text is None
-    name = f"data.path={path}"
-    settings = fitted_settings(settings, outside, name, given)
-    return Source(name=name, rows=outside.rows, folder=path, has_latents=has_latents, outside=outside), settings
+        source = replace(source, is_normalized=arguments.normalized == "yes", is_checked=False)
+    if source is not None:
+        return source, fitted_settings(settings, source, given)
+    has_images = settings.image is not None
+    if path.is_file() and has_images and settings.buckets is not None:
+        raise UserError(f"data.buckets={settings.buckets}: captions with images have one size; leave it out")
+    return own.read(path, columns, has_clips=not path.is_file(), has_images=has_images), settings
 
 
 @_named_as_here()
@@ -103,8 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     settings.encoders = resolve({"--encoders": (settings.encoders, encoder_files)}).get("--encoders", settings.encoders)
     with process_group(device):
         source, settings = check_local(lambda: _source(path, settings, arguments, given))
-        if source.outside is not None:
-            log.info("%s is in the format of %s", path, source.outside.format)
+        if source.format:
+            log.info("%s is in the format of %s", path, source.format)
         encode(source, settings, device, out=out)
     log.info("%s is complete; train with data=encoded data.path=%s", out, out)
 

@@ -20,8 +20,9 @@ from fsdp_cp.errors import UserError, counted
 from models.sample import PartShapes
 
 if TYPE_CHECKING:
-    from distill.data.sets.encode import Encoding, Source
+    from distill.data.sets.encode import Encoding
     from distill.data.sets.encoded_set import EncodedSet
+    from distill.data.sources.source import Source
 
 Shape = tuple[int, ...]
 
@@ -152,7 +153,8 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
     ``caption``, or a ``.txt`` file next to each video."""
     columns: dict[str, str] | None = None
-    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
+    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own. Of a
+    part of a video (``start``, ``end``, ``cut``), an empty name ignores the column."""
     cache: str | None = None
     """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
@@ -171,9 +173,9 @@ class VideoFolderSettings(DataSettings, ClipSettings):
         return _encoding(self)
 
     def source(self) -> Source:
-        from distill.data.sets.encode import Source
+        from distill.data.sources import own
 
-        return Source.read(self.path, self.columns, has_clips=self.has_clips, has_images=self.image is not None)
+        return own.read(self.path, self.columns, has_clips=self.has_clips, has_images=self.image is not None)
 
     def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(json.dumps(self.source().sizes()).encode()).hexdigest()[:32]

@@ -12,10 +12,13 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 
+from distill.data.encoders.choose import choose_encoders
 from distill.data.sets.encoded_set import EncodedSet
 from distill.data.sets.stored import check_deviation
 from distill.data.sources import fastvideo
 from distill.data.sources.choose import read_outside
+from distill.data.videos.decode import ClipFormat, Cut, read_clip
+from distill.data.videos.span import Span
 from distill.encode import main
 from tests.encoded import open_set
 from tests.oracles import outside_sets
@@ -71,6 +74,32 @@ def test_listed_and_archived_videos(kind, tiny, clips, own, tmp_path):
     assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
     assert shards(tmp_path / "set") == shards(own / "fp32")
     assert list(EncodedSet(tmp_path / "set", "SET").captions) == [clip.caption for clip in clips]
+
+
+def test_parts_of_a_video_are_clips_of_their_own(tiny, clips, tmp_path):
+    """Two captions of one video, in both kinds of tables: each has its frames, and a short part is left out by name."""
+    folder, out = tmp_path / "source", tmp_path / "set"
+    outside_sets.copy_videos(clips[:1], folder)
+    file = folder / "videos" / clips[0].file.name
+    parts = {"one": [0, 10], "two": [14, 24], "three": [20, 24], "four": None}
+    entries = [{"path": file.name, "cap": caption, "cut": cut} for caption, cut in parts.items()]
+    (folder / "metadata.json").write_text(json.dumps(entries))
+    sizes = ("--num-frames", "5", *SIZES[2:], "--fps", "8")
+    assert encoded(tiny, folder, out, *sizes) == 0
+    made = EncodedSet(out, "SET")
+    assert [made.caption(made.text_of(i)) for i in range(len(made))] == ["one", "two", "four"]
+    codec = choose_encoders(tiny).codec(device=torch.device("cpu"), dtype=torch.float32, tiling=False)
+    size = ClipFormat(num_frames=5, height=32, width=48, fps=8)
+    for i, place in enumerate((file, Cut(file, Span(14, 24, "frames")), file)):
+        assert torch.equal(made.clip(made.clip_of(i))["latents"], codec.encode(read_clip(place, size)))
+    assert "20 to 24 frames" in (out / "left_out.csv").read_text()
+    rows = [f"{file.name},one,0,0.625\n", f"{file.name},two,0.875,1.5\n", f"{file.name},three,1.25,\n"]
+    (file.parent / "metadata.csv").write_text("".join(["file_name,caption,start,end\n", *rows]))
+    assert encoded(tiny, file.parent, tmp_path / "seconds", *sizes) == 0
+    seconds = EncodedSet(tmp_path / "seconds", "SET")
+    assert len(seconds) == 2
+    for i in range(2):
+        assert torch.equal(seconds.clip(i)["latents"], made.clip(made.clip_of(i))["latents"])
 
 
 @needs_pyarrow
@@ -210,8 +239,9 @@ def test_the_scale_of_latents():
     """Wan's statistics tell normalized latents from raw ones and from ones that were normalized twice."""
     std = torch.tensor(inspect.signature(AutoencoderKLWan).parameters["latents_std"].default).view(-1, 1, 1, 1)
     latents = torch.randn(16, 5, 32, 32, generator=torch.Generator().manual_seed(0))
-    check_deviation([latents + 5, 0.9 * latents + 5], "SOURCE", were_normalized=True)
-    for wrong, number in ((latents * std, "2.2"), (latents / std, "0.5")):
+    check_deviation([latents + 0.5, 0.9 * latents + 0.5], "SOURCE", were_normalized=True)
+    shifted = latents + torch.tensor([3.0, -3.0]).repeat(8).view(-1, 1, 1, 1)
+    for wrong, number in ((latents * std, "2.2"), (latents / std, "0.5"), (shifted, "3")):
         with refused(number):
             check_deviation([wrong], "SOURCE", were_normalized=True)
 
@@ -247,11 +277,32 @@ def test_archives_and_lists_with_mistakes(clips, tmp_path):
         write_tar(tmp_path / "a.tar", [(name, b"")])
         with refused("outside"):
             read_outside(tmp_path / "a.tar")
-    write_tar(tmp_path / "a.tar", [("0.mp4", bytes(2000))])
-    with (tmp_path / "a.tar").open("r+b") as file:
-        file.truncate(1500)
-    with refused("a.tar"):
-        read_outside(tmp_path / "a.tar")
+    write_tar(tmp_path / "a.tar", [("0.mp4", bytes(2000)), ("0.txt", b"x"), ("1.mp4", b""), ("1.txt", b"y")])
+    whole = (tmp_path / "a.tar").read_bytes()
+    second = 512 + 2048
+    flipped = bytearray(whole)
+    flipped[second] ^= 1
+    for damaged in (whole[:1500], whole[:second], whole[: second + 200], bytes(flipped), whole + whole):
+        (tmp_path / "a.tar").write_bytes(damaged)  # tarfile ends there without a word, but for the first
+        with refused("a.tar"):
+            read_outside(tmp_path / "a.tar")
+    (tmp_path / "a.tar").write_bytes(whole.rstrip(b"\0") + bytes(2000))
+    assert len(read_outside(tmp_path / "a.tar").rows) == 2
+    for names in (("0.mp4", "0.MP4"), ("0.txt", "1.txt", "0.txt"), ("a/0.txt", "b/0.txt", "a/./0.txt")):
+        write_tar(tmp_path / "a.tar", [(name, b"x") for name in names])
+        with refused("a.tar"):
+            read_outside(tmp_path / "a.tar")
+    members = [(name, b"x") for name in ("0.mp4", "0.txt", "1.mp4", "1.txt")]
+    write_tar(tmp_path / "a.tar", [pair for name, x in members for pair in ((f"d/._{name}", b"\0"), (f"d/{name}", x))])
+    assert [(row.file, row.caption, row.problem) for row in read_outside(tmp_path / "a.tar").rows] == [
+        ("a.tar:d/0.mp4", "x", ""),
+        ("a.tar:d/1.mp4", "x", ""),
+    ]
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "b.tar.gz").write_bytes(b"x")
+    for path in (tmp_path / "packed", tmp_path / "packed" / "b.tar.gz"):
+        with refused("unpack"):
+            read_outside(path)
     write_tar(tmp_path / "a.tar", [("0.mp4", b""), ("1.txt", b"x"), ("2.mp4", b""), ("2.txt", b"\xff")])
     assert all(row.problem for row in read_outside(tmp_path / "a.tar").rows)
     outside_sets.lines(clips, tmp_path / "lines", "prompt.txt")
@@ -283,12 +334,33 @@ def test_archives_and_lists_with_mistakes(clips, tmp_path):
     ]
     (folder / "metadata.csv").write_text("file_name,caption\n")
     assert read_outside(folder) is None, "our own table comes first"
-    for name in ("1.mp4", "1.txt", "other.tar"):
+    for name in ("1.mp4", "1.txt"):
         (tmp_path / "lines" / name).write_bytes(b"x")
     assert read_outside(tmp_path / "lines") is None, "captions next to videos too"
 
 
-def test_caches_of_lightx2v_with_mistakes(clips, tmp_path):
+def test_clips_next_to_archives(tiny, clips, own, tmp_path):
+    """Both are read; an archive next to its unpacked clips, or of latents, is refused."""
+    outside_sets.webdataset(clips[:3], tmp_path / "source")
+    for name, clip in zip(("y", "z"), clips[3:], strict=True):
+        shutil.copy(clip.file, tmp_path / "source" / f"{name}.mp4")
+        (tmp_path / "source" / f"{name}.txt").write_text(clip.caption)
+    shutil.copy(clips[0].file, tmp_path / "source" / "no_text.mp4")
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
+    captions = [clip.caption for clip in clips]
+    assert list(EncodedSet(tmp_path / "set", "SET").captions) == captions[3:] + captions[:3]
+    assert "no_text.mp4," in (tmp_path / "set" / "left_out.csv").read_text()
+    shutil.copy(clips[0].file, tmp_path / "source" / "00000.mp4")
+    with refused("00000.mp4"):
+        read_outside(tmp_path / "source")
+    outside_sets.rcm(clips, tmp_path / "latents")
+    for name in ("y.mp4", "y.txt"):
+        shutil.copy(tmp_path / "source" / name, tmp_path / "latents")
+    with refused("latents"):
+        read_outside(tmp_path / "latents")
+
+
+def test_caches_of_lightx2v_with_mistakes(tiny, clips, tmp_path, capsys):
     outside_sets.lightx2v(clips, tmp_path)
     table = tmp_path / "metadata.jsonl"
     good = table.read_text()
@@ -307,3 +379,13 @@ def test_caches_of_lightx2v_with_mistakes(clips, tmp_path):
         read_outside(tmp_path)
     table.write_text(good + '{"caption": "x", "condition_path": "a.pt"}\n')
     assert [bool(row.problem) for row in read_outside(tmp_path).rows] == [False] * 5 + [True]
+    table.write_text(good)
+    (tmp_path / "metadata_rank00.jsonl").write_text(good.splitlines()[-1] + "\n")
+    with refused("metadata_rank00.jsonl"):
+        read_outside(tmp_path)
+    (tmp_path / "metadata_rank00.jsonl").unlink()
+    file = sorted((tmp_path / "latents").iterdir())[3]
+    torch.save({**torch.load(file), "fps": 16.0}, file)
+    for rate in ((), ("--fps", "8")):
+        assert encoded(tiny, tmp_path, tmp_path / "set", *rate) == 2
+        assert "metadata.jsonl:4" in capsys.readouterr().err.splitlines()[-1]

@@ -1,6 +1,7 @@
 """Tables of captions against Python's own writer; faults that would damage a caption are refused by line."""
 
 import csv
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -125,3 +126,44 @@ def test_files_in_sub_folders_are_taken(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,caption\nsub/../x/a.mp4,one\n..a.mp4,two\n")
     rows = [(row.file, row.caption) for row in read_metadata(tmp_path)]
     assert rows == [("sub/../x/a.mp4", "one"), ("..a.mp4", "two")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "1,1,",
+        "2,1,",
+        "-1,1,",
+        "x,1,",
+        "nan,1,",
+        "00:01,,",
+        "0,1,[0;5]",
+        ",,30-60",
+        ",,[30]",
+        ',,"[60,30]"',
+        ',,"[0.5,3]"',
+    ],
+)
+def test_parts_of_a_video_that_are_none(tmp_path, values):
+    (tmp_path / "metadata.csv").write_text(f"file_name,caption,start,end,cut\na.mp4,one,,,\na.mp4,two,{values}\n")
+    with refused("line 3"):
+        read_metadata(tmp_path)
+    ignored = dict.fromkeys(("start", "end", "cut"), "")
+    assert [row.name for row in read_metadata(tmp_path, ignored)] == ["a.mp4", "a.mp4"]
+    (tmp_path / "metadata.csv").write_text(f",file_name,caption,start,end,cut\n0,a.mp4,one,{values}\n")
+    assert [row.span for row in read_metadata(tmp_path, ignored)] == [None], "row numbers of pandas are no part"
+    with refused("begin"):  # a name that was given must be there
+        read_metadata(tmp_path, {**ignored, "start": "begin"})
+
+
+def test_parts_of_a_video_in_both_tables(tmp_path):
+    (tmp_path / "metadata.csv").write_text(
+        'file_name,caption,from,end,cut\na.mp4,one,0.5,1,\na.mp4,two,1.5,,\na.mp4,three,,,"[30, 60]"\na.mp4,four,,,\n'
+    )
+    spans = [row.span for row in read_metadata(tmp_path, {"start": "from"})]
+    assert spans == [(0.5, 1, "s"), (1.5, float("inf"), "s"), (30, 60, "frames"), None]
+    (tmp_path / "metadata.csv").unlink()
+    rows = [{"start": 0.5, "end": 1}, {"start": "1.5"}, {"cut": [30, 60]}, {"cut": None}]
+    lines = [json.dumps({"file_name": "a.mp4", "caption": "x", **row}) for row in rows]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    assert [row.span for row in read_metadata(tmp_path)] == spans

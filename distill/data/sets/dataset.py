@@ -16,10 +16,11 @@ import torch
 
 from distill.data.base import Bucket
 from distill.data.encoders.wan import VideoCodec
-from distill.data.sets.encode import Encoding, Source, encode, load_codec, release_memory
+from distill.data.sets.encode import Encoding, encode, load_codec, release_memory
 from distill.data.sets.encoded_set import COMMAND, KINDS, Captions, EncodedSet
+from distill.data.sources.source import Source
 from distill.data.videos.decode import ClipFormat, first_frame
-from distill.data.videos.video_folder import ListedClip, unlisted_videos
+from distill.data.videos.video_folder import ListedClip
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
@@ -205,9 +206,6 @@ def encode_source(
     folder, source = cache.expanduser().absolute(), check_local(read_source)
     check_local(lambda: check_further(settings, **further))
     made = encode(source, settings, device, cache=folder)
-    if rank() == 0 and source.has_latents and (extra := unlisted_videos(source.folder, source.rows)):
-        first = ", ".join(extra[:5])
-        logger.warning("%d videos are not in the table of %s and not used: %s", len(extra), source.folder, first)
 
     def read() -> tuple[EncodedSet, Encoding]:
         encoded = EncodedSet(made, f"data.cache={made}")

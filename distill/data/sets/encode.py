@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,14 +22,18 @@ from distill.data.base import VAE_PRECISIONS, ClipSettings, to_bytes
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
-from distill.data.sets.stored import check_deviation, check_texts, stored_text
+from distill.data.sets.stored import check_deviation, check_texts, rate_of, stored_text
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
-from distill.data.sources.outside_set import OutsideSet
-from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip, read_largest_part
+from distill.data.sources.source import Source
+from distill.data.videos.decode import (
+    DECODER_VERSION,
+    ClipError,
+    ClipFormat,
+    read_clip,
+    read_largest_part,
+)
 from distill.data.videos.sound import SOUND_VERSION, read_sound
-from distill.data.videos.table import read_captions, read_images
-from distill.data.videos.video_folder import ListedClip, read_metadata
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
@@ -115,71 +119,6 @@ class Encoding(ClipSettings):
         return values | {"encoders": self.fingerprint()}
 
 
-@dataclass(kw_only=True, frozen=True)
-class Source:
-    """Rows to encode."""
-
-    name: str
-    """Setting and path, for messages."""
-    rows: Sequence[ListedClip]
-    """Files, relative to ``folder``, and captions; no files where ``folder`` is ``None``."""
-    folder: Path | None
-    """Folder of the videos or images."""
-    has_latents: bool = True
-    """Whether the files are clips. Otherwise only their first frames are encoded, as conditions."""
-    outside: OutsideSet | None = None
-    """The data set of another project that ``rows`` are from."""
-
-    @classmethod
-    def read(
-        cls, path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool, has_images: bool = False
-    ) -> Source:
-        """Read the table of a folder of videos, or the captions of a file, with images if they condition."""
-        path = Path(path).expanduser()
-        if has_clips:
-            return cls(name=f"data.path={path}", rows=read_metadata(path, columns), folder=path)
-        name, folder = f"data.path={path}", path.absolute().parent if has_images else None
-        texts = read_images(path, columns) if has_images else [("", text) for text in read_captions(path, columns)]
-        rows = [
-            ListedClip(
-                file=image, caption=caption, problem="is missing" * (has_images and not (folder / image).is_file())
-            )
-            for image, caption in texts
-        ]
-        return cls(name=name, rows=rows, folder=folder, has_latents=False)
-
-    @property
-    def files(self) -> list[str]:
-        """Distinct files, in the order of their first rows."""
-        return [] if self.folder is None else list(dict.fromkeys(row.file for row in self.rows if not row.problem))
-
-    def sizes(self) -> list[Any]:
-        """Return file name, bytes (``None``: missing) and caption of each row; without files, the captions."""
-        if self.folder is None:
-            return [row.caption for row in self.rows]
-        files = [(self.folder / row.file, row.caption) for row in self.rows]
-        return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
-
-    def fingerprint(self) -> str:
-        """Return a hash of the rows and of samples of every file's bytes; a collective, shared by all ranks."""
-        outside = () if self.outside is None else self.outside.files
-        files = outside or [self.folder / name for name in self.files]
-
-        def look(i: int) -> str:
-            file = files[i]
-            try:
-                return fingerprint_of([file]) if file.is_file() else "missing"
-            except OSError as error:
-                return f"unreadable {type(error).__name__}"
-
-        hashes = Shares().run(len(files), look)
-        return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
-
-    def table_hash(self) -> str:
-        rows = [(row.file, row.caption, row.problem) for row in self.rows]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
-
-
 def encode(
     source: Source, settings: Encoding, device: torch.device, *, out: Path | None = None, cache: Path | None = None
 ) -> Path:
@@ -188,9 +127,12 @@ def encode(
     described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
+    if rank() == 0 and (extra := source.not_used()):
+        text = "%d videos and archives of %s are not in its table and not used: %s"
+        logger.warning(text, len(extra), source.folder, ", ".join(extra[:5]))
     made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
-    if source.outside is not None and source.outside.latents is not None:
-        made["normalized"] = source.outside.is_normalized
+    if source.latents is not None:
+        made["normalized"] = source.is_normalized
     if source.has_latents and settings.inspect()[0].sound_format(settings.clip) is not None:
         made["sound"] = SOUND_VERSION
     decides = described[0][0] | made
@@ -213,17 +155,16 @@ class _Job:
         self._clip_bytes = settings.clip_bytes(latents=int(source.has_latents))
         sizes = self.folder.text_sizes(settings.max_text_tokens)
         self._text_bytes = sum(self.folder.text_dtype.itemsize * most * width for most, width in sizes.values())
-        self.files = source.files if source.has_latents or self.image is not None else []
+        self.clips = source.clips if source.has_latents or self.image is not None else []
         if rank() == 0:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
                 logger.warning("%s", remark)
             captions = len({row.caption for row in source.rows})
-            total = self._clip_bytes * len(self.files) + self._text_bytes * captions / _TEXT_FILL
+            total = self._clip_bytes * len(self.clips) + self._text_bytes * captions / _TEXT_FILL
             text = "%s and %s take about %.2f GB; a million clips take %.3g TB, a million captions at most %.3g TB"
-            counts, sizes = (len(self.files), "clip"), (self._clip_bytes / 1e6, self._text_bytes / 1e6)
+            counts, sizes = (len(self.clips), "clip"), (self._clip_bytes / 1e6, self._text_bytes / 1e6)
             logger.info(text, counted(*counts), counted(captions, "caption"), total / 1e9, *sizes)
         self._texts: list[str] = []
-        self._outside = source.outside or OutsideSet(format="", rows=())
 
     @cached_property
     def _codec(self) -> VideoCodec:
@@ -241,7 +182,7 @@ class _Job:
 
     @cached_property
     def _stored_texts(self) -> dict[str, str]:
-        rows = self.source.rows if self._outside.text is not None else ()
+        rows = self.source.rows if self.source.text is not None else ()
         return {row.caption: row.file for row in reversed(rows) if not row.problem}
 
     def _free_encoders(self) -> None:
@@ -251,34 +192,42 @@ class _Job:
 
     def run(self) -> None:
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
-        if source.outside is not None:
-            on_first_rank(self._check_stored)
-        writer.write("clips", len(self.files), self._clip_bytes, "clip", self._make_clips)
+        on_first_rank(self._check_stored)
+        writer.write("clips", len(self.clips), self._clip_bytes, "clip", self._make_clips)
         self._free_encoders()
-        reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
-        numbers = {file: number for number, file in enumerate(file for file in self.files if file not in reasons)}
-        left_out = [(row.file, why) for row in source.rows if (why := row.problem or reasons.get(row.file))]
-        kept = [row for row in source.rows if not row.problem and row.file not in reasons]
-        if rank() == 0:
-            for name, reason in left_out:
-                logger.warning("clip left out: %s %s", name, reason)
-        if not kept:
-            name, reason = left_out[0]
-            why = f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
-            size = "num_frames lower" if self.settings.buckets is None else "buckets smaller"
-            longer = f"give longer videos, or set data.{size} or data.fps higher"
-            raise UserError(f"{why}; {longer if source.has_latents else 'give images that can be read'}")
-        rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
+        rows, left_out = self._kept_rows()
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
         self._free_encoders()
         left_out += [(self._texts[number], reason) for number, reason in writer.notes("texts", "cut").items()]
         writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
         if rank() == 0:
-            what = counted(len(kept), "clip" if self.files else "caption")
+            what = counted(len(rows), "clip" if self.clips else "caption")
             logger.info("encoded %s of %s into %s", what, source.name, writer.path)
             if left_out:
                 logger.warning("left_out.csv names what is left out or cut: %d of them", len(left_out))
+
+    def _kept_rows(self) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
+        """Return clip (-1: none) and caption of the rows that can be used, and the names and reasons of the others."""
+        reasons = {self.clips[number].name: why for number, why in self.writer.notes("clips", "left_out").items()}
+        whole = [clip.name for clip in self.clips if clip.name not in reasons]
+        numbers = {name: number for number, name in enumerate(whole)}
+        rows, left_out = [], []
+        for row in self.source.rows:
+            if reason := row.problem or reasons.get(row.name):
+                left_out.append((row.name, reason))
+            else:
+                rows.append((numbers.get(row.name, -1), row.caption))
+        if rank() == 0:
+            for name, reason in left_out:
+                logger.warning("clip left out: %s %s", name, reason)
+        if not rows:
+            name, reason = left_out[0]
+            why = f"{self.source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
+            size = "num_frames lower" if self.settings.buckets is None else "buckets smaller"
+            longer = f"give longer videos, or set data.{size} or data.fps higher"
+            raise UserError(f"{why}; {longer if self.source.has_latents else 'give images that can be read'}")
+        return rows, left_out
 
     def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode clips; threads decode the next ones meanwhile."""
@@ -292,7 +241,7 @@ class _Job:
             return {}, {"left_out": clip}
         video, sound, frames = clip
         made = {}
-        if self._outside.latents is not None:
+        if self.source.latents is not None:
             made = {"latents": self._stored_as_latents(video)}
         elif self.source.has_latents:
             parts = self._codec.encode_clip(video, sound).parts
@@ -301,33 +250,33 @@ class _Job:
             made |= self._image_tensors(video[:, :1], frames, self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
-                where = f"{self.files[number]}: its {part}"
+                where = f"{self.clips[number].name}: its {part}"
                 raise UserError(f"{where} are not finite in {self._codec.dtype}; set data.vae_precision=fp32")
         return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
 
     def _stored_as_latents(self, stored: torch.Tensor) -> torch.Tensor:
         """Return stored latents (C, t, h, w) as the transformer takes them."""
-        if self._outside.is_normalized:
+        if self.source.is_normalized:
             return stored
         return self._codec.normalized(stored[None].to(self.device))[0].cpu()
 
     def _check_stored(self) -> None:
         """Compare some stored latents with the scale of normalized ones, and some embeddings with the encoder's."""
-        outside, captions = self._outside, list(self._stored_texts)
-        if outside.latents is not None and outside.is_checked:
-            some = range(0, len(self.files), max(1, len(self.files) // _CHECKED_CLIPS))
+        source, captions = self.source, list(self._stored_texts)
+        if source.latents is not None and source.is_checked:
+            some = range(0, len(self.clips), max(1, len(self.clips) // _CHECKED_CLIPS))
             read = (self._read(number) for number in some)
             latents = (self._stored_as_latents(found[0]) for found in read if not isinstance(found, str))
-            check_deviation(latents, self.source.name, were_normalized=outside.is_normalized)
+            check_deviation(latents, source.name, were_normalized=source.is_normalized)
         if captions:
             some = dict.fromkeys(captions[position] for position in (0, len(captions) // 2, -1))
             texts = {caption: self._stored_text(caption) for caption in some}
-            check_texts(texts, lambda caption: self._text_encoder.embeddings(caption)["text"], self.source.name)
+            check_texts(texts, lambda caption: self._text_encoder.embeddings(caption)["text"], source.name)
         self._free_encoders()
 
     def _stored_text(self, caption: str) -> torch.Tensor:
         most, width = self.folder.text_sizes(self.settings.max_text_tokens)["text"]
-        return stored_text(self._outside, self._stored_texts[caption], self.source.name, most=most, width=width)
+        return stored_text(self.source, self._stored_texts[caption], most=most, width=width)
 
     def _image_tensors(self, frame: torch.Tensor, frames: int, image: ImageInput) -> dict[str, torch.Tensor]:
         """Return what the networks get of the first frame (3, 1, H, W) of a clip of so many ``frames``: the VAE encodes
@@ -342,35 +291,39 @@ class _Job:
 
     def _read(self, number: int) -> _Read | str:
         """Read a file, or return the reason to leave it out."""
-        name = self.files[number]
-        file = self._outside.videos.get(name, self.source.folder / name)
+        clip = self.clips[number]
+        file = self.source.video(clip)
         try:
-            if self._outside.latents is not None:
-                return self._stored_latents(name), None, 0
-            if isinstance(file, Path) and not file.is_file():  # a pipe would never end
-                return "is not a file" if file.exists() else "is missing"
+            if self.source.latents is not None:
+                return self._stored_latents(clip.file), None, 0
+            if clip.file not in self.source.videos and not (there := self.source.folder / clip.file).is_file():
+                return "is not a file" if there.exists() else "is missing"  # a pipe would never end
             if not self.source.has_latents:
                 return read_clip(file, replace(self.clip, num_frames=1)), None, self.clip.num_frames
-            clip = self.clip
+            size = self.clip
             if self.settings.buckets is None:
-                video = read_clip(file, clip)
+                video = read_clip(file, size)
             else:
-                video, clip = read_largest_part(file, self.settings.clips)
-            form, silence = self.folder.sound_format(clip), self.settings.silence == "zero"
+                video, size = read_largest_part(file, self.settings.clips)
+            form, silence = self.folder.sound_format(size), self.settings.silence == "zero"
             sound = None if form is None else read_sound(file, form, silence=silence)
-            return video, sound, clip.num_frames
+            return video, sound, size.num_frames
         except ClipError as error:
             return str(error)
         except OSError as error:
             return f"cannot be read ({error.strerror})"
 
     def _stored_latents(self, name: str) -> torch.Tensor:
-        latents, shapes = self._outside.latents(name), [self.folder.latent_shape(clip) for clip in self.settings.clips]
+        latents, shapes = self.source.latents(name), [self.folder.latent_shape(clip) for clip in self.settings.clips]
         if latents.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ClipError(f"has latents of shape {list(latents.shape)}, not {wanted}")
         if not latents.isfinite().all():
             raise ClipError("has latents that are not finite")
+        rate = rate_of(self.source, name)
+        if rate not in (None, self.settings.fps):
+            wrong = f"{name} has {rate:g} frames per second, not data.fps={self.settings.fps:g}"
+            raise UserError(f"{self.source.name}: {wrong}; give clips of one rate")
         return latents
 
     def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:

@@ -1,7 +1,7 @@
 """Latents (C, t, h, w) and embeddings (L, D) that another project stored, in place of the encoders': their checks."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ import torch
 
 from distill.data.base import ClipSettings
 from distill.data.encoders.choose import choose_encoders
-from distill.data.sources.outside_set import OutsideSet
+from distill.data.encoders.wan import EncoderFolder
+from distill.data.sources.source import Source
 from distill.data.videos.colors import ClipError
 from fsdp_cp.errors import UserError
 
@@ -18,6 +19,8 @@ S = TypeVar("S", bound=ClipSettings)
 
 DEVIATIONS = (0.67, 1.5)
 """Bounds of the standard deviation of normalized latents: Wan 2.1's raw ones have 2.2."""
+LARGEST_SHIFT = 1.0
+"""Largest root mean square, over channels, of the means of normalized latents, in their standard deviations."""
 _SIZED_CLIPS = 9
 TEXT_ERROR = 2e-2
 """Largest relative difference of a stored embedding from ours: encoders in bf16 stay below it."""
@@ -31,66 +34,87 @@ def read_stored(read: Callable[[str], torch.Tensor], name: str, where: str) -> t
         raise UserError(f"{where}: {name} {error}; copy it again, or leave it out") from error
 
 
-def fitted_settings(settings: S, outside: OutsideSet, where: str, given: Collection[str]) -> S:
+def fitted_settings(settings: S, source: Source, given: Collection[str]) -> S:
     """Return the settings with the sizes of most of some stored latents, and their rate. Given sizes must agree."""
-    if outside.latents is None and outside.text is None:
+    if source.latents is None and source.text is None:
         return settings
-    folder = choose_encoders(settings.encoders)
-    if folder.codec_class.vae_class != (wanted := outside.vae_class):
+    where, folder = source.name, choose_encoders(settings.encoders)
+    if folder.codec_class.vae_class != (wanted := source.vae_class):
         raise UserError(f"data.encoders={settings.encoders} must have the {wanted} that {where} is for; give these")
     if settings.image is not None:
         raise UserError(f"data.image={settings.image}: {where} holds no frames of its clips; give a folder of videos")
-    names = [row.file for row in outside.rows if not row.problem]
-    if outside.latents is None or not names:
+    names = [row.file for row in source.rows if not row.problem]
+    if source.latents is None or not names:
         return settings
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for name in names[:: max(1, len(names) // _SIZED_CLIPS)]:
-        with suppress(ClipError):  # it is left out later, with its reason
-            shapes[tuple(outside.latents(name).shape)] += 1
-    if not shapes:
-        read_stored(outside.latents, names[0], where)
-    channels, *sizes = shapes.most_common(1)[0][0]
+    channels, *sizes = _usual_shape(source.latents, names, where)
     if channels != folder.channels:
         wrong = f"makes latents of {folder.channels} channels, and {where} has {channels}"
         raise UserError(f"data.encoders={settings.encoders} {wrong}; give the folder of that VAE")
-    frames, *sides = sizes
-    found: dict[str, Any] = {"num_frames": folder.temporal * (frames - 1) + 1}
-    found |= dict(zip(("height", "width"), (folder.spatial * side for side in sides), strict=True))
     if settings.buckets == "auto":
         raise UserError(f"data.buckets=auto: {where} holds latents, whose sizes are fixed; list these sizes")
-    if settings.buckets is not None:
-        found = {}
+    found: dict[str, Any] = {}
+    if settings.buckets is None:
+        found = _clip_size(sizes, folder)
     for key, value in found.items():
         if key in given and getattr(settings, key) != value:
             raise UserError(f"data.{key}={getattr(settings, key)}: the latents of {where} have {value}; leave it out")
     if "fps" not in given:
-        rate = None
-        with suppress(ClipError):
-            rate = outside.fps and outside.fps(names[0])
-        if not isinstance(rate, float | int) or not rate > 0:
+        found["fps"] = rate_of(source, names[0])
+        if found["fps"] is None:
             raise UserError(f"data.fps is not set, and {where} does not tell it; give the rate of its clips")
-        found["fps"] = float(rate)
     return replace(settings, **found)
 
 
+def _usual_shape(read: Callable[[str], torch.Tensor], names: Sequence[str], where: str) -> tuple[int, ...]:
+    """Return the shape of most of some stored latents."""
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for name in names[:: max(1, len(names) // _SIZED_CLIPS)]:
+        with suppress(ClipError):  # it is left out later, with its reason
+            shapes[tuple(read(name).shape)] += 1
+    if not shapes:
+        read_stored(read, names[0], where)
+    return shapes.most_common(1)[0][0]
+
+
+def _clip_size(latent_sizes: Sequence[int], folder: EncoderFolder) -> dict[str, int]:
+    """Return the settings of a clip whose latents have these sizes (t, h, w)."""
+    frames, height, width = latent_sizes
+    sides = {"height": folder.spatial * height, "width": folder.spatial * width}
+    return {"num_frames": folder.temporal * (frames - 1) + 1, **sides}
+
+
+def rate_of(source: Source, name: str) -> float | None:
+    """Return the frames per second that the format tells of a row's clip, or ``None``."""
+    rate = None
+    with suppress(ClipError):
+        rate = source.fps and source.fps(name)
+    return float(rate) if isinstance(rate, float | int) and rate > 0 else None
+
+
 def check_deviation(latents: Iterable[torch.Tensor], where: str, *, were_normalized: bool) -> None:
-    """Refuse latents (C, t, h, w) whose standard deviation, pooled over channels, is not that of normalized ones."""
+    """Refuse latents (C, t, h, w) whose channels do not have the spread and the means of normalized ones."""
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for clip in latents:
         values = clip.double().flatten(1)
         count, total, squares = count + values.shape[1], total + values.sum(1), squares + values.square().sum(1)
-    deviation = (squares / max(count, 1) - (total / max(count, 1)).square()).mean().sqrt().item()
+    means = total / max(count, 1)
+    deviation = (squares / max(count, 1) - means.square()).mean().sqrt().item()
+    shift = means.square().mean().sqrt().item()
     least, most = DEVIATIONS
-    if count and not least <= deviation <= most:
-        told = "no if they are as the VAE gives them" if were_normalized else "yes if they are normalized already"
-        found = f"latents of standard deviation {deviation:.3g}, not {least} to {most} as normalized ones of Wan"
-        raise UserError(f"{where} has {found}: they are another VAE's, or set data.normalized={told}")
+    if not count or (least <= deviation <= most and shift <= LARGEST_SHIFT):
+        return
+    found = f"latents of standard deviation {deviation:.3g}, not {least} to {most} as normalized ones of Wan"
+    if shift > LARGEST_SHIFT:
+        found = f"latents whose channels have means of {shift:.3g} (RMS), not 0 to {LARGEST_SHIFT} as normalized ones"
+    told = "no if they are as the VAE gives them" if were_normalized else "yes if they are normalized already"
+    raise UserError(f"{where} has {found}: they are another VAE's, or set data.normalized={told}")
 
 
-def stored_text(outside: OutsideSet, name: str, where: str, *, most: int, width: int) -> torch.Tensor:
+def stored_text(source: Source, name: str, *, most: int, width: int) -> torch.Tensor:
     """Return the embedding (L, D) of a row's caption without the zeros that fill it up."""
-    assert outside.text is not None
-    text = read_stored(outside.text, name, where)
+    assert source.text is not None
+    where = source.name
+    text = read_stored(source.text, name, where)
     rows = text.ne(0).any(dim=1).nonzero()
     text = text[: int(rows[-1]) + 1 if len(rows) else 0]
     if text.shape[1] != width or not 1 <= len(text) or not text.isfinite().all():

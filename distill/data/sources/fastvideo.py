@@ -9,15 +9,14 @@ the video file, from which frames were picked at another rate.
 import functools
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from distill.data.sources.outside_set import OutsideSet, as_tensor
+from distill.data.sources.source import Source, as_tensor, cannot_read, files_ending, place_in, stored_row
 from distill.data.videos.colors import ClipError
-from distill.data.videos.video_folder import ListedClip
 from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.runtime.packages import optional_package
 
@@ -31,55 +30,84 @@ OTHER_SCHEMAS = {
 _LATENT, _TEXT = ([f"{name}_{key}" for key in ("bytes", "shape", "dtype")] for name in ("vae_latent", "text_embedding"))
 
 
-def read(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
+def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     """Read the captions of all files in the folder and its sub-folders (``rank_*/worker_*/``), or of one file."""
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path] if path.suffix == ".parquet" else []
+    files = files_ending(path, ".parquet")
     if not files:
         return None
     parquet: Any = optional_package("pyarrow.parquet", "pip install 'fsdp-cp[parquet]'")
     if isinstance(parquet, str):
         raise UserError(f"data.path={path} holds parquet files; the package pyarrow {parquet}")
-    places: dict[str, tuple[Path, int, int]] = {}
-    rows, kinds = [], set()
+    rows, places, kinds = [], dict[str, _Place](), set()
     for file in files:
-        try:
-            opened = parquet.ParquetFile(file)
-            kinds.add(_has_latents(file, opened.schema_arrow.names))
-            groups = [opened.read_row_group(n, columns=["caption"]) for n in range(opened.num_row_groups)]
-        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"data.path: {file} cannot be read ({first_line(error)[:200]}); copy it again") from error
-        for group, table in enumerate(groups):
-            for i, caption in enumerate(table["caption"].to_pylist()):
-                name = f"{file.relative_to(path) if file != path else file.name}:{group}.{i}"
-                places[name] = file, group, i
-                problem = "" if (caption or "").strip() else "has no caption"
-                rows.append(ListedClip(file=name, caption=caption or "", problem=problem))
+        has_latents, groups = _captions(parquet, file)
+        kinds.add(has_latents)
+        for group, captions in enumerate(groups):
+            for i, caption in enumerate(captions):
+                name = place_in(file, path, f"{group}.{i}")
+                places[name] = _Place(file, group, i)
+                rows.append(stored_row(name, caption))
     if len(kinds) > 1:
         raise UserError(f"data.path={path} has files with and without latents; give a folder of one schema")
+    stored = _Stored(parquet, places)
+    return Source(
+        name=f"data.path={path}",
+        folder=path,
+        has_latents=True in kinds,
+        format="FastVideo",
+        rows=rows,
+        files=files,
+        latents=(lambda name: stored.tensor(name, _LATENT, 4)) if True in kinds else None,
+        text=lambda name: stored.tensor(name, _TEXT, 2),
+        is_normalized=False,
+    )
 
-    @functools.lru_cache(maxsize=2)  # rows come in their order, and a group is read as a whole
-    def read_group(file: Path, group: int, wanted: tuple[str, ...]) -> Any:
-        return parquet.ParquetFile(file).read_row_group(group, columns=list(wanted))
 
-    lock = threading.Lock()
+class _Place(NamedTuple):
+    """A row of a file, in one of its groups."""
 
-    def tensor(name: str, wanted: list[str], dims: int) -> torch.Tensor:
-        file, group, i = places[name]
+    file: Path
+    group: int
+    row: int
+
+
+class _Stored:
+    """Tensors of the rows, which threads read."""
+
+    def __init__(self, parquet: Any, places: Mapping[str, _Place]) -> None:
+        self._parquet, self._places, self._lock = parquet, places, threading.Lock()
+        # Rows come in their order, and a group is read as a whole.
+        self._group = functools.lru_cache(maxsize=2)(self._read_group)
+
+    def _read_group(self, file: Path, group: int, wanted: tuple[str, ...]) -> Any:
+        return self._parquet.ParquetFile(file).read_row_group(group, columns=list(wanted))
+
+    def tensor(self, name: str, wanted: Sequence[str], dims: int) -> torch.Tensor:
+        """Return the tensor of a row in three columns: bytes, shape and type."""
+        file, group, i = self._places[name]
         try:
-            with lock:
-                table = read_group(file, group, tuple(wanted))
+            with self._lock:
+                table = self._group(file, group, tuple(wanted))
         except (OSError, ValueError) as error:
             raise ClipError(f"cannot be read ({first_line(error)[:200]})") from error
         data, shape, dtype = (table[column][i].as_py() for column in wanted)
-        if dtype != "float32" or not shape or min(shape) < 1 or len(data or b"") != 4 * math.prod(shape):
+        is_whole = dtype == "float32" and shape and min(shape) >= 1
+        if not is_whole or len(data or b"") != 4 * math.prod(shape):
             raise ClipError(f"holds {len(data or b'')} bytes of {dtype} for {wanted[1]}={shape}; it must be float32")
         return as_tensor(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape), dims)
 
-    latents, text = (functools.partial(tensor, wanted=names, dims=dims) for names, dims in ((_LATENT, 4), (_TEXT, 2)))
-    stored = {"latents": latents, "text": text} if True in kinds else {"text": text}
-    return OutsideSet(format="FastVideo", rows=rows, files=files, is_normalized=False, **stored)
+
+def _captions(parquet: Any, file: Path) -> tuple[bool, list[list[str | None]]]:
+    """Return whether a file has latents, and the captions of each of its groups."""
+    try:
+        opened = parquet.ParquetFile(file)
+        has_latents = _has_latents(file, opened.schema_arrow.names)
+        groups = [opened.read_row_group(n, columns=["caption"]) for n in range(opened.num_row_groups)]
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise cannot_read(file, error) from error
+    return has_latents, [table["caption"].to_pylist() for table in groups]
 
 
 def _has_latents(file: Path, names: list[str]) -> bool:

@@ -1,11 +1,13 @@
 """Lists of videos and captions: a JSON array, or two text files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from distill.data.sources.outside_set import OutsideSet
-from distill.data.videos.table import column_names, read_text, require_utf8
+from distill.data.sources.source import Source
+from distill.data.videos.span import SPAN_COLUMNS
+from distill.data.videos.table import Row, column_names, read_text, require_utf8
 from distill.data.videos.video_folder import COLUMNS, listed
 from fsdp_cp.errors import UserError
 
@@ -14,33 +16,39 @@ ARRAYS = ("metadata.json", "videos2caption.json")
 FIELDS = {"file_name": "path", "caption": "cap"}
 
 
-def read_array(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
-    """Read ``[{"path": "a.mp4", "cap": "a caption"}, ...]``, or lists of captions; ``videos/`` may be left out."""
+def read_array(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
+    """Read ``[{"path": "a.mp4", "cap": "a caption", "cut": [30, 60]}, ...]``; captions may be lists, ``videos/`` and
+    the part of the video be left out."""
     file = next((path / name for name in ARRAYS if (path / name).is_file()), None)
     if file is None:
         return None
-    column_names(COLUMNS, columns)
-    video, caption = ({**FIELDS, **(columns or {})}[name] for name in COLUMNS)
+    names = column_names(COLUMNS, {**FIELDS, **(columns or {})}, SPAN_COLUMNS)
     try:
         records = json.loads(read_text(file, f"data.path: {file}"))
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"data.path: {file} is not JSON ({error}); write it again") from error
     if not isinstance(records, list):
         raise UserError(f"data.path: {file} is not a JSON array; write one object for each video")
-    table: list[tuple[int, tuple[str, str | None]]] = []
-    for number, record in enumerate(records, start=1):
-        name, texts = (record.get(key) if isinstance(record, dict) else None for key in (video, caption))
-        texts = texts if isinstance(texts, list) and texts else [texts]
-        if not isinstance(name, str) or not all(isinstance(text, str | None) for text in texts):
-            wanted = f"{video}, a text, and {caption}, a text or a list of them"
-            raise UserError(f"data.path: {file}: entry {number} must have {wanted}, or name the keys with data.columns")
-        for text in (name, *texts):
-            require_utf8(text, f"data.path: {file}: entry {number}")
-        table += [(number, (name, text)) for text in texts]
-    return OutsideSet(format=file.name, rows=listed(path, file, video, table, also_in="videos/"))
+    entries = enumerate(records, start=1)
+    table = [row for number, record in entries for row in _rows_of(record, names, number, f"data.path: {file}")]
+    rows = listed(path, file, names[0], table, also_in="videos/")
+    return Source(name=f"data.path={path}", folder=path, format=file.name, rows=rows)
 
 
-def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> OutsideSet | None:
+def _rows_of(record: Any, names: Sequence[str], number: int, where: str) -> list[Row]:
+    """Return the rows of an entry of an array, one for each of its captions."""
+    record = record if isinstance(record, dict) else {}
+    name, texts, *span = (record.get(key) for key in names)
+    texts = texts if isinstance(texts, list) and texts else [texts]
+    if not isinstance(name, str) or not all(isinstance(text, str | None) for text in texts):
+        wanted = f"{names[0]}, a text, and {names[1]}, a text or a list of them"
+        raise UserError(f"{where}: entry {number} must have {wanted}, or name the keys with data.columns")
+    for text in (name, *texts):
+        require_utf8(text, f"{where}: entry {number}")
+    return [(number, (name, text, *span)) for text in texts]
+
+
+def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     """Read ``videos.txt`` with a path per line, and ``prompts.txt`` or ``prompt.txt``, as for diffusers' trainers."""
     videos = path / "videos.txt"
     prompts = next((path / name for name in ("prompts.txt", "prompt.txt") if (path / name).is_file()), None)
@@ -51,7 +59,8 @@ def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> OutsideS
         found = f"{videos} has {len(lines[0])} lines and {prompts.name} {len(lines[1])}"
         raise UserError(f"data.path: {found}; give each video one caption on one line")
     table = enumerate(zip(*lines, strict=True), start=1)
-    return OutsideSet(format=videos.name, rows=listed(path, videos, "path", table, also_in="videos/"))
+    rows = listed(path, videos, "path", table, also_in="videos/")
+    return Source(name=f"data.path={path}", folder=path, format=videos.name, rows=rows)
 
 
 def _lines(file: Path) -> list[str]:

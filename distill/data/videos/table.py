@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.json_lines import parse
@@ -23,9 +24,9 @@ _QUOTES = 'put captions with commas in double quotes, and write a quote inside t
 _NO_TEXT = {".tsv", ".json", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
 
 
-Row = tuple[int, tuple[str | None, ...]]
+Row = tuple[int, tuple[Any, ...]]
 """Line where a row of a table begins, counted from 1, and its values: one for each wanted column, ``None`` where the
-row ends before it."""
+row ends before it. They are texts, except for optional ones in JSON."""
 
 
 def read_text(file: Path, where: str) -> str:
@@ -45,45 +46,65 @@ def read_text(file: Path, where: str) -> str:
     return text
 
 
-def column_names(columns: Sequence[str], renamed: Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the names that a user's table has for ``columns``, by ``data.columns``."""
+def column_names(
+    columns: Sequence[str], renamed: Mapping[str, str] | None, optional: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the names that a user's table has for ``columns`` and ``optional`` ones, by ``data.columns``. An empty
+    name ignores an optional column."""
     renamed = renamed or {}
-    if not all(key in columns and name for key, name in renamed.items()):
+    known = (*columns, *optional)
+    if not all(key in known and (name or key in optional) for key, name in renamed.items()):
         example = ", ".join(f"{column}: NAME" for column in columns)
         raise UserError(f"data.columns={renamed} must name columns of the table, as {{{example}}}")
-    return tuple(renamed.get(column, column) for column in columns)
+    return tuple(renamed.get(column, column) for column in known)
 
 
-def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
+def read_table(file: Path, columns: Sequence[str], where: str, optional: Mapping[str, str] | None = None) -> list[Row]:
     """Return the rows of a UTF-8 table in its order, without empty lines: ``.jsonl``, a JSON object per line, or
     comma-separated with a header, as spreadsheets and pandas (with a nameless first column) write it. Of the wanted
-    ``columns``, the captions' comes last; ``where`` is setting and file."""
-    text = read_text(file, where)
-    lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
+    ``columns``, the captions' comes last; ``where`` is setting and file. ``optional`` has the names of further columns,
+    of any type, by their own; a table may lack those that were not renamed."""
+    lines = io.StringIO(read_text(file, where), newline="").readlines()  # as the csv module counts them
+    optional = optional or {}
+    required = [*columns, *(name for own, name in optional.items() if name not in ("", own))]
+    wanted = [*columns, *optional.values()]
     if file.suffix.lower() == ".jsonl":
-        return _json_rows(lines, columns, where)
+        return _json_rows(lines, columns, required, wanted, where)
     records = _records(lines, where)
     (_, header), *body = records or [(1, [])]
     header = [name.strip() for name in header]
-    for column in columns:
-        if header.count(column) != 1:
-            found = f"{where} must have the column {column} once, between commas (found {_found(header)})"
-            raise UserError(f"{found}; {_hint(columns)}")
-    wanted = [header.index(column) for column in columns]
+    places = [_place(column, header, required, where) for column in wanted]
     if not header[0] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
         header[0] = "index"
-    rows: list[Row] = []
     ends = [line for line, _ in records[2:]] + [len(lines) + 1]
     for (line, fields), end in zip(body, ends, strict=False):
-        # A field without a name can only come from a comma too many: spreadsheets fill the header up with such names.
-        extra = [value for i, value in enumerate(fields) if (i >= len(header) or not header[i]) and value.strip()]
-        if extra or len(fields) > len(header):
-            named = len([name for name in header if name])
-            raise UserError(f"{where}: line {line} has {len(fields)} fields for {named} named columns; {_QUOTES}")
+        _check_fields(fields, header, line, where)
         if any("\n" in value or "\r" in value for value in fields):
             _check_swallowed(lines[line : end - 1], line, header, columns, file, where)
-        rows.append((line, tuple(fields[i] if i < len(fields) else None for i in wanted)))
-    return rows
+    return [(line, tuple(_value(fields, i) for i in places)) for line, fields in body]
+
+
+def _place(column: str, header: Sequence[str], required: Sequence[str], where: str) -> int | None:
+    """Return the place of a column in the header; ``None`` for one that is ignored or may be missing."""
+    if not column or (column not in header and column not in required):
+        return None
+    if header.count(column) != 1:
+        found = f"{where} must have the column {column} once, between commas (found {_found(header)})"
+        raise UserError(f"{found}; {_hint(required)}")
+    return header.index(column)
+
+
+def _value(fields: Sequence[str], i: int | None) -> str | None:
+    return fields[i] if i is not None and i < len(fields) else None
+
+
+def _check_fields(fields: Sequence[str], header: Sequence[str], line: int, where: str) -> None:
+    """Refuse a value in a field without a name, which can only come from a comma too many: spreadsheets fill the header
+    up with such names."""
+    named = [i for i, name in enumerate(header) if name]
+    extra = [value for i, value in enumerate(fields) if i not in named and value.strip()]
+    if extra or len(fields) > len(header):
+        raise UserError(f"{where}: line {line} has {len(fields)} fields for {len(named)} named columns; {_QUOTES}")
 
 
 def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[str]:
@@ -99,16 +120,23 @@ def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[
     if suffix in (".csv", ".jsonl"):
         texts = [caption or "" for _, (caption,) in read_table(path, names, where)]
     else:
-        texts = io.StringIO(read_text(path, where), newline="").readlines()
-        header = [part.strip().strip('"') for part in re.split("[,;\t|]", texts[0])] if texts else []
-        if names[0] in header or (texts and parse(texts[0].encode()) is not None):
-            raise UserError(f"data.path={path} begins like a table; name it .csv or .jsonl, or remove its first line")
+        texts = _lines(path, names[0], where)
     captions = [caption.strip() for caption in texts if caption.strip()]
     if not captions:
         raise UserError(f"data.path={path} has no caption; add one per line")
     if len(captions) < len(texts) and rank() == 0:
         logger.warning("%d empty captions of %s left out", len(texts) - len(captions), path)
     return captions
+
+
+def _lines(path: Path, column: str, where: str) -> list[str]:
+    """Return the lines of a text file, which must not be those of a table."""
+    lines = io.StringIO(read_text(path, where), newline="").readlines()
+    first = lines[0] if lines else ""
+    header = [part.strip().strip('"') for part in re.split("[,;\t|]", first)]
+    if column in header or parse(first.encode()) is not None:
+        raise UserError(f"data.path={path} begins like a table; name it .csv or .jsonl, or remove its first line")
+    return lines
 
 
 def read_images(path: Path, columns: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
@@ -130,7 +158,9 @@ def read_images(path: Path, columns: Mapping[str, str] | None = None) -> list[tu
     return rows
 
 
-def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row]:
+def _json_rows(
+    lines: list[str], columns: Sequence[str], required: Sequence[str], wanted: Sequence[str], where: str
+) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -138,14 +168,14 @@ def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row
         record = parse(line.encode())
         if record is None:
             raise UserError(f"{where}: line {number} is not a JSON object; write one object per line")
-        values = tuple(record.get(column) for column in columns)
-        for column, value in zip(columns, values, strict=True):
+        for column in required:
             if column not in record:
-                raise UserError(f"{where} has no {column} in line {number} (found {_found(record)}); {_hint(columns)}")
-            if not isinstance(value, str | None):
+                raise UserError(f"{where} has no {column} in line {number} (found {_found(record)}); {_hint(required)}")
+        for column in columns:
+            if not isinstance(record[column], str | None):
                 raise UserError(f"{where}: {column} in line {number} must be a text or null")
-            require_utf8(value, f"{where}: {column} in line {number}")
-        rows.append((number, values))
+            require_utf8(record[column], f"{where}: {column} in line {number}")
+        rows.append((number, tuple(record.get(column) for column in wanted)))
     if not rows:
         raise UserError(f"{where} has no rows; write one JSON object per line")
     return rows

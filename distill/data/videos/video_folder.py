@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distill.data.videos.table import VIDEO_SUFFIXES, column_names, read_table, read_text
+from distill.data.videos.span import SPAN_COLUMNS, Span, read_span
+from distill.data.videos.table import VIDEO_SUFFIXES, Row, column_names, read_table, read_text
 from fsdp_cp.errors import UserError
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -25,6 +26,13 @@ class ListedClip:
     """The caption, or ``""``."""
     problem: str = ""
     """Reason to leave the clip out before it is read."""
+    span: Span | None = None
+    """Part of the file that is the clip; ``None`` for its beginning."""
+
+    @property
+    def name(self) -> str:
+        """File and part: rows with the same name have the same clip."""
+        return self.file if self.span is None else f"{self.file} ({self.span})"
 
 
 def table_of(path: Path) -> Path | None:
@@ -49,47 +57,53 @@ def _videos(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix.lower() in VIDEO_SUFFIXES)
 
 
-def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
-    """Return the names of the folder's videos that no row lists."""
+def not_listed(path: Path, rows: Sequence[ListedClip]) -> list[str]:
+    """Return the names of the folder's videos and archives that no row lists."""
     # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
     listed = {os.path.realpath(path / row.file) for row in rows}
-    return [file.name for file in _videos(path) if os.path.realpath(file) not in listed]
+    archives = [file for file in sorted(path.iterdir()) if ".tar" in file.suffixes]
+    return [file.name for file in (*_videos(path), *archives) if os.path.realpath(file) not in listed]
 
 
 def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[ListedClip]:
     """Return the rows of the folder's table (``data.columns`` may rename its columns), or its videos and texts."""
-    names = column_names(COLUMNS, columns)
+    names = column_names(COLUMNS, columns, SPAN_COLUMNS)
     file = table_of(path)
     if file is None:
         return [_beside(video) for video in _videos(path)]
-    return listed(path, file, names[0], read_table(file, names, f"data.path: {file}"))
+    spans = dict(zip(SPAN_COLUMNS, names[2:], strict=True))
+    return listed(path, file, names[0], read_table(file, names[:2], f"data.path: {file}", spans))
 
 
-def listed(
-    path: Path, file: Path, column: str, table: Iterable[tuple[int, Sequence[str | None]]], *, also_in: str = ""
-) -> list[ListedClip]:
-    """Return the clips of ``table``: line of each row in ``file``, and its file name (of the ``column``) and caption.
-    Names are relative to ``path``, perhaps to its folder ``also_in``, as ``videos/``."""
+def listed(path: Path, file: Path, column: str, table: Iterable[Row], *, also_in: str = "") -> list[ListedClip]:
+    """Return the clips of ``table``: line of each row in ``file``, its file name (of the ``column``), caption and part
+    of the video. Names are relative to ``path``, perhaps to its folder ``also_in``, as ``videos/``."""
     find, rows = _finder(path), []
-    for line, (name, caption) in table:
-        if not name or not name.strip():
-            raise UserError(f"data.path: {file} has no {column} in line {line}; fill it in or remove the line")
-        if "\n" in name or "\r" in name:
-            raise UserError(f"data.path: {file} has a line break in the {column} of line {line}; write it on one")
-        # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
-        if is_outside(name):
-            named = f"{file} line {line} names {name[:100]!r}, which is outside the folder"
-            raise UserError(f"data.path: {named}; use a path relative to {path}, or link the file into it")
+    for line, (name, caption, *span) in table:
+        _check_name(name, column, path, file, line)
         clip = find(name)
         if clip.problem and also_in:
             inside = find(also_in + name)
             clip = clip if inside.problem else inside
         if caption is None or not caption.strip():  # an empty one would train the student to do without
             clip = replace(clip, problem=clip.problem or f"has no caption in {file.name}")
-        rows.append(replace(clip, caption=caption or ""))
+        part = read_span(*span, where=f"data.path: {file}: line {line}") if span else None
+        rows.append(replace(clip, caption=caption or "", span=part))
     if not rows:
         raise UserError(f"data.path: {file} has no rows; add one per video")
     return rows
+
+
+def _check_name(name: str | None, column: str, path: Path, file: Path, line: int) -> None:
+    """Refuse a row without the name of a file in the folder ``path``."""
+    if not name or not name.strip():
+        raise UserError(f"data.path: {file} has no {column} in line {line}; fill it in or remove the line")
+    if "\n" in name or "\r" in name:
+        raise UserError(f"data.path: {file} has a line break in the {column} of line {line}; write it on one")
+    # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
+    if is_outside(name):
+        named = f"{file} line {line} names {name[:100]!r}, which is outside the folder"
+        raise UserError(f"data.path: {named}; use a path relative to {path}, or link the file into it")
 
 
 def is_outside(name: str) -> bool:
