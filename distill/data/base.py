@@ -72,9 +72,9 @@ class ClipSettings(Checked):
         frames, height, width = self.num_frames, self.height, self.width
         shapes = [(height, width)]
         if self.buckets == "auto":
-            unit = math.gcd(height, width, _LARGEST_UNIT)
+            unit, area = math.gcd(height, width, _LARGEST_UNIT), height * width
             square, longer, shorter = (
-                math.isqrt(height * width * n // d) // unit * unit for n, d in ((1, 1), (4, 3), (3, 4))
+                math.isqrt(pixels) // unit * unit for pixels in (area, area * 4 // 3, area * 3 // 4)
             )
             shapes += [(width, height), (square, square)]
             shapes += [(shorter, longer), (longer, shorter)] if shorter else []

@@ -676,6 +676,13 @@ FAULTS = (
         killed_by="unit/test_outside_sets.py::test_parts_of_a_video_are_clips_of_their_own",
     ),
     Fault(
+        name="cut_changes_nothing",
+        harm="a part of a video that a table cuts elsewhere is not encoded again",
+        old="row.caption, row.problem, *(row.span or ())",
+        new="row.caption, row.problem",
+        killed_by="unit/test_table.py::test_parts_of_a_video_in_both_tables",
+    ),
+    Fault(
         name="archive_ends_early",
         harm="a flipped bit in a header, or a cut between members, ends an archive without a word",
         old="        _check_end(file, end)\n",

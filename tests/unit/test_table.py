@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distill.data.sources import own
 from distill.data.videos.table import read_captions, read_table
 from distill.data.videos.video_folder import read_metadata
 from tests.unit.refused import refusal, refused
@@ -167,3 +168,8 @@ def test_parts_of_a_video_in_both_tables(tmp_path):
     lines = [json.dumps({"file_name": "a.mp4", "caption": "x", **row}) for row in rows]
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
     assert [row.span for row in read_metadata(tmp_path)] == spans
+    before = own.read(tmp_path, has_clips=True)
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines).replace("60", "61"))
+    after = own.read(tmp_path, has_clips=True)
+    assert before.table_hash() != after.table_hash(), "the set of another part is another set"
+    assert before.sizes() != after.sizes(), "and a run does not resume on it"

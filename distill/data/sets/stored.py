@@ -50,14 +50,7 @@ def fitted_settings(settings: S, source: Source, given: Collection[str]) -> S:
     if channels != folder.channels:
         wrong = f"makes latents of {folder.channels} channels, and {where} has {channels}"
         raise UserError(f"data.encoders={settings.encoders} {wrong}; give the folder of that VAE")
-    if settings.buckets == "auto":
-        raise UserError(f"data.buckets=auto: {where} holds latents, whose sizes are fixed; list these sizes")
-    found: dict[str, Any] = {}
-    if settings.buckets is None:
-        found = _clip_size(sizes, folder)
-    for key, value in found.items():
-        if key in given and getattr(settings, key) != value:
-            raise UserError(f"data.{key}={getattr(settings, key)}: the latents of {where} have {value}; leave it out")
+    found: dict[str, Any] = _clip_size(settings, sizes, folder, where, given)
     if "fps" not in given:
         found["fps"] = rate_of(source, names[0])
         if found["fps"] is None:
@@ -76,11 +69,21 @@ def _usual_shape(read: Callable[[str], torch.Tensor], names: Sequence[str], wher
     return shapes.most_common(1)[0][0]
 
 
-def _clip_size(latent_sizes: Sequence[int], folder: EncoderFolder) -> dict[str, int]:
-    """Return the settings of a clip whose latents have these sizes (t, h, w)."""
+def _clip_size(
+    settings: ClipSettings, latent_sizes: Sequence[int], folder: EncoderFolder, where: str, given: Collection[str]
+) -> dict[str, int]:
+    """Return the settings of clips with latents of these sizes (t, h, w), unless buckets list them."""
+    if settings.buckets == "auto":
+        raise UserError(f"data.buckets=auto: {where} holds latents, whose sizes are fixed; list these sizes")
+    if settings.buckets is not None:
+        return {}
     frames, height, width = latent_sizes
     sides = {"height": folder.spatial * height, "width": folder.spatial * width}
-    return {"num_frames": folder.temporal * (frames - 1) + 1, **sides}
+    found = {"num_frames": folder.temporal * (frames - 1) + 1, **sides}
+    for key, value in found.items():
+        if key in given and getattr(settings, key) != value:
+            raise UserError(f"data.{key}={getattr(settings, key)}: the latents of {where} have {value}; leave it out")
+    return found
 
 
 def rate_of(source: Source, name: str) -> float | None:

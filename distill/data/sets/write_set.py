@@ -134,14 +134,24 @@ class SetWriter:
     def _entry(self, kind: str, number: int) -> Path:
         return self.path / _UNFINISHED / shard_name(kind, number)
 
-    def _shards(self, kind: str) -> list[tuple[Path, dict[str, Place], dict[str, Any]]]:
-        files = sorted(self.path.glob(f"{kind}-*.safetensors"))
-        return [(file, *self._whole(read_header, file)) for file in files]
+    def _files(self, kind: str) -> list[Path]:
+        return sorted(self.path.glob(f"{kind}-*.safetensors"))
+
+    def _headers(self, kind: str) -> Iterator[tuple[dict[str, Place], dict[str, Any]]]:
+        return (self._whole(read_header, file) for file in self._files(kind))
+
+    def _members(self, kind: str) -> Iterator[tuple[int, dict[str, Place], dict[str, int]]]:
+        """Yield shard, and the place and the checksum of each part, of every clip or text that is not left out."""
+        for shard, (header, notes) in enumerate(self._headers(kind)):
+            for _, names in groupby(sorted(header), key=lambda name: name.split(".")[0]):
+                parts = {name.split(".")[1]: name for name in names}
+                places = {part: header[name] for part, name in parts.items()}
+                yield shard, places, {part: notes["crc32"][name] for part, name in parts.items()}
 
     def notes(self, kind: str, note: str) -> dict[int, str]:
         """Return ``left_out`` or ``cut`` of all finished shards of a kind, by number, on every rank."""
         return on_first_rank(
-            lambda: {int(n): text for *_, notes in self._shards(kind) for n, text in notes[note].items()}
+            lambda: {int(n): text for _, notes in self._headers(kind) for n, text in notes[note].items()}
         )
 
     def finish(
@@ -198,27 +208,24 @@ class SetWriter:
         clip_parts: dict[str, list[Place]] = defaultdict(list)
         text_widths: dict[str, int] = {}
         for kind in KINDS:
-            shards, one = self._shards(kind), kind[:-1]
-            columns[f"{kind}.size"] = [file.stat().st_size for file, _, _ in shards]
-            for shard, (_, header, notes) in enumerate(shards):
-                for _, names in groupby(sorted(header), key=lambda name: name.split(".")[0]):
-                    columns[f"{one}.shard"].append(shard)
-                    member = {name.split(".")[1]: name for name in names}
-                    for part, name in member.items():
-                        columns[f"{one}.{part}.offset"].append(header[name].offset)
-                        columns[f"{one}.{part}.crc32"].append(notes["crc32"][name])
-                    places = {part: header[name] for part, name in member.items()}
-                    if kind == "texts":
-                        for part, place in places.items():
-                            columns[f"text.{part}.tokens"].append(place.shape[0])
-                            text_widths[part] = place.shape[1]
-                        continue
-                    shapes = tuple((part, place.shape) for part, place in places.items())
-                    if shapes not in buckets:
-                        buckets[shapes] = len(buckets)
-                        for part, place in places.items():
-                            clip_parts[part].append(place)
-                    columns["clip.bucket"].append(buckets[shapes])
+            one = kind[:-1]
+            columns[f"{kind}.size"] = [file.stat().st_size for file in self._files(kind)]
+            for shard, places, crc32 in self._members(kind):
+                columns[f"{one}.shard"].append(shard)
+                for part, place in places.items():
+                    columns[f"{one}.{part}.offset"].append(place.offset)
+                    columns[f"{one}.{part}.crc32"].append(crc32[part])
+                if kind == "texts":
+                    for part, place in places.items():
+                        columns[f"text.{part}.tokens"].append(place.shape[0])
+                        text_widths[part] = place.shape[1]
+                    continue
+                shapes = tuple((part, place.shape) for part, place in places.items())
+                if shapes not in buckets:
+                    buckets[shapes] = len(buckets)
+                    for part, place in places.items():
+                        clip_parts[part].append(place)
+                columns["clip.bucket"].append(buckets[shapes])
             columns[f"{one}.shard"] += []  # there may be no shard
         if len(buckets) < 2:  # not always: sets of before must stay
             columns.pop("clip.bucket", None)
