@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.measure.fake_world import real_tensors
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import is_count
 
@@ -118,7 +119,8 @@ def _orders(tiles: Tiles) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 @lru_cache(maxsize=64)
 def _on_device(tiles: Tiles, device: torch.device) -> tuple[Tensor, Tensor]:
-    order, inverse = (torch.from_numpy(x).to(device) for x in _orders(tiles))
+    with real_tensors():
+        order, inverse = (torch.from_numpy(x).to(device) for x in _orders(tiles))
     return order, inverse
 
 

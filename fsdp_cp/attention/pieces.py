@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.attention.layout import Layout
+from fsdp_cp.measure.fake_world import real_tensors
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _cut(layout: Layout, device: torch.device) -> TilePieces:
     width = max(int(sizes.max(initial=1)) for _, _, sizes in found)
 
     def on_device(x: Any) -> Tensor:
-        return torch.from_numpy(numpy.ascontiguousarray(x)).to(device)
+        with real_tensors():
+            return torch.from_numpy(numpy.ascontiguousarray(x)).to(device)
 
     of_rank = []
     for rank, (tiles, piece_of, sizes) in enumerate(found):

@@ -37,7 +37,7 @@ from fsdp_cp.attention.pieces import Choice, counts, cut, pack_bits
 from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_dual, ring_forward
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
-from fsdp_cp.measure.fake_world import device_type
+from fsdp_cp.measure.fake_world import device_type, real_tensors
 from fsdp_cp.mesh import ContextGroups, group_by_name
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from fsdp_cp.tiles import Sparse
@@ -148,7 +148,7 @@ def choose_tiles(q: Tensor, k: Tensor, kept: Tensor, scale: float, ring: Ring) -
     """
     pieces = cut(ring.layout, q.device)
     own, dense, video = pieces.of_rank[ring.rank], pieces.dense, k.shape[1] - pieces.dense
-    count = min(max(int(kept), 1), video)
+    count = min(max(_number(kept), 1), video)
     bits = q.new_empty((q.shape[0], q.shape[2], q.shape[1], -(-k.shape[1] // 8)), dtype=torch.uint8)
     q, k = q.transpose(1, 2), k[:, dense:].transpose(1, 2)
     starts = range(0, q.shape[2], _ROWS)
@@ -161,6 +161,11 @@ def choose_tiles(q: Tensor, k: Tensor, kept: Tensor, scale: float, ring: Ring) -
         chosen = torch.nn.functional.pad(chosen, (dense, 0), value=True) | (own.tiles[rows] < dense)[:, None]
         bits[:, :, rows] = pack_bits(chosen & (own.sizes[rows] > 0)[:, None])
     return Choice(bits, count, pieces, ring.rank)
+
+
+def _number(kept: Tensor) -> int:
+    with real_tensors():  # a real count, and a fake one that was made from a number, are known inside a fake mode
+        return int(kept)
 
 
 def exact_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -204,7 +209,7 @@ def _forward(q, k, v, further: Sequence[Tensor], scale: float, ring: Ring, kerne
 
 def _backward(grad_out, q, k, v, out, lse, further: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel):
     bits, kept = further
-    choice = Choice(bits, int(kept), cut(ring.layout, q.device), ring.rank)
+    choice = Choice(bits, _number(kept), cut(ring.layout, q.device), ring.rank)
     return ring_backward(grad_out, q, k, v, out, lse, choice, scale, ring, kernel)
 
 

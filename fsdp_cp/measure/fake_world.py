@@ -6,14 +6,15 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 
 _LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
@@ -49,6 +50,11 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
 def fake_tensors() -> FakeTensorMode:
     """Return a mode to enter: tensors created inside have shapes, dtypes and storage sizes, but no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Within this context, created tensors have data, also inside a mode of :func:`fake_tensors`: constants to keep."""
+    return unset_fake_temporarily()
 
 
 def device_type(x: Tensor) -> str:
