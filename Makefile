@@ -56,9 +56,9 @@ test-all: $(STAMP)  ## make test, and a mesh of each kind, all families and stra
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 .PHONY: test-triton
-test-triton: $(STAMP)  ## the fused derivative in Triton's interpreter; installs Triton (690 MB)
+test-triton: $(STAMP)  ## the Triton kernels in Triton's interpreter; installs Triton (690 MB)
 	$(PIP_INSTALL) -e '.[dev,triton]'
-	TRITON_INTERPRET=1 $(PYTEST) tests/distributed/test_triton_dual.py $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/distributed/test_triton_dual.py tests/unit/test_sparse_kernels.py $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: $(STAMP)  ## further meshes and combinations, small runs of benchmarks/, inductor: hours, not in CI

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_cp.attention.kernels.choose import choose_kernel, choose_sparse_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel, choose_sparse
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import make_layout
 from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_forward
@@ -163,7 +163,7 @@ def ring_and_kernel(
     ulysses, ring, rank, group, backend, gradients = settings
     layout = make_layout(tuple(segments), tuple(keys), tuple(block_mask), tuple(tiles), ulysses, ring)
     if layout.tiles is not None:
-        return make_ring(layout, rank, group), choose_sparse_kernel(backend, q)
+        return make_ring(layout, rank, group), choose_sparse(backend, q, layout.tiles.width).kernel
     masked = isinstance(further, Tensor)
     tokens = min(q.shape[1], k.shape[1])
     kernel = choose_kernel(

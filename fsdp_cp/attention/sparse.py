@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.attention.kernels.choose import choose_sparse_dual
+from fsdp_cp.attention.kernels.choose import choose_sparse
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype, attention_dual, product
 from fsdp_cp.attention.layout import Layout, make_layout
 from fsdp_cp.attention.operators import AttentionOperator, attend_in_ring
@@ -125,7 +125,9 @@ def _attend_dual(call: _Call, duals: Sequence[Tensor], _part: int) -> tuple[Tens
         call.coarse.append(torch.cat(ring_dual(rounded, None, call.scale, alone, attention_dual)))
     ring = make_ring(call.layout, call.groups.ring_rank, call.groups.ring_group)
     choice = choose_tiles(means[0], means[1], call.kept, call.scale, ring)
-    return ring_dual(duals, choice, call.scale, ring, choose_sparse_dual(call.backend, duals[0]))
+    assert call.layout.tiles is not None
+    kernels = choose_sparse(call.backend, duals[0], call.layout.tiles.width)
+    return ring_dual(duals, choice, call.scale, ring, kernels.dual)
 
 
 def _of_means(means: Sequence[Tensor]) -> Layout:
@@ -179,10 +181,10 @@ def exact_scores(q: Tensor, k: Tensor) -> Tensor:
         q, k: ``(B, H, M, D)`` and ``(B, H, N, D)``, fp64; ``D`` is at most :data:`MAX_HEAD_DIM`.
     """
     (q_slices, q_unit), (k_slices, k_unit) = _sliced(q), _sliced(k)
-    total = torch.zeros((), dtype=torch.float64, device=q.device)
+    total: Tensor | float = 0.0
     for n in range(1, _SLICES + 1):
         pairs = product(torch.cat(q_slices[:n], -1), torch.cat(k_slices[:n][::-1], -1).mT)
-        total = total * 256 + pairs
+        total = total * 256 + pairs.double()
     return total * q_unit * k_unit.mT * 256.0 ** (1 - _SLICES)
 
 

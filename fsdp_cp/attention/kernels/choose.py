@@ -6,9 +6,9 @@ Two implementations compute attention with its derivative: one fused Triton kern
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
+from fsdp_cp.attention.kernels.self_check import check_dual, check_sparse, self_check
 from fsdp_cp.attention.kernels.sparse import SparseReference, sparse_dual
 from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.launch import local_rank
@@ -29,11 +30,8 @@ AttendDual = Callable[..., Dual]
 """Function with the arguments and results of :func:`fsdp_cp.attention.kernels.kernel.attention_dual`."""
 FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
-_TOLERANCE = 2e-2
-"""Relative difference that the self-check allows: both implementations round probabilities to half precision."""
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Reference())}
 """Every kernel by its name, installed or not."""
-SPARSE_REFERENCE = SparseReference()
 _checked_kernels: dict[tuple[str, torch.dtype, int], str | None] = {}
 """Results of :func:`prepare_kernels` by kernel, dtype and head size: ``None``, or why a kernel must not be used."""
 
@@ -122,38 +120,6 @@ def _check_on_all_ranks(
     _checked_kernels[key] = problem
 
 
-def self_check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Compare ``kernel`` with plain torch on a part of the keys, as in a ring; return what is wrong, or ``None``."""
-    if reason := kernel.refuses(device, dtype, head_dim, masked=False):
-        return reason
-    generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run
-    # Several tiles of queries and of keys: a backward of one tile is compiled separately.
-    q, k, v, grad = (
-        torch.randn(2, tokens, 2, head_dim, generator=generator).to(device, dtype) for tokens in (600, 800, 800, 600)
-    )
-    reference, scale, half = Reference(), head_dim**-0.5, slice(0, 400)
-    out, lse = reference.forward(q, k, v, None, scale)
-    names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-
-    def results(kernel: Kernel) -> tuple[Tensor, ...]:
-        some = (q, k[:, half], v[:, half])
-        return *kernel.forward(*some, None, scale), *kernel.backward(grad, *some, out, lse, None, scale)
-
-    try:
-        return _difference(names, results(kernel), results(reference))
-    except Exception as error:  # the compiler, the driver or the package fails: use another kernel
-        return f"fails in its self-check ({type(error).__name__}: {first_line(error)})"
-
-
-def _difference(names: Sequence[str], computed: Sequence[Any], expected: Sequence[Any]) -> str | None:
-    """Name the first tensor of a self-check that differs; return ``None`` if none does."""
-    for name, a, b in zip(names, computed, expected, strict=True):
-        difference = float((a.float() - b.float()).norm() / b.float().norm())
-        if not difference < _TOLERANCE:
-            return f"is off by {difference:.1e} in the {name} of its self-check"
-    return None
-
-
 def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     """Return the implementation that computes attention with tangents for queries like ``q``.
 
@@ -170,16 +136,46 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
 
 
-def choose_sparse_kernel(backend: str, q: Tensor) -> Kernel:
-    """Return the kernel of attention to chosen pieces for queries like ``q``."""
-    check_sparse_backend(backend)
-    return SPARSE_REFERENCE
+class SparseKernels(NamedTuple):
+    """Implementations of attention to chosen pieces: forward and backward, and the derivative."""
+
+    kernel: Kernel
+    dual: AttendDual
 
 
-def choose_sparse_dual(backend: str, q: Tensor) -> AttendDual:
-    """Return the implementation of attention to chosen pieces with tangents, for queries like ``q``."""
+PLAIN_SPARSE = SparseKernels(SparseReference(), sparse_dual)
+
+
+def choose_sparse(backend: str, q: Tensor, width: int) -> SparseKernels:
+    """Return the kernels of attention to chosen pieces, of up to ``width`` tokens, for queries like ``q``.
+
+    On CUDA, ``auto`` selects the Triton kernels if they pass a self-check on this rank, once per device, dtype and
+    sizes. Ranks may differ: their results merge alike, and no kernel communicates.
+    """
     check_sparse_backend(backend)
-    return sparse_dual
+    fits = q.dtype in (*FUSED_DTYPES, torch.float32) and max(q.shape[-1], width) <= FUSED_HEAD_DIM
+    if backend == "reference" or device_type(q) != "cuda" or not fits:
+        return PLAIN_SPARSE
+    if isinstance(q, FakeTensor):
+        return PLAIN_SPARSE._replace(dual=_fused_shapes)
+    return _checked_sparse(q.device, q.dtype, q.shape[-1], width)
+
+
+@lru_cache(maxsize=64)
+def _checked_sparse(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> SparseKernels:
+    """Return the Triton kernels of sparse attention if they pass their check; else log why, and return plain torch."""
+    try:
+        from fsdp_cp.attention.kernels import triton_sparse
+
+        fused = SparseKernels(triton_sparse.SparseTriton(), triton_sparse.sparse_dual)
+        problem = check_sparse(*fused, device, dtype, head_dim, width)
+    except Exception as error:  # Triton is missing or too old, or its compiler fails
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    if problem is None:
+        log.info("sparse attention: Triton kernels for %s, head size %d", dtype, head_dim)
+        return fused
+    log.warning("sparse attention: plain torch for %s, not the Triton kernels: %s", dtype, problem)
+    return PLAIN_SPARSE
 
 
 def check_sparse_backend(backend: str) -> None:
@@ -207,18 +203,12 @@ def _fused_on_all_ranks(
 
 
 def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[AttendDual | None, str | None]:
-    """Compare the fused kernel with chunked torch on a small case. Return ``(kernel, None)`` or ``(None, reason)``."""
+    """Check the fused kernel. Return ``(kernel, None)`` or ``(None, reason)``."""
     try:
         from fsdp_cp.attention.kernels import triton_dual
 
-        generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run
-        sizes = [(2, 150, 4, head_dim), *[(2, 200, 2, head_dim)] * 2] * 2
-        tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-        mask = (torch.rand(2, 200, generator=generator) < 0.8).to(device)
-        chunked: AttendDual = attention_dual
         fused: AttendDual = triton_dual.attention_dual
-        expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
-        return fused, _difference(Dual._fields, computed, expected)
+        return fused, check_dual(fused, device, dtype, head_dim)
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
         return None, f"{type(error).__name__}: {first_line(error)}"
 

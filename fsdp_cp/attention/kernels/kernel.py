@@ -10,7 +10,7 @@ Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value hea
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -34,13 +34,14 @@ class Kernel(ABC):
         """Return why this kernel cannot run such tensors ("takes bf16, not fp32"), or ``None`` if it can."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
         """Compute the output and the log-sum-exp of the logits.
 
         Args:
             q: ``(B, Sq, H, D)``; its last dimension is contiguous, the other strides are arbitrary.
             k, v: ``(B, Sk, Hk, D)``; neither ``Sq`` nor ``Sk`` is 0.
-            mask: ``(B, Sk)`` bool, True where a key may be attended to.
+            mask: ``(B, Sk)`` bool, True where a key may be attended to, or ``None``. Kernels of sparse attention get a
+                :class:`fsdp_cp.attention.pieces.Chosen`.
             scale: factor on the logits.
 
         Returns:
@@ -56,7 +57,7 @@ class Kernel(ABC):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: Tensor | None,
+        mask: Any,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the contribution of these keys to the gradients of ``q``, ``k`` and ``v``.
