@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.videos.decode import ClipError, ClipFormat, Cut, crop_and_resize, read_clip, read_largest_part
+from distill.data.videos.container import ClipError, Cut
+from distill.data.videos.decode import ClipFormat, crop_and_resize, read_clip, read_largest_part
 from distill.data.videos.span import Span
 from tests.tiny_pipeline import moving_square, write_video
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from distill.data.settings import MovingShapesSettings, VideoFolderSettings
-from distill.data.videos.decode import ClipError, ClipFormat, read_clip
+from distill.data.videos.container import ClipError
+from distill.data.videos.decode import ClipFormat, read_clip
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
 from tests.tiny_pipeline import render_clips, write_metadata

@@ -17,7 +17,8 @@ from distill.data.sets.encoded_set import EncodedSet
 from distill.data.sets.stored import check_deviation
 from distill.data.sources import fastvideo
 from distill.data.sources.choose import read_outside
-from distill.data.videos.decode import ClipFormat, Cut, read_clip
+from distill.data.videos.container import Cut
+from distill.data.videos.decode import ClipFormat, read_clip
 from distill.data.videos.span import Span
 from distill.encode import main
 from tests.encoded import open_set

@@ -13,7 +13,8 @@ import torch
 from PIL import Image, ImageOps
 
 from distill.data.videos.colors import other_colors
-from distill.data.videos.decode import ClipError, ClipFormat, first_frame, read_clip
+from distill.data.videos.container import ClipError
+from distill.data.videos.decode import ClipFormat, first_frame, read_clip
 from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError

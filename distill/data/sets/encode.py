@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -26,14 +26,9 @@ from distill.data.sets.stored import check_deviation, check_texts, rate_of, stor
 from distill.data.sets.write_set import Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.sources.source import Source
-from distill.data.videos.decode import (
-    DECODER_VERSION,
-    ClipError,
-    ClipFormat,
-    read_clip,
-    read_largest_part,
-)
-from distill.data.videos.sound import SOUND_VERSION, read_sound
+from distill.data.videos.container import ClipError
+from distill.data.videos.decode import DECODER_VERSION, ClipFormat, read_clip, read_largest_part
+from distill.data.videos.sound import EARLIER_SOUND, SOUND_VERSION, end_sound_readers, read_sound
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
@@ -136,13 +131,24 @@ def encode(
     if source.has_latents and settings.inspect()[0].sound_format(settings.clip) is not None:
         made["sound"] = SOUND_VERSION
     decides = described[0][0] | made
-    if out is None:
-        out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    writer = SetWriter(out, f"OUT={out}" if cache is None else f"data.cache={out}", decides)
+    writer = _writer(decides, out, cache)
+    if "sound" in made:
+        earlier = _writer(decides | {"sound": EARLIER_SOUND}, out, cache)
+        if on_first_rank(earlier.is_finished):
+            if rank() == 0:
+                logger.info("%s is used, though its sound was read by earlier rules", earlier.where)
+            return earlier.path
     with writer.begun() as is_whole:
         if not is_whole:
             _Job(writer, source, settings, device).run()
-    return out
+    return writer.path
+
+
+def _writer(decides: Mapping[str, Any], out: Path | None, cache: Path | None) -> SetWriter:
+    if out is not None:
+        return SetWriter(out, f"OUT={out}", decides)
+    out = cache / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return SetWriter(out, f"data.cache={out}", decides)
 
 
 class _Job:
@@ -194,6 +200,7 @@ class _Job:
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
         on_first_rank(self._check_stored)
         writer.write("clips", len(self.clips), self._clip_bytes, "clip", self._make_clips)
+        end_sound_readers()
         self._free_encoders()
         rows, left_out = self._kept_rows()
         self._texts = texts_of(rows, negative)

@@ -12,7 +12,7 @@ from distill.data.base import ClipSettings
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import EncoderFolder
 from distill.data.sources.source import Source
-from distill.data.videos.colors import ClipError
+from distill.data.videos.container import ClipError
 from fsdp_cp.errors import UserError
 
 S = TypeVar("S", bound=ClipSettings)

@@ -69,6 +69,10 @@ class SetWriter:
             on_first_rank(self._begin)
             yield False
 
+    def is_finished(self) -> bool:
+        """Whether the folder holds a complete and whole set of these settings."""
+        return self._damaged() == [] and EncodedSet(self.path, self.where).about["settings"] == self.settings
+
     def _damaged(self) -> list[Path] | None:
         """Return the damaged shards of a complete set; ``None`` if it is not complete."""
         if not (self.path / SET).is_file():

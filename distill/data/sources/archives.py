@@ -22,7 +22,7 @@ from distill.data.sources.source import (
     place_in,
     stored_row,
 )
-from distill.data.videos.decode import FilePart
+from distill.data.videos.container import FilePart
 from distill.data.videos.table import VIDEO_SUFFIXES
 from distill.data.videos.video_folder import is_outside
 from fsdp_cp.errors import UserError

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distill.data.sources.source import Source, as_tensor, cannot_read, files_ending, place_in, stored_row
-from distill.data.videos.colors import ClipError
+from distill.data.videos.container import ClipError
 from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.runtime.packages import optional_package
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distill.data.sources.source import Source, as_tensor, load_tensors, stored_row
-from distill.data.videos.colors import ClipError
+from distill.data.videos.container import ClipError
 from distill.data.videos.table import read_text, require_utf8
 from distill.data.videos.video_folder import ListedClip, is_outside
 from fsdp_cp.errors import UserError

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from distill.data.shares import Shares
-from distill.data.videos.colors import ClipError
-from distill.data.videos.decode import Cut, FilePart, VideoFile
+from distill.data.videos.container import ClipError, Cut, FilePart, VideoFile
 from distill.data.videos.video_folder import ListedClip, not_listed
 from fsdp_cp.errors import UserError, first_line
 from models.files.checkpoint_files import fingerprint_of

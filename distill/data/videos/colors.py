@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distill.data.videos.container import ClipError
+
 if TYPE_CHECKING:
     import av
 
@@ -18,10 +20,6 @@ _TO_BT709 = (
     # Other intents clip what is brighter than the reference white of 203 cd/m2. The result is for a BT.1886 display.
     "out_transfer=bt709:out_primaries=bt709:intent=perceptual:flags=bicubic+full_chroma_int+accurate_rnd"
 )
-
-
-class ClipError(Exception):
-    """This file cannot give the clip that was asked for; the message is the reason, without the file's name."""
 
 
 def upright(rgb_HWC: torch.Tensor, frame: av.VideoFrame) -> torch.Tensor:

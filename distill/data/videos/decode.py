@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
@@ -16,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from distill.data.videos.colors import ClipError, is_turned, other_colors, to_bt709, upright
-from distill.data.videos.span import Span
+from distill.data.videos.colors import is_turned, other_colors, to_bt709, upright
+from distill.data.videos.container import MOST_B_FRAMES, ClipError, TimesError, VideoFile, opened, timed_frames
 from fsdp_cp.choices import Bounds, Checked
 from fsdp_cp.errors import UserError
 
@@ -31,8 +29,6 @@ DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 MAX_SIZE = 65536
 """Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
-_NO_TIMES = 0x80  # AVFMT_NOTIMESTAMPS: raw streams, to which FFmpeg gives 25 fps
-_MOST_B_FRAMES = 16  # in a row, of any codec
 _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
 
 
@@ -60,35 +56,6 @@ class SoundFormat(NamedTuple):
     """1 or 2."""
 
 
-class FilePart(NamedTuple):
-    """``size`` bytes of a file from ``offset`` on, such as a member of an archive."""
-
-    file: Path
-    offset: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.file} (byte {self.offset})"
-
-    def read(self) -> bytes:
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            return stream.read(self.size)
-
-
-class Cut(NamedTuple):
-    """A part of a video in time."""
-
-    file: Path | FilePart
-    span: Span
-
-    def __str__(self) -> str:
-        return f"{self.file} ({self.span})"
-
-
-VideoFile = str | Path | FilePart | Cut
-
-
 def read_clip(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
     """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
 
@@ -105,7 +72,7 @@ def read_clip(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
     """
     try:
         return _read(file, clip, in_order=False)
-    except _TimesError as error:
+    except TimesError as error:
         video = _read(file, clip, in_order=True)
         logger.warning("%s: %s; its frames are taken in order, at its average rate", file, error)
         return video
@@ -148,36 +115,8 @@ class _TooShort(ClipError):
         self.frames = frames
 
 
-class _TimesError(Exception):
-    """The times of a clip's frames cannot be used; the message is the reason."""
-
-
-@contextmanager
-def opened(file: VideoFile) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
-    """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
-    import av  # here alone: a run without video files needs no FFmpeg
-
-    try:
-        file = file.file if isinstance(file, Cut) else file
-        # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
-        name, protocols = os.path.abspath(file.file if isinstance(file, FilePart) else file), "file"
-        if isinstance(file, FilePart):
-            name, protocols = f"subfile,,start,{file.offset},end,{file.offset + file.size},,:{name}", "file,subfile"
-        with av.open(name, options={"protocol_whitelist": protocols}, metadata_errors="ignore") as container:
-            cover = av.stream.Disposition.attached_pic
-            stream = next((video for video in container.streams.video if not video.disposition & cover), None)
-            if stream is None:
-                raise ClipError("holds no video stream")
-            stream.thread_type = "AUTO"
-            yield container, stream
-    # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
-    except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
-
-
 def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
-    """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
+    """Return the clip, by the frames' times or in their order; raise ``TimesError`` where the times cannot be used."""
     from av.video.reformatter import Interpolation as To
 
     frames: list[torch.Tensor] = []
@@ -185,8 +124,8 @@ def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
     with opened(file) as (container, stream):
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
-        timed = _timed(container, stream, rate=(stream.average_rate or None) if in_order else None)
-        for frame in _pick(_part(file, timed), stream, clip, in_order=in_order):
+        timed = timed_frames(file, container, stream, in_order=in_order)
+        for frame in _pick(timed, stream, clip, in_order=in_order):
             if frame is not last:  # a repeated frame is converted once
                 first, last = first or frame, frame
                 if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
@@ -247,7 +186,7 @@ def _pick(
             wanted += 1
             if wanted == clip.num_frames:
                 # Times in the order of packets show only after as many frames as there are B-frames in a row.
-                deque(islice(timed, _MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
+                deque(islice(timed, MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
                 return
         previous, previous_time = frame, time
     if previous is None:
@@ -264,54 +203,6 @@ def _pick(
         needs = (clip.num_frames - 1) * step
         needs = f"{clip.num_frames} frames at {clip.fps:g} fps need more than {float(needs):.2f} s"
         raise _TooShort(f"is too short: {decoded} frames, {float(end):.2f} s; {needs}", wanted)
-
-
-def _timed(
-    container: av.container.InputContainer, stream: av.VideoStream, *, rate: Fraction | None
-) -> Iterator[tuple[av.VideoFrame, Fraction]]:
-    """Yield the decoded frames and their times: from 0 on in order at ``rate``, or their time stamps, which raise
-    ``_TimesError`` if they are missing or do not grow."""
-    last = None
-    for index, frame in enumerate(container.decode(stream)):
-        if rate is not None:
-            yield frame, index / rate
-            continue
-        if frame.pts is None or frame.time_base is None:
-            if container.format.flags & _NO_TIMES or not stream.average_rate:
-                raise ClipError("has frames without time stamps, and no frame rate")
-            raise _TimesError("has frames without time stamps")
-        time = frame.pts * frame.time_base
-        if last is not None and time <= last:
-            raise _TimesError(f"the times of its frames do not grow at frame {index}")
-        last = time
-        yield frame, time
-
-
-def _part(file: VideoFile, timed: Iterator[tuple[av.VideoFrame, Fraction]]) -> Iterator[tuple[av.VideoFrame, Fraction]]:
-    return file.span.frames(timed) if isinstance(file, Cut) else timed
-
-
-def picture_times(file: VideoFile, seconds: Fraction) -> tuple[Fraction, Fraction | None]:
-    """Return the time stamp of a clip's first frame, and the one at which its part of the file ends; ``None`` where
-    this is more than so many ``seconds`` later or the file's own end."""
-    with opened(file) as (container, stream):
-        if not isinstance(file, Cut):
-            picture = next(container.decode(stream), None)
-            if picture is None or picture.pts is None:
-                raise ClipError("holds no frame with a time stamp, from which its sound would begin")
-            return picture.pts * picture.time_base, None
-        begin = end = None
-        try:
-            for frame, time in _part(file, _timed(container, stream, rate=None)):
-                begin = time if begin is None else begin
-                end = time + (frame.duration or 0) * frame.time_base
-                if end - begin > seconds:
-                    return begin, None
-        except _TimesError as error:
-            raise ClipError(f"{error}, so its sound cannot be cut") from error
-        if begin is None:
-            raise ClipError("holds no frame in its part")
-        return begin, end
 
 
 def _crop(
