@@ -55,16 +55,6 @@ _HALF_LEVEL = 0.5 / 255
 """Spread of a measure that is 0 for all clips, as the saturation of gray ones."""
 _OBSERVED = ("student/grad_norm", "fake/grad_norm", "fake/gan_accuracy")
 """Metrics of training that describe the health of the game."""
-_REMEDIES = {
-    "": "take an earlier checkpoint (guard.action=keep marks the best)",
-    "fake_updates_per_student_update": "raise method.fake_updates_per_student_update",
-    "student_every": "raise method.student_every",
-    "step_list": "lower optim.student.lr",
-    "guidance_scale": "lower method.guidance_scale",
-    "gan_weight_student": "lower method.gan_weight_student",
-    "data_forcing": "train on with method.data_forcing",
-}
-"""Remedies by the setting that a method must have, in the order of what helped in public threads (docs/trouble.md)."""
 
 
 def by_caption(data: ClipDataset, latents: Sample) -> dict[str, list[float]]:
@@ -238,9 +228,10 @@ class Guard:
             f" ({'at most' if LIMITS[name] > 0 else 'at least'} {state.limit(name):.3g})"
             for name in raised
         ]
-        remedies = [
-            words for setting, words in _REMEDIES.items() if not setting or hasattr(self.config.method, setting)
-        ]
+        earlier = "an earlier checkpoint (guard.action=keep marks the best)"
+        if self.settings.action == "keep" and state.best is not None:
+            earlier = f"the best checkpoint, of step {state.best}"
+        remedies = [f"take {earlier}", *self.config.method.remedies]
         return f"the guard saw {', '.join(shown)} at two looks in a row; in this order, {', '.join(remedies)}"
 
     def stop_at(self, step: int, saved: int | None) -> None:
@@ -316,9 +307,7 @@ class Guard:
                 clips = [i % count for i in of_batch]
                 x = latents[clips].to(device)
                 times = Times(torch.full((len(x),), time, device=device), time)
-                last = None
-                if getattr(settings, "fake_knows_last_step", False):
-                    last = torch.full_like(times.t, settings.student_times()[-1])
+                last = self.method.fake_last_step(times.t)
                 random = StepRandom(seed=SAMPLE_SEED, step=0, positions=clips, device=device)
                 condition = evaluator.data.condition([self.captions[i] for i in clips]).to(device)
                 noise = noise_like(x, random, "guard/noise")

@@ -136,6 +136,13 @@ class PartSettings(Checked):
             if (value := getattr(self, name)) != default:
                 raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
 
+    @property
+    def remedies(self) -> list[str]:
+        """Changes of these settings that help a student whose clips collapse, the most promising first
+        (docs/trouble.md). A setting without effect is not named."""
+        lower = ["lower method.guidance_scale"] if is_guided(self.guidance) else []
+        return ["lower optim.student.lr", *lower]
+
     def check_steps(self, counts: Sequence[int]) -> None:
         """Refuse ``sample.student_steps`` that the student cannot take; by default none."""
 
@@ -252,6 +259,11 @@ class Method(ABC):
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         """Yield the losses of the role that trains at ``step``, each with its own backward. Only the closures call
         roles or read tensors of the batch: a run also lists the losses of :data:`ANY_SAMPLE`."""
+
+    def fake_last_step(self, t: Tensor) -> Tensor | None:
+        """Return the time of the last step of a whole sampling, like ``t``, where the fake score is conditioned on it
+        (addition ``last_step``)."""
+        return None
 
     @property
     def few_steps(self) -> dict[str, Any] | None:

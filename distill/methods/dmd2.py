@@ -99,6 +99,15 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
     def gan(self) -> bool:
         return self.gan_weight_student > 0
 
+    @property
+    def remedies(self) -> list[str]:
+        faster = "raise method.fake_updates_per_student_update"
+        if self.gan:
+            last = ["lower method.gan_weight_student"]
+        else:
+            last = [] if self.data_forcing else ["train on with method.data_forcing"]
+        return [faster, *super().remedies, *last]
+
 
 class Dmd2(FewStepMethod):
     """DMD2. Student and fake score take turns: the student trains at ``step % (n + 1) == 0``."""

@@ -57,6 +57,10 @@ class RcmSettings(ScmSettings, MatchingSettings):
             every = f"method.student_every={self.student_every}"
             raise UserError(f"{every} leaves no step to the fake score; use 2 or more, or method=scm")
 
+    @property
+    def remedies(self) -> list[str]:
+        return ["raise method.student_every", *super().remedies]
+
 
 class Rcm(Scm):
     """Consistency for ``consistency_steps``; then the student, with both losses, and the fake score take turns."""

@@ -1,6 +1,8 @@
 """The guard's limits, when a measure can raise an alarm, the best checkpoint, and settings that are refused."""
 
 import math
+import re
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ from distill.config import compose_config
 from distill.evaluate.evaluator import Evaluator
 from distill.evaluate.guard import LIMITS, SEEDS, Guard, GuardState, by_caption, limits_of, middle_time
 from distill.evaluate.measures import clip_measures
-from distill.train.trainer import build_trainer
+from distill.methods import METHODS
+from distill.train.trainer import Trainer, build_trainer
 from models.sample import VIDEO, Sample
 from tests.unit.refused import refused
 
@@ -132,6 +135,49 @@ def test_the_best_checkpoint_has_the_least_excess_and_is_the_latest_of_equals():
     state.judge({"saturation": None, "motion": None})
     state.mark(100)
     assert state.best == 5, "a student that no look saw, and clips that are not finite"
+
+
+def test_the_advice_names_settings_that_have_an_effect():
+    def advice(*words, method="dmd2"):
+        return " ".join(compose_config([f"method={method}", *words]).method.remedies)
+
+    assert "gan_weight_student" not in advice() and "guidance_scale" in advice() and "projection" in advice()
+    with_gan = advice("method.gan_weight_student=0.01")
+    assert "gan_weight_student" in with_gan and "data_forcing" not in with_gan, "the two exclude each other"
+    assert "guidance_scale" not in advice("method.guidance_scale=1")
+    assert "data_forcing" not in advice("method.data_forcing=0.5")
+    assert "projection" not in advice("method.projection=true", method="rcm")
+    assert advice().startswith("raise method.fake_updates") and advice(method="rcm").startswith(
+        "raise method.student_e"
+    )
+    for name, (_, settings) in METHODS.items():
+        named = re.findall(r"method\.(\w+)", " ".join(settings().remedies))
+        assert named and all(hasattr(settings(), setting) for setting in named), name
+
+
+def test_the_fake_score_is_asked_as_it_is_trained():
+    t = torch.tensor([0.5, 0.5])
+    for name in ("dmd2", "rcm"):
+        method, settings = METHODS[name]
+        assert method(settings(), {}).fake_last_step(t) is None
+        chosen = settings(fake_knows_last_step=True)
+        assert torch.equal(method(chosen, {}).fake_last_step(t), torch.full_like(t, chosen.student_times()[-1]))
+
+
+def test_a_look_is_at_the_average():
+    """Samples and the export are of the average too."""
+    inside, seen = [], []
+
+    @contextmanager
+    def average():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    guard = SimpleNamespace(look=lambda step: seen.append((step, bool(inside))) or {"guard/alarm": 0.0})
+    trainer = SimpleNamespace(method=SimpleNamespace(student_average=average), guard=guard, step=4, unlogged={})
+    Trainer._look(trainer)
+    assert seen == [(4, True)] and trainer.unlogged == {"guard/alarm": 0.0}
 
 
 def test_settings_that_are_refused():

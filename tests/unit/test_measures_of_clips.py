@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch.nn import functional as F
 
 from distill.evaluate.comparison import compare, comparison_lines, read_evaluation, summarize, verdict
+from distill.evaluate.intervals import mean_interval
 from distill.evaluate.measures import MEASURES, clip_measures, prompt_measures
 from distill.evaluate.perceptual import embeddings, read_networks
 from models.sample import Sample
@@ -83,6 +84,7 @@ def test_measures_of_simple_clips():
     assert clip_measures(blinking)["motion"] == clip_measures(blinking)["flicker"] == 1.0
     fading = np.arange(4, dtype=np.uint8)[:, None, None, None] * 51 + black
     assert clip_measures(fading)["motion"] == pytest.approx(0.2) and clip_measures(fading)["flicker"] < 1e-6
+    assert clip_measures(fading)["static"] == 0.0, "it moves, without flicker"
     red = black.copy()
     red[..., 0] = 255
     assert clip_measures(red)["saturation"] == 1.0 and clip_measures(red)["contrast"] < 1e-6
@@ -148,6 +150,22 @@ def test_paired_differences_see_what_the_means_do_not():
     result = summarize(values, "teacher")["student"]["motion"]
     assert result["low"] < np.mean(teacher) < result["high"] and result["prompts"] == 39
     assert verdict(result["difference"]) == "higher" and result["difference"]["value"] == pytest.approx(0.02)
+
+
+def test_a_difference_is_of_equal_prompts_and_of_means_over_their_seeds():
+    rng = np.random.default_rng(0)
+    of_prompt = rng.lognormal(size=(20, 1))
+    ours, theirs = (of_prompt + rng.standard_normal((20, 5)) for _ in range(2))
+    theirs[4] = np.nan
+    values = {"here": {"motion": ours.tolist()}, "there": {"motion": theirs.tolist()}}
+    wanted = mean_interval(np.delete((ours - theirs).mean(axis=1), 4))
+    found = summarize(values, "there")["here"]["motion"]["difference"]
+    assert found["prompts"] == 19
+    assert {key: found[key] for key in wanted} == pytest.approx({key: float(x) for key, x in wanted.items()})
+    whole = {"protocol": {}, "made": {}, "participants": {name: {"role": "student"} for name in values}}
+    one, other = (whole | {"participants": {name: {"role": "student"}}, "values": values} for name in values)
+    (pair,) = compare(one, other)["participants"]
+    assert pair["differences"]["motion"] == found, "ours less theirs"
 
 
 def test_a_share_of_few_clips_is_unsure():

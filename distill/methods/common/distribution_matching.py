@@ -29,6 +29,10 @@ class MatchingSettings(FewStepSettings):
     """Take the part along ``x_G - x_fake``, which holds most of the fake score's error, out of the student's updates
     (PDMD, arXiv:2609.35768; docs/methods/pdmd.md)."""
 
+    @property
+    def remedies(self) -> list[str]:
+        return [*super().remedies, *([] if self.projection else ["set method.projection=true"])]
+
 
 def score_time(method: Method, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
     """Draw times at which ``roles`` are evaluated, by the method's ``draw_score_time``."""

@@ -117,6 +117,11 @@ class FewStepMethod(Method):
             **({} if self.settings.audio_shift_ratio is None else {"shifts": dict(self.clock("student"))}),
         }
 
+    def fake_last_step(self, t: torch.Tensor) -> torch.Tensor | None:
+        if "last_step" not in self.additions(self.settings).get("fake", ()):
+            return None
+        return torch.full_like(t, self.settings.student_times()[-1])
+
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Sample:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
         name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
