@@ -11,31 +11,42 @@ from fsdp_cp.errors import UserError, shown
 
 def check(config: Config) -> None:
     """Raise ``UserError`` for a combination that cannot work. Each dataclass has already checked its own values."""
-    method = METHODS[config.method.name][0]
-    name, data = config.method.name, config.data.name
     if config.world is not None and not (config.dry_run or config.plan):
         raise UserError(f"world={config.world} needs dry_run=true or plan=true; torchrun sets the world of a run")
-    method.check(config)
-    if not config.data.has_clips and method.needs_latents(config.method):
-        needs = "data=video_folder, or dmd2 without GAN, method.data_forcing and method.student_input=clips"
-        raise UserError(f"method={name} trains on real clips, and data={data} has none; use {needs}")
-    if not config.data.has_clips and config.sample.report_clips:
-        clips = config.sample.report_clips
-        raise UserError(f"sample.report_clips={clips} needs real clips, and data={data} has none; use 0")
+    METHODS[config.method.name][0].check(config)
+    check_clips(config)
     if config.export.weights == "ema" and not config.student.ema.enabled:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     if config.profile.steps and config.profile.steps[1] > config.steps:
         raise UserError(f"profile.steps={shown(config.profile.steps)} must be at most steps={config.steps}")
     config.method.check_steps(config.sample.student_steps)  # samples would otherwise fail after training
-    if "expandable_segments:True" in (config.cuda_allocator or ""):
-        for role in ("teacher", "student", "fake"):
-            if (buffers := getattr(config, role).communication_buffers) in ("process_group", "symmetric"):
-                refused = f"{role}.communication_buffers={buffers}, which registers memory with NCCL"
-                raise UserError(f"cuda_allocator={config.cuda_allocator} does not allow {refused}; use null")
+    check_allocator(config)
     if config.guard.every and config.guard.action == "keep":
         check_kept(config)
     check_images(config)
     config.data.check_captions(config.sample.captions)
+
+
+def check_clips(config: Config) -> None:
+    """Check that the data have real clips where the method or the report needs them."""
+    name, data, clips = config.method.name, config.data.name, config.sample.report_clips
+    if config.data.has_clips:
+        return
+    if METHODS[name][0].needs_latents(config.method):
+        needs = "data=video_folder, or dmd2 without GAN, method.data_forcing and method.student_input=clips"
+        raise UserError(f"method={name} trains on real clips, and data={data} has none; use {needs}")
+    if clips:
+        raise UserError(f"sample.report_clips={clips} needs real clips, and data={data} has none; use 0")
+
+
+def check_allocator(config: Config) -> None:
+    """Check that CUDA's memory can be registered with NCCL where a role asks for it."""
+    if "expandable_segments:True" not in (config.cuda_allocator or ""):
+        return
+    for role in ("teacher", "student", "fake"):
+        if (buffers := getattr(config, role).communication_buffers) in ("process_group", "symmetric"):
+            refused = f"{role}.communication_buffers={buffers}, which registers memory with NCCL"
+            raise UserError(f"cuda_allocator={config.cuda_allocator} does not allow {refused}; use null")
 
 
 def check_kept(config: Config) -> None:

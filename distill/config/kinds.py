@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType
@@ -141,22 +141,48 @@ def _convert(value: Any, hint: Any) -> Any:
         for member in members(hint):
             with suppress(ValueError, TypeError, KeyError, OverflowError):
                 return _convert(value, member)
-    elif hint is NoneType and value is None:
-        return None
     elif origin is Literal and isinstance(value, str) and value in arguments:
         return value
     elif origin is list and isinstance(value, list):
         return [_convert(item, arguments[0]) for item in value]
     elif origin is dict and isinstance(value, dict):
         return {str(key): _convert(item, arguments[1]) for key, item in value.items()}
-    elif hint is bool:
-        return _SWITCHES[str(value).lower()]
-    elif hint is int and type(value) in (int, str) and abs(number := int(value)) < 2**63:
-        return number
-    elif hint is float and type(value) in (int, float, str):
-        number = float(value)
-        if number == 0 or 1e-37 <= abs(number) <= 3e38:  # false for NaN
-            return number
-    elif hint is str and isinstance(value, str | int | float):
-        return str(value)
+    elif hint in _SCALARS:
+        return _SCALARS[hint](value)
     raise ValueError(value)
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise ValueError(value)
+
+
+def _integer(value: Any) -> int:
+    if type(value) not in (int, str) or abs(number := int(value)) >= 2**63:
+        raise ValueError(value)
+    return number
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float, str):
+        raise ValueError(value)
+    number = float(value)
+    if number != 0 and not 1e-37 <= abs(number) <= 3e38:  # true for NaN
+        raise ValueError(value)
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int | float):
+        raise ValueError(value)
+    return str(value)
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    NoneType: _none,
+    bool: lambda value: _SWITCHES[str(value).lower()],
+    int: _integer,
+    float: _number,
+    str: _text,
+}
+"""Converters of single values, by type. Each raises for a value of another type or out of range."""

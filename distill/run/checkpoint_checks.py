@@ -29,6 +29,9 @@ _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
 _OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
 """Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
+_NEUTRAL = (None, False, 1.0, "auto", "own", "default", [], {})
+"""Values of settings without effect: a removed setting that had one changes nothing."""
+_INSTEAD = "use that, another run_dir, or checkpoint.resume=never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +75,12 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
         if role.lora is not None and role.lora.saved is not None:
             fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
             base = "teacher"
-        settings = getattr(config, base)
-        fingerprints[f"{base}.checkpoint"] = (
-            " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
-            if role.folders
-            else json.dumps([settings.architecture, settings.boundary])
-        )
+        if role.folders:
+            found = " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
+        else:
+            settings = getattr(config, base)
+            found = json.dumps([settings.architecture, settings.boundary])
+        fingerprints[f"{base}.checkpoint"] = found
     return {
         key: {"value": values.get(key), "fingerprint": fingerprints[key]} if key in fingerprints else None
         for key in BY_CONTENT
@@ -89,53 +92,104 @@ def check_resume(
 ) -> dict[str, Any]:
     """Compare the checkpoint's ``state.json`` with settings and trained ``roles``, and log the allowed changes. Return
     ``sources`` (:func:`find_sources`) for later checkpoints, with the former as ``earlier`` if accepted."""
-    state = read_state(checkpoint)
+    state, sources = read_state(checkpoint), dict(sources or {})
     made = f"checkpoint.resume: {checkpoint} was made with"
-    if state["step"] > config.steps:
-        raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
-    instead = "use that, another run_dir, or checkpoint.resume=never"
-    for setting, value in (("seed", config.seed), ("method", config.method.name)):
-        if state[setting] != value:
-            raise UserError(f"{made} {setting}={state[setting]}, not {value}; {instead}")
+    _check_identity(config, state, checkpoint, made)
     for role in roles:
         if role.name in METHODS[config.method.name][0].trained_roles:
             _check_network(role, state, made, config.checkpoint.accept)
-    before = {RENAMED.get(key, key): value for key, value in _flat(state["settings"]).items()}
-    now = _flat(asdict(config))
-    changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
-    sources, earlier = dict(sources or {}), state.get("sources", {})
-    free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
-    other = _other_contents(earlier, sources)
-    other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
-    if refused := sorted(other - set(config.checkpoint.accept)):
-        different = {key: f"{key}={before[key]}, not {now[key]}" for key in changed}
-        values = [different.get(key, f"other contents of {key}={now[key]}") for key in refused]
-        accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
-        instead = f"{instead}, or, to allow the change, checkpoint.accept=[{accept}]"
-        raise UserError(f"{made} {'; '.join(values)}; {instead}")
-    of_training = [key for key in changed if key.startswith(_OF_TRAINING) and key not in BY_CONTENT]
-    done = state["step"] == config.steps
-    if done and of_training:
-        key = of_training[0]
-        whole = f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run, made with {before[key]}"
-        raise UserError(f"{whole}; {instead}, or more steps")
+    changes = _Changes.between(config, state, sources)
+    _refuse_other_data(config, changes, made)
+    if state["step"] == config.steps:
+        _refuse_other_training(config, changes, checkpoint)
     if rank() == 0:
-        for key in changed:
-            level = logging.WARNING if key in of_training else logging.INFO
-            log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
-        for key in sorted(other.difference(changed)):
-            log.warning("resumed with other contents of %s=%s", key, now[key])
-        neutral = (None, False, 1.0, "auto", "own", "default", [], {})
-        for key in sorted(before.keys() - now.keys()):
-            if key.startswith((*_OF_TRAINING, "student.", "fake.")) and before[key] not in neutral:
-                log.warning("%s had %s=%s, which this version does not have: not used", checkpoint, key, before[key])
-        if unknown := [key for key in sources if key not in earlier]:
-            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
-        if done:
+        changes.log(checkpoint)
+        if state["step"] == config.steps:
             log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
-    for key in other & sources.keys() & earlier.keys():
+    earlier = state.get("sources", {})
+    for key in changes.of_data & sources.keys() & earlier.keys():
         sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
     return sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changes:
+    """Differences between a checkpoint and a run that resumes from it."""
+
+    before: dict[str, Any]
+    """Settings of the checkpoint by dotted key."""
+    now: dict[str, Any]
+    """Settings of the run."""
+    keys: list[str]
+    """Settings that both have, with other values."""
+    of_data: set[str]
+    """Settings with other contents, or of other data; a run resumes only if they are accepted."""
+    unknown: list[str]
+    """Settings that name files whose contents the checkpoint does not know."""
+
+    @classmethod
+    def between(cls, config: Config, state: Mapping[str, Any], sources: Mapping[str, Any]) -> "_Changes":
+        before = {RENAMED.get(key, key): value for key, value in _flat(state["settings"]).items()}
+        now = _flat(asdict(config))
+        keys = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
+        earlier = state.get("sources", {})
+        free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
+        other_data = {key for key in keys if key.startswith("data.")} - {*BY_CONTENT, *free}
+        return cls(
+            before=before,
+            now=now,
+            keys=keys,
+            of_data=_other_contents(earlier, sources) | other_data,
+            unknown=[key for key in sources if key not in earlier],
+        )
+
+    @property
+    def of_training(self) -> list[str]:
+        """Changed settings that change the results of steps."""
+        return [key for key in self.keys if key.startswith(_OF_TRAINING) and key not in BY_CONTENT]
+
+    def log(self, checkpoint: Path) -> None:
+        """Log the changes, and what cannot be compared."""
+        before, now = self.before, self.now
+        for key in self.keys:
+            level = logging.WARNING if key in self.of_training else logging.INFO
+            log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
+        for key in sorted(self.of_data.difference(self.keys)):
+            log.warning("resumed with other contents of %s=%s", key, now[key])
+        for key in sorted(before.keys() - now.keys()):
+            if key.startswith((*_OF_TRAINING, "student.", "fake.")) and before[key] not in _NEUTRAL:
+                log.warning("%s had %s=%s, which this version does not have: not used", checkpoint, key, before[key])
+        if self.unknown:
+            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(self.unknown))
+
+
+def _check_identity(config: Config, state: Mapping[str, Any], checkpoint: Path, made: str) -> None:
+    """Refuse a checkpoint of another seed or method, or of more steps."""
+    if state["step"] > config.steps:
+        raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
+    for setting, value in (("seed", config.seed), ("method", config.method.name)):
+        if state[setting] != value:
+            raise UserError(f"{made} {setting}={state[setting]}, not {value}; {_INSTEAD}")
+
+
+def _refuse_other_data(config: Config, changes: _Changes, made: str) -> None:
+    """Refuse other data and other contents of files, except for those in ``checkpoint.accept``."""
+    accepted = set(config.checkpoint.accept)
+    refused = sorted(changes.of_data - accepted)
+    if not refused:
+        return
+    before, now = changes.before, changes.now
+    different = {key: f"{key}={before[key]}, not {now[key]}" for key in changes.keys}
+    values = [different.get(key, f"other contents of {key}={now[key]}") for key in refused]
+    accept = f"checkpoint.accept=[{','.join(sorted({*refused, *accepted}))}]"
+    raise UserError(f"{made} {'; '.join(values)}; {_INSTEAD}, or, to allow the change, {accept}")
+
+
+def _refuse_other_training(config: Config, changes: _Changes, checkpoint: Path) -> None:
+    """Refuse settings of training that change when no step is left to train with them."""
+    for key in changes.of_training[:1]:
+        made = f"but {checkpoint} has all steps={config.steps} of its run, made with {changes.before[key]}"
+        raise UserError(f"{key}={changes.now[key]}, {made}; {_INSTEAD}, or more steps")
 
 
 def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
@@ -152,35 +206,46 @@ def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> s
 
 def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> None:
     """Refuse a checkpoint in which a trained role has another configuration, other experts or other adapters."""
-    name, config, adapters = role.name, defining(role.config), role.adapters or {}
-    earlier = state.get("adapters", {}).get(name) or {}
-    named = {"_class_name": role.family.class_name}  # checkpoints of earlier versions lack it
-    compared: dict[str, tuple[Any, Any]] = {
-        f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
-        f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
-        f"{name}.experts": (
-            sorted(key for key in state["updates"] if key.partition(".")[0] == name),
-            sorted(trained_names(name, role.boundaries, role.trained_experts)),
-        ),
-        f"{name}.causal": (
-            {key: value for key, value in (state.get("causal", {}).get(name) or {}).items() if key != "frames"},
-            asdict(role.causal) if role.causal is not None else {},
-        ),
-        f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),
-    }
-    if earlier and adapters:
-        alphas = (earlier["scale"] * earlier["rank"], adapters["scale"] * adapters["rank"])
-        compared[f"{name}.lora.alpha"] = alphas
-        compared[f"{name}.lora.targets"] = (earlier["targets"], adapters["targets"])
-        if whole := earlier.get("train"):
-            old = f"{name}.lora.train={whole}, which this version lacks"
-            raise UserError(f"{made} {old}; resume with the version that made it, or use another run_dir")
-        if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
-            compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
+    compared = _network_facts(role, state) | _adapter_facts(role, state, made, accepted)
     for setting, (before, now) in compared.items():
         if before != now:
             values = f"={before}, not {now}" if isinstance(now, int | float) else ""
             raise UserError(f"{made} another {setting}{values}; use the same, or another run_dir to start from scratch")
+
+
+_Facts = dict[str, tuple[Any, Any]]
+"""Values of the checkpoint and of the run, by setting."""
+
+
+def _network_facts(role: RolePlan, state: Mapping[str, Any]) -> _Facts:
+    name, config = role.name, defining(role.config)
+    built = {"_class_name": role.family.class_name}  # checkpoints of earlier versions lack it
+    built |= defining(state["configs"].get(name, config))
+    trained = sorted(key for key in state["updates"] if key.partition(".")[0] == name)
+    causal = dict(state.get("causal", {}).get(name) or {})
+    causal.pop("frames", None)
+    return {
+        f"{name}.checkpoint or {name}.architecture": (built, config),
+        f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
+        f"{name}.experts": (trained, sorted(trained_names(name, role.boundaries, role.trained_experts))),
+        f"{name}.causal": (causal, asdict(role.causal) if role.causal is not None else {}),
+    }
+
+
+def _adapter_facts(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> _Facts:
+    name, now = role.name, role.adapters or {}
+    before = state.get("adapters", {}).get(name) or {}
+    facts: _Facts = {f"{name}.lora.rank": (before.get("rank", 0), now.get("rank", 0))}
+    if not (before and now):
+        return facts
+    facts[f"{name}.lora.alpha"] = (before["scale"] * before["rank"], now["scale"] * now["rank"])
+    facts[f"{name}.lora.targets"] = (before["targets"], now["targets"])
+    if whole := before.get("train"):
+        old = f"{name}.lora.train={whole}, which this version lacks"
+        raise UserError(f"{made} {old}; resume with the version that made it, or use another run_dir")
+    if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
+        facts["teacher.checkpoint"] = (before["base"]["fingerprint"], now["base"]["fingerprint"])
+    return facts
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
