@@ -19,6 +19,9 @@ from fsdp_cp.rng import StepRandom
 from models.roles.ema import Ema
 from models.roles.role import Role
 
+ENOUGH_TRIES = 10
+"""Number of steps after which a network that never had a gradient is a mistake."""
+
 
 def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:
     """Return the rate of the 0-based ``update`` of a role's ``updates``: a linear warm-up from ``lr / warmup``, then
@@ -111,6 +114,21 @@ class Trained:
     all_updates: int
     """Number of updates of this network in the whole run; ``updates`` are those so far."""
     updates: int = 0
+    tried: int = 0
+    """Number of steps that trained this network, skipped updates included."""
+    moved: int = 0
+    """Number of updates whose gradient norm was finite and above 0."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether enough steps trained this network, and none had a gradient. The first gradients of a student that
+        equals its teacher can be 0."""
+        return self.tried >= ENOUGH_TRIES and not self.moved and self.optimizer.settings.lr > 0
+
+    @property
+    def idleness(self) -> str:
+        skipped = self.tried - self.updates
+        return f"{skipped} of its {self.tried} updates were skipped, and the others had a gradient of 0"
 
     def weights(self, *, averaged: bool = False) -> Mapping[str, Tensor]:
         """Return the sharded masters, or their average, by public name."""

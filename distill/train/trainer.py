@@ -27,7 +27,7 @@ from distill.run.open import Run
 from distill.train.export import export_student
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
-from distill.train.optimizers import Trained, averaged, build_trained
+from distill.train.optimizers import ENOUGH_TRIES, Trained, averaged, build_trained
 from distill.train.profiling import StepProfiler
 from fsdp_cp.checkpoint.folder import BEST, branch_name, leave_branch, read_state
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
@@ -143,6 +143,7 @@ class Trainer:
                 skipped = f"{self.skipped[name]} of its updates were skipped, and nothing is exported"
                 hint = f"lower optim.{name}.lr and begin again with checkpoint.resume=never, or an earlier checkpoint"
                 raise UserError(f"{why}: {skipped}; {hint}")
+        self._check_moved()
         if self.config.export.at_end:
             export_student(self.config, self.method, self.trained_of("student"), self.step)
         if self.config.sample.at_end:
@@ -150,6 +151,16 @@ class Trainer:
             if self.config.sample.report_clips:
                 self._write_report()
         barrier()
+
+    def _check_moved(self) -> None:
+        """Refuse a result of networks whose updates all changed nothing; name an expert that no step trained."""
+        for network in self.trained.values():
+            if network.is_stuck:
+                hint = f"lower method.guidance_scale or optim.{network.role.name}.lr, and see log.norms_every"
+                why = f"{network.name} never moved: {network.idleness}"
+                raise UserError(f"{why}; nothing is exported, and the checkpoints are kept; {hint}")
+            if not network.tried and network.role.boundaries and rank() == 0:
+                log.warning("no step trained %s: it has the weights of the run's start", network.name)
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in ``folder``; a collective."""
@@ -164,7 +175,10 @@ class Trainer:
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.skipped, self.unlogged = state["skipped"], state["unlogged"]
         for name, count in state["updates"].items():
-            self.trained[name].updates = count
+            network = self.trained[name]
+            network.updates = count
+            network.tried = state.get("tried", state["updates"])[name]
+            network.moved = state.get("moved", state["updates"])[name]
         self.branch_of = self.branch_of or state.get("branch_of")
         if self.guard is not None:
             self.guard.resume(state.get("guard"), self.step)
@@ -189,6 +203,8 @@ class Trainer:
             "samples": self.samples,
             "seed": self.config.seed,
             "updates": self.updates,
+            "tried": {name: network.tried for name, network in self.trained.items()},
+            "moved": {name: network.moved for name, network in self.trained.items()},
             "skipped": self.skipped,
             "seconds": self.seconds,
             "unlogged": self.unlogged,
@@ -381,13 +397,18 @@ class Trainer:
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         """Clip by ``norm``, that of all networks of this step on all ranks, and update; skip one that is not finite."""
-        if not math.isfinite(norm):
+        if math.isfinite(norm):
+            self.skipped_in_a_row[name] = 0
+            clip = self.config.optim.clip
+            for network in trained:
+                network.update(clip / norm if clip is not None and norm > clip else 1.0)
+                network.moved += norm > 0
+        else:
             self._skip(name, norm)
-            return
-        self.skipped_in_a_row[name] = 0
-        clip = self.config.optim.clip
         for network in trained:
-            network.update(clip / norm if clip is not None and norm > clip else 1.0)
+            network.tried += 1
+            if network.is_stuck and network.tried == ENOUGH_TRIES and rank() == 0:
+                log.warning("step %d: %s has not moved: %s", self.step + 1, network.name, network.idleness)
 
     def _skip(self, name: str, norm: float) -> None:
         """Skip the update of role ``name``, and log which gradient is not finite. Raise ``UserError`` on all ranks,

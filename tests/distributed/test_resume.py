@@ -1,5 +1,6 @@
 """A resumed run is the run that was never stopped: bit by bit on the same mesh, to rounding on another one."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -162,3 +163,22 @@ def test_other_settings_are_refused(pools, checkpoints, straight):
         with pytest.raises(UserError, match=next(iter(changes))):
             check_resume(replace(config, **changes), checkpoint)
     assert all(pools[2].run(_without_average, checkpoints, straight[0]))
+
+
+def _resume_with_other_data(setup, folder, run_dir, accept):
+    config = make_config(replace(setup, ema=EMA), folder)
+    config.run_dir, config.checkpoint.accept = str(run_dir), accept
+    try:
+        return make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", STOP)).step
+    except UserError as error:
+        return str(error)
+
+
+def test_other_data_are_accepted_by_a_name_of_the_data_alone(pools, checkpoints, straight, tmp_path):
+    shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
+    state = step_folder(tmp_path / "checkpoints", STOP) / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"data": "another"}))
+    for accept in ([], ["teacher.checkpoint"]):
+        (refused, _) = pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, accept)
+        assert "other data" in refused
+    assert pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, ["data.path"]) == [STOP, STOP]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fsdp_cp.attention.kernels.choose import KERNELS, _explain, choose_dual, choose_kernel
-from fsdp_cp.attention.kernels.kernel import attention_dual
+from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
+from fsdp_cp.attention.kernels.self_check import self_check
 from fsdp_cp.mesh import ContextGroups
 
 CPU = torch.device("cpu")
@@ -46,3 +47,36 @@ def test_unknown_names_and_dtypes_are_refused():
         with pytest.raises(ValueError) as caught:
             _choose(backend, **options)
         assert "\n" not in str(caught.value), backend
+
+
+class Off(Reference):
+    """Kernel with a relative error in one of its results."""
+
+    def __init__(self, results: str, position: int, error: float):
+        self.results, self.position, self.error = results, position, error
+
+    def _with_error(self, results: str, tensors):
+        off = 1 + self.error if results == self.results else 1
+        return tuple(x * off if i == self.position else x for i, x in enumerate(tensors))
+
+    def forward(self, *arguments):
+        return self._with_error("forward", super().forward(*arguments))
+
+    def backward(self, *arguments):
+        return self._with_error("backward", super().backward(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("results", "position", "name"),
+    [
+        ("forward", 0, "output"),
+        ("forward", 1, "log-sum-exp"),
+        ("backward", 0, "gradient of q"),
+        ("backward", 1, "gradient of k"),
+        ("backward", 2, "gradient of v"),
+    ],
+)
+def test_a_self_check_names_a_result_that_is_off_by_more_than_rounding(results, position, name):
+    check = (CPU, torch.float32, 16)
+    assert name in self_check(Off(results, position, 0.05), *check)
+    assert self_check(Off(results, position, 1e-5), *check) is None
