@@ -82,8 +82,11 @@ def geometry_of(clips: np.ndarray) -> Geometry:
     area = soft.sum(axis=(2, 3))
     seen = mask.sum(axis=(2, 3)) >= _MIN_AREA * unit**2
     padded = np.pad(soft, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    gx = (padded[:, :, 1:, 1:] - padded[:, :, 1:, :-1] + padded[:, :, :-1, 1:] - padded[:, :, :-1, :-1]) / 2
-    gy = (padded[:, :, 1:, 1:] - padded[:, :, :-1, 1:] + padded[:, :, 1:, :-1] - padded[:, :, :-1, :-1]) / 2
+    above, below = padded[:, :, :-1], padded[:, :, 1:]
+    above_left, above_right = above[..., :-1], above[..., 1:]
+    below_left, below_right = below[..., :-1], below[..., 1:]
+    gx = (below_right - below_left + above_right - above_left) / 2
+    gy = (below_right - above_right + below_left - above_left) / 2
     perimeter = np.sqrt(gx**2 + gy**2).sum(axis=(2, 3))
     # Steps between neighboring pixels, weighted by themselves: 1 for a step edge, about 1/k for a ramp over k pixels.
     outer = np.pad(alpha, ((0, 0), (0, 0), (1, 1), (1, 1)))
@@ -95,9 +98,11 @@ def geometry_of(clips: np.ndarray) -> Geometry:
     with np.errstate(divide="ignore", invalid="ignore"):
         compactness = 4 * np.pi * area / perimeter**2
         sharpness = (steps**2).sum(axis=-1) / steps.sum(axis=-1)
-        centre = np.stack([(soft * x).sum(axis=(2, 3)) / area, (soft * y[:, None]).sum(axis=(2, 3)) / area], axis=-1)
+        centre_x, centre_y = (soft * x).sum(axis=(2, 3)) / area, (soft * y[:, None]).sum(axis=(2, 3)) / area
+        centre = np.stack([centre_x, centre_y], axis=-1)
         # Area against its second moment about its center: 1 for a disc, 0.95 for a square, less for spread-out shapes.
-        spread = (x - centre[..., None, None, 0]) ** 2 + (y[:, None] - centre[..., None, None, 1]) ** 2 + 1 / 6
+        from_x, from_y = x - centre_x[..., None, None], y[:, None] - centre_y[..., None, None]
+        spread = from_x**2 + from_y**2 + 1 / 6
         roundness = area**2 / (2 * np.pi * (soft * spread).sum(axis=(2, 3)))
     for values in (compactness, sharpness, step, roundness, centre):
         values[~seen] = np.nan
@@ -113,8 +118,10 @@ def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
         padding = [(0, 0)] * 4
         padding[axis] = (2, 2)
         lines = np.pad(alpha, padding)
-        change = np.take(lines, range(2, lines.shape[axis]), axis) - np.take(lines, range(lines.shape[axis] - 2), axis)
-        changes += [np.where(crossed, change.max(axis=axis), np.nan), np.where(crossed, -change.min(axis=axis), np.nan)]
+        size = lines.shape[axis]
+        change = np.take(lines, range(2, size), axis) - np.take(lines, range(size - 2), axis)
+        for steepest in (change.max(axis=axis), -change.min(axis=axis)):
+            changes.append(np.where(crossed, steepest, np.nan))
     steps = np.concatenate(changes, axis=-1)
     steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame, which the caller sets to NaN
     return np.nanmedian(steps, axis=-1)
@@ -172,7 +179,8 @@ def _color(clip: np.ndarray, alpha: np.ndarray) -> str | None:
     if not inside.any():
         return None
     names = list(RGB)
-    errors = np.linalg.norm(np.array([RGB[name] for name in names]) - clip[inside].mean(axis=0) / 255.0, axis=1)
+    mean = clip[inside].mean(axis=0) / 255.0
+    errors = np.linalg.norm(np.array([RGB[name] for name in names]) - mean, axis=1)
     best = int(errors.argmin())
     return names[best] if errors[best] <= _MAX_COLOR_ERROR else None
 
@@ -286,7 +294,8 @@ def measure_sound(clips: np.ndarray, captions: Sequence[str], sounds: np.ndarray
     told = heard(sounds, clips.shape[1])
     moments = told.reshape(*shown.shape, ROWS)
     audible = ~np.isnan(moments)
-    mean = np.where(audible, moments, 0).sum(axis=2) / np.where(audible.any(axis=2), audible.sum(axis=2), np.nan)
+    count = np.where(audible.any(axis=2), audible.sum(axis=2), np.nan)
+    mean = np.where(audible, moments, 0).sum(axis=2) / count
     late: dict[str, list[float]] = {"blinking": [], "falling": []}
     for caption, picture, tone in zip(captions, shown, told, strict=True):
         if (motion := caption_parts(caption)[2]) == "blinking":
@@ -315,13 +324,11 @@ def measure(
     Accuracies are shares of clips with binomial standard errors; distances, in standard deviations of the reference,
     have those of a seeded bootstrap over clips. Both sets should have the same balance of captions."""
     asked = [caption_parts(caption) for caption in captions]
-    detected = detect(clips)
-    result = {
-        "color_accuracy": _accuracy(
-            [f[0] is not None and a[0] in (None, f[0]) for a, f in zip(asked, detected, strict=True)]
-        ),
-        "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, detected, strict=True)]),
-    }
+    colors, motions = [], []
+    for (wanted, _, motion), (color, seen) in zip(asked, detect(clips), strict=True):
+        colors.append(color is not None and wanted in (None, color))
+        motions.append(motion == seen)
+    result = {"color_accuracy": _accuracy(colors), "motion_accuracy": _accuracy(motions)}
     ours, theirs = features(clips), features(reference)
     for name in FEATURES:
         result[f"distance/{name}"] = _distance(ours[name], theirs[name])
