@@ -132,12 +132,11 @@ class EncodedSet:
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
-        bucket = self.bucket_of(clip)
-        return {
-            part: self._tensor("clip", clip, part, dtype, tuple(shapes[bucket])).float()
-            for part, (dtype, shapes) in self.parts.items()
-            if part not in leave
-        }
+        bucket, tensors = self.bucket_of(clip), {}
+        for part, (dtype, shapes) in self.parts.items():
+            if part not in leave:
+                tensors[part] = self._tensor("clip", clip, part, dtype, tuple(shapes[bucket])).float()
+        return tensors
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
         """Return the embeddings ``(tokens, D)`` of a text by part as stored, without the zeros that fill them up."""
