@@ -309,6 +309,9 @@ def test_clips_of_several_sizes(make, videos, tiny, tmp_path, caplog):
     assert [list(bucket.items) for bucket in data.buckets] == [[0], [1, 3], [2]] and len(data) == 4
     assert "[9,64,96]" in caplog.text and "small.mp4" in (data.set.path / "left_out.csv").read_text()
     assert list(data.captions()) == ["a clip_0"], "samples have the first size"
+    assert data.image_of("a clip_0") == (data.set, 0)
+    with refused("a clip_1"):  # whose image would have another size
+        data.image_of("a clip_1")
     for bucket, (frames, height, width) in zip(data.buckets, SEVERAL, strict=False):
         alone = make(num_frames=frames, height=height, width=width)
         for item in bucket.items:
