@@ -144,6 +144,8 @@ class OptimizerSettings(Checked):
     """Patterns of parameter names without weight decay, e.g. ``[*.bias,*norm*]``."""
     lr_scale: dict[str, float] | None = None
     """Factors of the rate by pattern of parameter names, e.g. ``{patch_embedding.*: 0.1}``; the first match counts."""
+    clip: PositiveFloat | None = None
+    """Maximal norm of this role's gradient, > 0; null for ``optim.clip``."""
     additions_lr: NonNegativeFloat | None = None
     """Peak rate of the method's additions to the network (``additions.*``: GAN heads, time of the last step, second
     time), on the same schedule; null for ``lr``."""
@@ -192,6 +194,11 @@ class OptimSettings(Checked):
     """Maximal norm of a role's gradient, > 0; null for no clipping."""
     max_skipped: PositiveInt = 10
     """Number of consecutive updates skipped for a non-finite gradient norm after which the run stops; at least 1."""
+
+    def clip_of(self, role: str) -> float | None:
+        """Return the maximal norm of the gradient of ``role``; ``None`` for no clipping."""
+        own = getattr(self, role).clip
+        return self.clip if own is None else own
 
 
 @dataclass(kw_only=True)

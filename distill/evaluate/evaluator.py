@@ -219,7 +219,7 @@ class Evaluator:
                         "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
                     },
                     fps=self.data.fps,
-                    clip=self.config.optim.clip,
+                    max_norms={name: self.config.optim.clip_of(name) for name in self.method.trained_roles},
                     updates=Counter(map(self.method.trained_role, range(facts.get("steps", 0)))),
                 )
         self.data.release()

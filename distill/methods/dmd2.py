@@ -10,7 +10,7 @@ clip, and in some batches the teacher's score of this clip instead of the sample
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from distill.methods.common.distribution_matching import (
     MatchingSettings,
     distribution_matching,
     fake_score_error,
+    limited,
     score_time,
 )
 from distill.methods.common.expert_times import Times
@@ -60,6 +61,14 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
     rollout: Literal["random", "full"] = "random"
     """Number of student steps in a rollout, the last with a gradient: ``full``, or ``random`` (from 1 to all, equal for
     all samples of a step or of a part of its batch, ``expert_draws``)."""
+    fake_rollout: Literal["as_student", "full"] = "as_student"
+    """Rollouts that the fake score trains on: like the student's (``as_student``), or ``full``."""
+    score_noise: Literal["fresh", "own"] = "fresh"
+    """Noise of the student's scores: ``fresh``, or its ``own``, by the rollout's last step (docs/methods/pdmd.md)."""
+    score_interval: Literal["all", "step"] = "all"
+    """Times of the student's scores: ``all``, or uniform ones within the rollout's last ``step``, without shift."""
+    max_error: PositiveFloat | None = None
+    """Largest squared error, > 0, of each sample and part in both losses; larger ones have no gradient. PDMD: 5."""
     student_input: Literal["rollout", "clips"] = "rollout"
     """Input of the student's last step in training: what its own steps make (``rollout``), or a real clip noised to the
     time of that step (``clips``), one of ``step_list``."""
@@ -87,13 +96,25 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if not 0 <= self.min_time < self.max_time <= 1:
             times = f"method.min_time={self.min_time} must be below method.max_time={self.max_time}"
             raise UserError(f"{times}, both in [0, 1]")
-        if self.fake_knows_last_step and (self.rollout == "full" or len(self.step_list) == 1):
-            hint = "leave it out, or use method.rollout=random and a method.step_list of several times"
+        whole = "full" in (self.rollout, self.fake_rollout)
+        if self.fake_knows_last_step and (whole or len(self.step_list) == 1):
+            hint = "leave it out, or use random rollouts for both roles and a method.step_list of several times"
             raise UserError(f"method.fake_knows_last_step=true: every rollout has the same last step; {hint}")
+        on_a_path = self.student_sampler == "ode" and self.student_input == "rollout" and not self.data_forcing
+        if self.own_query and not on_a_path:
+            needs = "method.student_sampler=ode, method.student_input=rollout and method.data_forcing=0"
+            raise UserError(f"method.{self.own_query} compares scores on the path of a rollout: it needs {needs}")
         if self.gan_blocks is not None:
             blocks = list(self.gan_blocks)
             if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
                 raise UserError(f"method.gan_blocks={blocks} must ascend from at least 0, as [15,22,29], or be null")
+
+    @property
+    def own_query(self) -> str | None:
+        """Setting that compares scores where the student's last step passes, if any."""
+        if self.score_noise == "own":
+            return "score_noise=own"
+        return "score_interval=step" if self.score_interval == "step" else None
 
     @property
     def gan(self) -> bool:
@@ -155,9 +176,11 @@ class Dmd2(FewStepMethod):
         return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        rollout = self._rollout_times(random)
+        role = self.trained_role(step)
+        kind = self.settings.rollout if role == "student" else self.settings.fake_rollout
+        rollout = self._rollout_times(random, whole="full" in (kind, self.settings.rollout))
         last = self._last_step(batch, rollout)
-        if self.trained_role(step) == "student":
+        if role == "student":
             yield from self._student_losses(batch, rollout, last, random)
             return
         made: list[Sample] = []
@@ -180,6 +203,9 @@ class Dmd2(FewStepMethod):
 
     @classmethod
     def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+        if boundaries and settings.own_query:
+            hint = "use fresh and all, or checkpoints of one network"
+            raise UserError(f"method.{settings.own_query} does not choose between two experts; {hint}")
         for boundary in boundaries.get("student", ()):
             if settings.rollout == "full" and trained != "low":
                 unseen = f"the student at its last time alone, never its expert for times from {boundary:g} on"
@@ -188,16 +214,15 @@ class Dmd2(FewStepMethod):
                 unseen = f"no time below {boundary:g}, so the student's second expert would never be trained"
                 raise UserError(f"method.step_list={list(settings.step_list)} has {unseen}; add one")
 
-    def _rollout_times(self, random: StepRandom) -> list[float]:
-        """Return the rollout's times, the same on every rank and in all micro-batches of a part of the batch."""
-        times = self.settings.student_times()
-        if self.settings.rollout == "full":
-            return times
-        student = self.roles["student"]
+    def _rollout_times(self, random: StepRandom, *, whole: bool) -> list[float]:
+        """Return the rollout's times, the same on every rank and in all micro-batches of a part of the batch: up to a
+        time of an expert that trains, the last of them for a ``whole`` rollout."""
+        times, student = self.settings.student_times(), self.roles["student"]
         lengths = range(1, len(times) + 1)
         if student.has_experts:
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
-        return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
+        chosen = len(lengths) if whole else random.shared_integer("dmd2/rollout_length", 1, len(lengths))
+        return times[: lengths[chosen - 1]]
 
     def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Sample:
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
@@ -219,19 +244,32 @@ class Dmd2(FewStepMethod):
     ) -> Iterator[Loss]:
 
         def loss() -> Tensor:
-            return self._sample_loss(self._rollout(batch, times, random), batch, last, random)
+            if self.settings.score_noise == "fresh":
+                return self._sample_loss(self._rollout(batch, times, random), batch, times, last, random)
+            step = self.own_step(batch, times, random)
+            return self._sample_loss(step.x0, batch, times, last, random, step.at(1.0).detach())
 
         yield Loss("dmd", loss, at=times[-1])
 
-    def _sample_loss(self, sample: Sample, batch: Batch, last: Tensor | None, random: StepRandom) -> Tensor:
-        """Return the DMD loss of ``sample``, ``x_G``, plus the weighted GAN loss."""
+    def _sample_loss(
+        self,
+        sample: Sample,
+        batch: Batch,
+        rollout: Sequence[float],
+        last: Tensor | None,
+        random: StepRandom,
+        noise: Sample | None = None,
+    ) -> Tensor:
+        """Return the DMD loss of ``sample``, ``x_G``, at the end of a ``rollout`` of these times, plus the weighted GAN
+        loss. Scores are compared with ``noise``, by default fresh."""
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)
         clips = batch.latents if self._forces_data(random) else None
-        times = score_time(self, "dmd2/time", batch, random, "teacher", "fake")
-        noise = batch.noise(random, "dmd2/score_noise")
-        loss = self.total("dmd", distribution_matching(self, sample, times, noise, batch, last, clips))
+        times = self._score_times(batch, rollout, random)
+        noise = batch.noise(random, "dmd2/score_noise") if noise is None else noise
+        limit = self.settings.max_error
+        loss = self.total("dmd", distribution_matching(self, sample, times, noise, batch, last, clips, limit))
         if not self.settings.gan:
             return loss
         t, at = score_time(self, "dmd2/gan_time", batch, random, "fake")
@@ -240,6 +278,13 @@ class Dmd2(FewStepMethod):
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
+
+    def _score_times(self, batch: Batch, rollout: Sequence[float], random: StepRandom) -> Times:
+        """Draw the times at which the student's scores are compared."""
+        if self.settings.score_interval == "all":
+            return score_time(self, "dmd2/time", batch, random, "teacher", "fake")
+        start, end = rollout[-1], [*self.settings.step_list, 0.0][len(rollout)]
+        return Times(end + (start - end) * random.uniform("dmd2/time", batch.dtype))
 
     def _forces_data(self, random: StepRandom) -> bool:
         """Return whether the teacher scores the real clips at this step, the same for the whole batch."""
@@ -286,6 +331,7 @@ class Dmd2(FewStepMethod):
     def _fake_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean (v(x_t) - (e - x_G))^2``: flow matching on the student's samples, without guidance."""
         noise = batch.noise(random, "dmd2/fake_noise")
-        errors = self.total("loss", fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last))
+        errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)
+        errors = self.total("loss", limited(errors, self.settings.max_error))
         observe_by_time(self.observations, "loss", errors, times.t)
         return errors.mean()

@@ -43,6 +43,8 @@ class SelfForcingSettings(Dmd2Settings):
         super().__post_init__()
         if self.student_input != "rollout":
             raise UserError(f"method.student_input={self.student_input}: self-forcing trains on rollouts; use rollout")
+        if self.own_query:
+            raise UserError(f"method.{self.own_query}: chunks end at steps of their own; use fresh and all")
         first = self.step_list_first
         if first is not None:
             check_step_list("step_list_first", first)
@@ -114,7 +116,7 @@ class SelfForcing(Dmd2):
         def rollout_loss() -> Tensor:
             steps: list[LastStep] = []
             clip = self._rollout(batch, times, random, steps).video.requires_grad_()
-            loss = self._sample_loss(Sample({VIDEO: clip}), batch, last, random)
+            loss = self._sample_loss(Sample({VIDEO: clip}), batch, times, last, random)
             loss.backward()
             # A given first frame is a chunk without an exit step.
             replay.extend(zip(steps, clip.grad.split(sizes, dim=2)[-len(steps) :], strict=True))

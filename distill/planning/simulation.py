@@ -229,7 +229,7 @@ class _Run:
             with phase(f"{name}/clip"), self._labelled(role, "activations"):
                 grad_square(role.parameters())
             with phase(f"{name}/update"), self._labelled(role, "optimizer"):
-                self.trained[name].update(1.0 if self.config.optim.clip is None else 0.5)
+                self.trained[name].update(1.0 if self.config.optim.clip_of(name) is None else 0.5)
         self.method.observations = Observations()
 
     @torch.no_grad()

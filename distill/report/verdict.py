@@ -132,7 +132,7 @@ def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str
 
 
 HUGE = 1000.0
-"""Factor by which a gradient norm or loss must end above its beginning, and above `optim.clip` or 1, to be reported."""
+"""Factor by which a gradient norm or loss must end above its beginning, and above the clip norm or 1, to be told."""
 
 Records = Sequence[Mapping]
 
@@ -142,10 +142,10 @@ def troubles(
     rows: Sequence[ReportRow] = (),
     *,
     updates: Mapping[str, int] | None = None,
-    clip: float | None = None,
+    max_norms: Mapping[str, float | None] | None = None,
 ) -> list[str]:
     """Return one sentence per problem that the numbers show. `updates` are the tried updates of each role; by default,
-    the logged ones. `clip` is `optim.clip`."""
+    the logged ones. `max_norms` are the norms to which gradients are clipped, by role."""
     roles = sorted({key.split("/")[0] for record in records for key in record if key.endswith("/loss")})
     sentences = [] if roles else ["No loss is logged in metrics.jsonl, so the training cannot be judged."]
     for role in sorted(roles, key=lambda role: role != "student"):
@@ -153,7 +153,8 @@ def troubles(
         sentences += _losses(name, values(records, f"{role}/loss"))
         sentences += _skipped(name, role, records, updates or {})
         sentences += _exploded(f"loss of {name}", values(records, f"{role}/loss"), 1.0, "")
-        note = f", and optim.clip is {clip:g}" if clip else ""
+        clip = (max_norms or {}).get(role)
+        note = f", and it is clipped to {clip:g}" if clip else ""
         sentences += _exploded(f"gradient norm of {name}", values(records, f"{role}/grad_norm"), clip or 1.0, note)
     return sentences + _clips(rows)
 

@@ -28,18 +28,18 @@ def write_report(
     captions: Sequence[str],
     config_summary: Mapping[str, Any],
     fps: float = 8.0,
-    clip: float | None = None,
+    max_norms: Mapping[str, float | None] | None = None,
     updates: Mapping[str, int] | None = None,
 ) -> None:
     """Write `report.html` (one file that loads nothing) and `report.json` from teacher and student rows, held-out clips
     of the same captions (`reference`, the noise floor), `metrics.jsonl` and `starts.jsonl`. Problems come first, and
     are logged. `config_summary` are facts of the run in order; a key that ends in "command" is shown as code. For
-    `clip` and `updates` see :func:`distill.report.verdict.troubles`."""
+    `max_norms` and `updates` see :func:`distill.report.verdict.troubles`."""
     run_dir, roles = Path(run_dir), list(ROLE_COLORS)  # held-out renders first; each role from many steps to few
     ordered = sorted([reference, *rows], key=lambda row: (roles.index(row.role), -(row.steps or 0)))
     comparisons = student_beats_teacher(ordered)
     records = read_metrics(run_dir / "metrics.jsonl")
-    wrong = troubles(records, ordered, updates=updates, clip=clip)
+    wrong = troubles(records, ordered, updates=updates, max_norms=max_norms)
     for trouble in wrong:
         log.warning("%s", trouble)
     data = {

@@ -399,7 +399,7 @@ class Trainer:
         """Clip by ``norm``, that of all networks of this step on all ranks, and update; skip one that is not finite."""
         if math.isfinite(norm):
             self.skipped_in_a_row[name] = 0
-            clip = self.config.optim.clip
+            clip = self.config.optim.clip_of(name)
             for network in trained:
                 network.update(clip / norm if clip is not None and norm > clip else 1.0)
                 network.moved += norm > 0

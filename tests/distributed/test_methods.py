@@ -26,7 +26,7 @@ RING = {"cp": 3, "micro_batch_size": 4}
     [
         *(
             pytest.param(name, FAST, marks=slow)
-            for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "meanflow", "dcm")
+            for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "dmd2, own path", "meanflow", "dcm")
         ),
         *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
         *(

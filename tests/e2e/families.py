@@ -156,7 +156,7 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
     with torch.no_grad():
         for each in times:
             torch.manual_seed(3)
-            along.append(rollout(role, noise, condition, each, TorchDraws(), "renoise", sampler="renoise").video)
+            along.append(rollout(role, noise, condition, each, TorchDraws(), "renoise", sampler="renoise").x0.video)
         torch.manual_seed(3)
         latents = method.generate("student", noise, condition, 4, TorchDraws())
         along += [part for name, part in latents.parts.items() if name != VIDEO]

@@ -150,6 +150,27 @@ FAULTS = (
         killed_by="unit/test_projection.py::test_the_students_gradient_lacks_the_part_and_keeps_the_normaliser[dmd2]",
     ),
     Fault(
+        name="limit_over_the_batch",
+        harm="method.max_error keeps or drops a rank's samples together: another mesh has other gradients",
+        old="errors.map(lambda part: part.clamp_max(most))",
+        new="errors.map(lambda part: part.mean().clamp_max(most).expand(len(part)))",
+        killed_by="unit/test_own_path.py::test_errors_are_limited_for_each_sample_and_have_no_gradient_above[0]",
+    ),
+    Fault(
+        name="own_noise",
+        harm="score_noise=own: scores are compared off the student's path",
+        old="step.at(1.0).detach()",
+        new="step.v.detach()",
+        killed_by="unit/test_own_path.py::test_scores_are_compared_where_the_students_last_step_passes[1]",
+    ),
+    Fault(
+        name="clip_of_another_role",
+        harm="optim.fake.clip has no effect",
+        old="clip = self.config.optim.clip_of(name)",
+        new='clip = self.config.optim.clip_of("student")',
+        killed_by="unit/test_own_path.py::test_a_role_can_have_its_own_clip_norm",
+    ),
+    Fault(
         name="projection_over_the_batch",
         harm="the samples of a rank share one projection: another mesh has other gradients",
         old="    return (x * y).flatten(1).sum(1)\n",

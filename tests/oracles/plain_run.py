@@ -182,7 +182,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         trace.roles.append(name)
         trace.losses.append(total)
         trace.gradients.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
-        trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip).item())
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip_of(name)).item())
         optimizers[name].step()
         optimizers[name].zero_grad()
         if setup.ema.enabled and name == "student":

@@ -38,6 +38,10 @@ METHODS: dict[str, Any] = {
         fake_updates_per_student_update=1, guidance_scale=3.0, step_list=_TIMES, fake_knows_last_step=True,
         gan_weight_student=0.3, gan_r1_weight=0.2,
     ),
+    "dmd2, own path": Dmd2Settings(
+        fake_updates_per_student_update=1, guidance_scale=3.0, step_list=_TIMES, student_sampler="ode", projection=True,
+        score_noise="own", score_interval="step", fake_rollout="full", max_error=1.0,
+    ),
     "rcm": RcmSettings(
         tangent_warmup=1, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
     ),

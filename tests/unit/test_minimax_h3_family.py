@@ -105,6 +105,11 @@ def test_a_run_whose_export_the_pipeline_cannot_sample_is_refused_at_its_start(w
     check_export(*plan_without_gpus(config))
 
 
+def test_the_pipeline_samples_what_the_authors_recipe_exports():
+    plan = plan_without_gpus(compose_config(["experiment=minimax_h3_t2av_pdmd", *TINY]))
+    check_export(*plan)
+
+
 @pytest.mark.parametrize("targets", [[], ["*"], ["*.to_q", "*.to_v"]], ids=str)
 def test_diffusers_reads_the_adapters_of_the_original_layers(targets):
     """The file joins query, key and value, and swaps gate and value; diffusers' converter takes them apart again."""

@@ -16,6 +16,7 @@ from tests.tiers import parametrize
 from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
+NORMS = {"student": 10.0, "fake": 10.0}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -60,7 +61,7 @@ def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, chang
     records = healthy()
     records[-1] |= change
     better = "student/loss" not in change
-    page = write(tmp_path, records, better=better, updates={"student": 10}, clip=10.0)
+    page = write(tmp_path, records, better=better, updates={"student": 10}, max_norms=NORMS)
     (said,) = json.loads((tmp_path / "report.json").read_text())["troubles"]
     assert said in page.text and said in caplog.text, "who reads only the log sees it too"
     assert "won" not in page.classes and "troubles" in page.classes, "no green above a broken run"
@@ -90,11 +91,11 @@ def shown(**fills) -> list[ReportRow]:
 
 
 def test_a_healthy_run_has_no_troubles():
-    assert troubles(varied(), shown(), updates={"student": 8, "fake": 32}, clip=10.0) == []
+    assert troubles(varied(), shown(), updates={"student": 8, "fake": 32}, max_norms=NORMS) == []
     # A run that starts near zero (student equals teacher) and settles is healthy too.
     begins = [{"step": i, "student/loss": min(i * 0.1, 0.5) + 1e-9, "student/grad_norm": 1e-8 + i} for i in range(99)]
-    assert troubles(begins, clip=10.0) == []
-    assert troubles([{"step": 1, "student/loss": 0.5, "student/grad_norm": 3.0}], clip=None) == []
+    assert troubles(begins, max_norms=NORMS) == []
+    assert troubles([{"step": 1, "student/loss": 0.5, "student/grad_norm": 3.0}], max_norms=None) == []
 
 
 def test_skipped_updates_are_counted_against_all_that_were_tried():
@@ -121,14 +122,16 @@ def test_norms_and_losses_that_exploded_are_told():
     records = varied()
     for record in records[30:]:
         record |= {key: 1e9 for key in record if key.endswith(("/grad_norm", "/loss"))}
-    assert len(troubles(records, clip=10.0)) == 4, "loss and norm of both roles"
+    assert len(troubles(records, max_norms=NORMS)) == 4, "loss and norm of both roles"
     # Measured with a rate of 0.3: the norm is large from the second update on.
     wild = [66.0, 8e4, 3e6, 6e6, 1e8, 1e7, 1e8, 4e6, 1e8, 1e7, 3e6, 2e6, 4e6, 1e7, 1e6, 2e6, 4e6, 3e6, 3e6, 2e6, 7e5]
-    assert len(troubles([{"step": i, "fake/loss": 1.0, "fake/grad_norm": n} for i, n in enumerate(wild)], clip=10.0))
+    assert len(
+        troubles([{"step": i, "fake/loss": 1.0, "fake/grad_norm": n} for i, n in enumerate(wild)], max_norms=NORMS)
+    )
     # A single spike is not a failure.
     records = varied()
     records[20]["student/grad_norm"] = 1e9
-    assert troubles(records, clip=10.0) == []
+    assert troubles(records, max_norms=NORMS) == []
 
 
 def test_a_run_without_losses_or_a_student_or_a_picture_is_told():

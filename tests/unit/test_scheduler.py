@@ -91,7 +91,7 @@ def test_its_update_is_the_students(times, sampler):
     def ours(times):
         torch.manual_seed(5)
         noise = torch.randn(4, *SHAPE).double()
-        return rollout(student, video(noise), batch.condition, times, TorchDraws(), "renoise", sampler=sampler).video
+        return rollout(student, video(noise), batch.condition, times, TorchDraws(), "renoise", sampler=sampler).x0.video
 
     def off(times):
         return ((ours(times) - theirs).norm() / theirs.norm()).item()

@@ -48,8 +48,10 @@ def distribution_matching(
     batch: Batch,
     last_step: Tensor | None = None,
     real_sample: Sample | None = None,
+    max_error: float | None = None,
 ) -> Sample:
-    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` of each part of ``sample``, ``x_G`` (Yin et al. 2024b, eq. 7 and 8).
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` of each part of ``sample``, ``x_G`` (Yin et al. 2024b, eq. 7 and 8),
+    with at most ``max_error`` for the square of each sample and part.
 
     ``g = (x_fake - x_real) / q`` compares two estimates at ``times``, with ``noise``. ``x_real`` is the teacher's, with
     guidance, of ``real_sample`` where that is given (data forcing). ``x_fake`` is the fake score's, without guidance,
@@ -74,7 +76,15 @@ def distribution_matching(
         observations.add("dmd_gradient", g.map(per_sample_norm))
         observations.add("dmd_normaliser", q)
         target = sample - g
-    return (sample - target).map(lambda part: 0.5 * part.square().mean())
+    if max_error is None:
+        return (sample - target).map(lambda part: 0.5 * part.square().mean())
+    return limited(squared_error(sample, target), max_error).map(lambda part: 0.5 * part.mean())
+
+
+def limited(errors: Sample, most: float | None) -> Sample:
+    """Clamp the errors of each sample and part, ``(B,)``, to at most ``most``. Larger ones have no gradient, unless
+    they are not finite."""
+    return errors if most is None else errors.map(lambda part: part.clamp_max(most))
 
 
 def project_out(d: Sample, r: Sample) -> tuple[Sample, Sample]:

@@ -11,7 +11,7 @@ import torch
 
 from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guided
 from distill.methods.common.expert_times import Times
-from distill.methods.common.sampling import Sampler, StudentSampler, guided_states, rollout, rollout_chunks
+from distill.methods.common.sampling import Line, Sampler, StudentSampler, guided_states, rollout, rollout_chunks
 from fsdp_cp.choices import PositiveFloat
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
@@ -124,6 +124,10 @@ class FewStepMethod(Method):
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Sample:
         """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
+        return self.own_step(batch, times, random).x0
+
+    def own_step(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Line:
+        """Return the last step to :meth:`own_sample`."""
         name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
         noise = batch.noise(random, f"{name}/noise")
         with student.kept_gathered():
@@ -154,6 +158,6 @@ class FewStepMethod(Method):
         @torch.no_grad()
         def sample(x: Sample) -> Sample:
             with network.kept_gathered():
-                return rollout(network, x, condition, times, random, "sample/renoise", sampler=sampler)
+                return rollout(network, x, condition, times, random, "sample/renoise", sampler=sampler).x0
 
         return map(sample, noise)

@@ -137,6 +137,17 @@ def unipc_sample(velocity: Velocity, noise: Sample, *, steps: int, shift: float)
     return x
 
 
+class Line(NamedTuple):
+    """Straight line of a step: the student's estimate of the clean sample, and its velocity."""
+
+    x0: Sample
+    v: Sample
+
+    def at(self, time: float) -> Sample:
+        """Return the point of the line at ``time``, that of the video; at 1 its noise."""
+        return self.x0 + self.v * {part: self.v.time(part, time) for part in self.v.parts}
+
+
 def rollout(
     student: Role,
     noise: Sample,
@@ -146,17 +157,18 @@ def rollout(
     purpose: str,
     *,
     sampler: StudentSampler,
-) -> Sample:
-    """Sample the few-step student: denoise, move to the next time, and repeat. Only the last step has a gradient, if
-    enabled (backward simulation, Yin et al. 2024b, section 4.5). The ``times`` descend and are above 0, each for all
-    samples or one per sample in the dtype of ``noise``; the rest is as in :func:`last_input`."""
+) -> Line:
+    """Sample the few-step student: denoise, move to the next time, and repeat. Return its last step, which alone has a
+    gradient, if enabled (backward simulation, Yin et al. 2024b, section 4.5). The ``times`` descend and are above 0,
+    each for all samples or one per sample in the dtype of ``noise``; the rest is as in :func:`last_input`."""
     steps = [time if isinstance(time, Times) else _for_all(time, noise) for time in times]
 
     def velocity(x: Sample, step: Times) -> Sample:
         return student.velocity(x, step.t, condition, at=step.at)
 
-    x, (t, at) = last_input(velocity, noise, steps, random, purpose, sampler=sampler), steps[-1]
-    return denoise(x, student.velocity(x, t, condition, at=at), t)
+    x = last_input(velocity, noise, steps, random, purpose, sampler=sampler)
+    v = velocity(x, steps[-1])
+    return Line(denoise(x, v, steps[-1].t), v)
 
 
 @torch.no_grad()
