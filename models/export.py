@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, reader
 from fsdp_cp.choices import user_path
-from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
+from models.additions.heads import Grid
 from models.export_folder import write_folder
+from models.export_heads import fused_heads, without_heads
 from models.families.base import Family
 from models.families.registry import family_of
 from models.files import originals, originals_ltx2
@@ -60,6 +62,21 @@ class RoleExport:
     """Function that returns what adapters are merged into, and an expert that does not train."""
     few_steps: Mapping[str, Any] | None = None
     """Arguments of :meth:`models.families.base.Family.schedulers`; ``None`` for a role without schedulers."""
+    grid: Grid | None = None
+    """Grid of a role with heads, ``None`` without."""
+    steps: int | None = None
+    """Sampling steps to export a role with heads for; ``None`` for the most that it serves, next to all heads."""
+
+    def at_steps(self, steps: int | None) -> RoleExport:
+        """Return a role with heads for ``steps`` alone, if given."""
+        if steps is None:
+            return self
+        if self.grid is None:
+            raise UserError(f"--steps {steps} is for a student of method=pdd, which this one is not; leave it out")
+        if steps not in self.grid.steps:
+            raise UserError(f"--steps {steps} must be one that the student serves: {shown(self.grid.steps)}")
+        few_steps = {**(self.few_steps or {}), "times": self.grid.few_steps(steps)}
+        return replace(self, steps=steps, few_steps=few_steps)
 
     def expert(self, index: int) -> RoleExport:
         """Return one of two experts as a network of its own, which samples no clip alone."""
@@ -103,6 +120,13 @@ class RoleExport:
         for i, weights in self.trained.items():
             networks[i] = merged(networks[i], weights, self.scale or 1.0)
         config = self.config
+        if self.grid is not None:
+            (network,), steps = networks, self.steps or self.grid.steps[-1]
+            heads = fused_heads(network, self.family.last_layers(config), self.grid, steps)
+            if self.steps == 1:
+                networks = [without_heads(network, heads)]
+            else:
+                options["heads"] = heads
         if (code := OWN.get(kind or "")) is not None:
             (network,) = networks
             stored = {own: name for name, own in code.own_names(network.shapes).items()}
@@ -204,7 +228,8 @@ def _read_role(
         trained=trained,
         bases=bases,
         few_steps=state.get("few_steps") if role == "student" else None,
-    )
+        grid=Grid(**state["heads"]) if state.get("heads") and role == "student" else None,
+    ).at_steps(options.steps)
     about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
     about["method"] = settings.get("method")  # decides how the student is sampled
     return exported, about, DTYPES[options.dtype or as_the_run["dtype"]]
@@ -224,6 +249,8 @@ def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) 
     """Refuse a format that the role's family or its weights do not have."""
     if kind in OWN and exported.family.name != kind:
         raise UserError(f"--format {kind} is for {kind}, and the {role} is {exported.family.name}; leave it out")
+    if kind in OWN and exported.grid is not None and exported.steps != 1:
+        raise UserError(f"--format {kind} has one last layer, and the {role} has heads; add --steps 1, or leave it out")
     if exported.scale is None and kind not in (None, *OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind in FORMATS and (whole := exported.not_adapters):
@@ -261,6 +288,11 @@ def main(argv: list[str] | None = None) -> int:
         " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it"
     )
     add("--format", choices=("merged", *FORMATS, *OWN), help=formats)
+    add(
+        "--steps",
+        type=int,
+        help="of a student of method=pdd: its sampling steps, the most by default; 1: a plain folder",
+    )
     add("--expert", choices=EXPERTS, help="of two experts one alone, as a network of its own; both by default")
     add("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)

@@ -22,7 +22,8 @@ from fsdp_cp.reduce import full_tensor, on_all_ranks
 from models.additions.base import addition_tensors, named_additions, network_tensors
 from models.causal import NOTE as CAUSAL_NOTE
 from models.causal import write_causal
-from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS
+from models.export_heads import NOTE as HEADS_NOTE
+from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
 from models.lora.merge import Weights
 
 NAME = "diffusion_pytorch_model"
@@ -65,6 +66,7 @@ def write_folder(
     about: Mapping[str, Any] | None = None,
     causal: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
+    heads: Weights | None = None,
     move_aside: bool = False,
 ) -> None:
     """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
@@ -73,7 +75,8 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
-    ``causal.json``; ``schedulers`` are written by folder, ``header`` into the files of weights. For ``about`` and
+    ``causal.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and ``heads``, the last
+    layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own. For ``about`` and
     ``move_aside`` see :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
@@ -90,14 +93,14 @@ def write_folder(
         )
         for weights in networks
     ]
-    files = _read_files(places, splits, networks, dtype if writes else None)
+    files = _read_files(places, splits, networks, heads, dtype if writes else None)
 
     def write_parts(unfinished: Path) -> None:
         for file, tensors in files:
             (unfinished / file).parent.mkdir(exist_ok=True)
             save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
         for place, split, weights in zip(places, splits, networks, strict=True):
-            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal)
+            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal, heads)
         if boundaries:
             index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
             index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -120,7 +123,11 @@ def write_folder(
 
 
 def _read_files(
-    places: Sequence[str], splits: Sequence[StateDictSplit], networks: Sequence[Weights], dtype: torch.dtype | None
+    places: Sequence[str],
+    splits: Sequence[StateDictSplit],
+    networks: Sequence[Weights],
+    heads: Weights | None,
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     """Yield each file and its tensors, without tensors where ``dtype`` is ``None``. Every rank must exhaust it."""
     for place, split, weights in zip(places, splits, networks, strict=True):
@@ -132,6 +139,9 @@ def _read_files(
                 if dtype is not None:
                     tensors[name] = full.to(device="cpu", dtype=dtype).contiguous()
             yield Path(place, file), tensors
+    if heads is not None:
+        read = {name: heads.read(name) for name in heads.shapes}
+        yield Path(HEADS_FILE), {} if dtype is None else {name: full.cpu().contiguous() for name, full in read.items()}
 
 
 def _write_texts(
@@ -141,10 +151,14 @@ def _write_texts(
     split: StateDictSplit,
     shapes: Mapping[str, tuple[int, ...]],
     causal: Mapping[str, Any] | None,
+    heads: Weights | None,
 ) -> None:
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
     notes = []
-    if addition_tensors(shapes):
+    if heads is not None:
+        steps, *_ = next(iter(heads.shapes.values()))
+        notes.append(HEADS_NOTE.format(steps=steps))
+    elif addition_tensors(shapes):
         notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS_FILE))
         log.warning("%s: %s", folder, notes[0])
     if causal is not None:

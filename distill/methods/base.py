@@ -271,6 +271,11 @@ class Method(ABC):
         samples it so (:meth:`models.families.base.Family.schedulers`); ``None`` without one."""
         return None
 
+    @property
+    def heads(self) -> dict[str, Any] | None:
+        """:class:`models.additions.heads.Grid` of a student with heads, as JSON, for its exports; ``None`` without."""
+        return None
+
     @abstractmethod
     def evaluations(self, role: str, steps: int) -> int:
         """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""

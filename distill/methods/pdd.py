@@ -11,9 +11,9 @@ to step: it makes ``X_n`` again from keyed noise by the student's own steps.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +92,12 @@ class Pdd(FewStepMethod):
 
     @cached_property
     def grid(self) -> Grid:
-        return Grid(intervals=self.settings.grid_steps, shift=self.settings.shift, parts=self.clock("student"))
+        settings, parts = self.settings, dict(self.clock("student"))
+        return Grid(intervals=settings.grid_steps, shift=settings.shift, parts=parts, steps=settings.steps)
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return asdict(self.grid)
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         served = self.settings.steps
@@ -176,7 +181,7 @@ class Pdd(FewStepMethod):
     def sampling_times(self, steps: int) -> list[float]:
         if steps not in self.settings.steps:
             raise UserError(f"the student was trained for method.steps={shown(self.settings.steps)}, not {steps}")
-        return euler_times(steps, self.settings.shift)[:-1]
+        return self.grid.few_steps(steps)
 
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom

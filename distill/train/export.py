@@ -16,6 +16,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
+from models.additions.heads import Grid
 from models.export import DTYPES, RoleExport, exported_weights
 from models.export_folder import export_schedulers, sharded
 from models.roles.role import EXPERTS
@@ -51,6 +52,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
         trained={network.index: sharded(network.weights(averaged=weights == "ema")) for network in trained},
         bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
         few_steps=method.few_steps,
+        grid=None if method.heads is None else Grid(**method.heads),
     )
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)

@@ -216,6 +216,7 @@ class Trainer:
             "sources": self.sources,
             "method": self.method.settings.name,
             "few_steps": self.method.few_steps,
+            "heads": self.method.heads,
             "data": self.training_data.fingerprint,
             "configs": {name: role.config for name, role in self.roles.items()},
             "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},

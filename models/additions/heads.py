@@ -6,7 +6,7 @@ intervals is a mean of heads, so it takes one product with a *fused* head.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -19,7 +19,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.additions.base import Addition
 from models.families.base import Family, config_of
-from models.sample import shift_time
+from models.sample import VIDEO, shift_time
 
 NAME = "heads"
 Span = tuple[int, int]
@@ -39,6 +39,8 @@ class Grid:
     """Shift of the video's times."""
     parts: Mapping[str, float]
     """Shift from the video's time to each part's own."""
+    steps: Sequence[int] = ()
+    """Numbers of sampling steps that a student on this grid serves, ascending."""
 
     @cached_property
     def times(self) -> dict[str, list[float]]:
@@ -56,15 +58,14 @@ class Grid:
         size = self.intervals // steps
         return [(i * size, (i + 1) * size) for i in range(steps)]
 
+    def few_steps(self, steps: int) -> list[float]:
+        """Return the video's times of a sampler of ``steps`` steps, above 0."""
+        return [self.times[VIDEO][first] for first, _ in self.blocks(steps)]
+
     def mean(self, *spans: Span) -> Rows:
         """Return one row for each of ``spans``: the weights of the heads in its mean velocity, which are proportional
         to the lengths of their intervals."""
         return {part: [_weights(times, *span) for span in spans] for part, times in self.times.items()}
-
-    @property
-    def file(self) -> dict[str, Any]:
-        """Contents in a checkpoint's ``state.json``."""
-        return asdict(self)
 
 
 def _weights(times: Sequence[float], first: int, end: int) -> list[float]:

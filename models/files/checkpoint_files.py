@@ -21,6 +21,8 @@ SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 ``.bin`` is a pickle, and is never opened."""
 ADDITIONS_FILE = "additions.safetensors"
 """File with the tensors of a network's additions (models/additions/), which diffusers does not read."""
+HEADS_FILE = "heads.safetensors"
+"""File with the last layers of each step of a student with heads, for a hook on diffusers' network."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.|model\.diffusion_model\.)+|(?<=\.)_orig_mod\.")
@@ -176,7 +178,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
     for index in path.glob("*.safetensors.index*.json"):
         names = tuple(indexed_files(index, where))
         indexed |= dict.fromkeys(names, names)
-    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADDITIONS_FILE]
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name not in (ADDITIONS_FILE, HEADS_FILE)]
     sets: dict[tuple[str, ...], str] = {}
     for file in files:
         part = _PART.fullmatch(file.name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distill.config import load_config
 from distill.data.videos.decode import ClipFormat, read_clip
-from distill.methods import build_method
+from distill.methods import METHODS, build_method
 from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh
 from models.roles.load import build_role
@@ -42,18 +42,21 @@ class Case:
     num_frames: int = 17
     sound: tuple[int, ...] | None = None
     """Shape of its sound's latents, where the family makes sound."""
+    method: tuple[str, ...] = (
+        "experiment=quickstart", f"method.step_list={STEPS}", "method.fake_updates_per_student_update=1",
+    )  # fmt: skip
     more: tuple[str, ...] = field(default=())
     """Further settings."""
 
     def words(self, pipeline: Path, clips: Path) -> list[str]:
         """Return the settings of a run of two steps on two ranks that share each clip."""
         return [
-            "experiment=quickstart", "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
+            *self.method, "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
             *(f"{role}.family={self.family}" for role in ("teacher", "student", "fake")),
             *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")), "optim.student.lr=1e-2",
             f"data.height={self.height}", f"data.width={self.width}", f"data.fps={self.fps}",
             f"data.num_frames={self.num_frames}", "batch_size=2", "student.ema.enabled=false",
-            f"method.step_list={STEPS}", "method.fake_updates_per_student_update=1", "sample.student_steps=[4]",
+            "sample.student_steps=[4]",
             "sample.report_clips=0", "sample.teacher_steps=[]", "steps=2", "mesh.cp=2",
             f"sample.captions=['{self.captions[0]}','{self.captions[1]}']", *self.more,
         ]  # fmt: skip
@@ -143,8 +146,9 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
     data = config.data.build(
         seed=0, device=torch.device("cpu"), run_dir=run.folder, captions=captions, images=list(images)
     )
+    added = METHODS[config.method.name][0].additions(config.method).get("student", ())
     role = build_role(
-        plan_role("student", family=run.case.family, **student),
+        plan_role("student", family=run.case.family, **{"additions": added} | student),
         mesh=build_mesh(cp=1, heads=4),
         device=torch.device("cpu"),
         trainable=False,
@@ -176,7 +180,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
-def same_weights(folder: Path, other: Path) -> bool:
-    """Return whether two folders hold the same weights, bit by bit."""
-    ours, theirs = weights(folder), weights(other)
+def same_weights(folder: Path, other: Path, file: str | None = None) -> bool:
+    """Return whether two folders hold the same weights, bit by bit, in their only file or in ``file``."""
+    ours, theirs = (weights(path) if file is None else load_file(path / file) for path in (folder, other))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

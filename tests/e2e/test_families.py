@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -27,6 +28,7 @@ from diffusers import (
 )
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from PIL import Image
+from safetensors.torch import load_file
 
 from distill import sample
 from models import export
@@ -62,6 +64,12 @@ MINIMAX_H3 = Case(
         ODE, "data.max_text_tokens=32", "data=captions", "method.guidance_scale=1", "method.shift=6",
         "method.audio_shift_ratio=0.5", "method.teacher_shift=12", "method.time_limits=draw",
         "method.step_list=[1.0,0.947368,0.857143,0.666667]", "steps=3",  # the first has equal scores
+    ),
+)  # fmt: skip
+H3_PDD = replace(
+    MINIMAX_H3, method=("experiment=quickstart_pdd",), more=(
+        "data.max_text_tokens=32", "data=captions", "method.guidance_scale=1", "method.shift=12", "steps=3",
+        "method.grid_steps=8", "optim.student.additions_lr=5e-2",
     ),
 )  # fmt: skip
 HUNYUAN = Case(
@@ -132,10 +140,12 @@ def test_adapters_in_every_format(tmp_path):
     assert off(generate(), exact) > 1e-2, "the adapters do something"
 
 
-def check_commands(run, image):
+def check_commands(run, image, load_heads=False):
     """The export command repeats the run's export; the sample command adds to the run's cache and writes a clip."""
     out = run.folder.parent / "out"
-    assert export.main([str(run.folder), str(out), "--weights", "raw"]) == 0 and same_weights(out, run.student)
+    assert export.main([str(run.folder), str(out), "--weights", "raw"]) == 0
+    for name in ("diffusion_pytorch_model", *(("additions", "heads") if load_heads else ())):
+        assert same_weights(out, run.student, f"{name}.safetensors")
     before = {path: path.stat().st_mtime_ns for path in (run.folder / "cache").rglob("*.safetensors")}
     clips = run.folder.parent / "sampled"
     words = [str(run.folder), "--steps", "2", "--caption", "mine", "--out", str(clips)]
@@ -265,17 +275,10 @@ def test_ltx2_with_sound(tmp_path):
         assert container.streams.audio[0].channels == 2
 
 
-def test_minimax_h3_with_sound(tmp_path):
-    """The steps of diffusers' modular pipeline, with the exported schedulers of both parts."""
-    run = distil(tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
-    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
-    latents, pixels, condition, shapes, (sound,) = run.ours()
-    assert shapes == {"text": (32, 24), "text_length": ()} and pixels.shape == (2, 124, 32, 32, 3)
-    steps, export_dir = MiniMaxH3CoreDenoiseStep().init_pipeline(), run.folder / "export"
+def _steps_of_minimax_h3(run, network, latents, sound, condition):
+    """Return a function that samples a clip by diffusers' modular steps and returns how far ours is off, by part."""
+    steps, export_dir, start = MiniMaxH3CoreDenoiseStep().init_pipeline(), run.folder / "export", run.case.start()
     schedulers = {name: MiniMaxH3Scheduler.from_pretrained(export_dir / name) for name in SCHEDULERS}
-    assert [made.config.shift for made in schedulers.values()] == pytest.approx([6.0, 3.0], abs=1e-3)
-    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
-    start = MINIMAX_H3.start()
 
     def theirs(i, **changes):
         steps.update_components(transformer=network, **schedulers | changes)
@@ -283,17 +286,73 @@ def test_minimax_h3_with_sound(tmp_path):
         made = steps(
             prompt_embeds=condition["text"][i : i + 1, :length], text_token_tags=torch.ones(length, dtype=torch.long),
             latents=start.video[i : i + 1], audio_latents=start.parts["audio"][i].permute(2, 0, 1),
-            **{key: MINIMAX_H3.call()[key] for key in ("height", "width", "num_frames")}, num_inference_steps=5,
+            **{key: run.case.call()[key] for key in ("height", "width", "num_frames")}, num_inference_steps=5,
         )  # fmt: skip
         found = made.get("audio_latents").permute(1, 2, 0)
         return off(latents[i : i + 1], made.get("latents")), off(sound[i], found)
 
+    return theirs, [made.config.shift for made in schedulers.values()]
+
+
+def test_minimax_h3_with_sound(tmp_path):
+    """The steps of diffusers' modular pipeline, with the exported schedulers of both parts."""
+    run = distil(tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
+    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
+    latents, pixels, condition, shapes, (sound,) = run.ours()
+    assert shapes == {"text": (32, 24), "text_length": ()} and pixels.shape == (2, 124, 32, 32, 3)
+    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    theirs, shifts = _steps_of_minimax_h3(run, network, latents, sound, condition)
+    assert shifts == pytest.approx([6.0, 3.0], abs=1e-3)
     assert max(*theirs(0), *theirs(1)) < 1e-5
     assert min(theirs(0, audio_scheduler=MiniMaxH3Scheduler(shift=6.0))) > 1e-4, "the check can tell clocks apart"
     check_commands(run, None)
     assert all((tmp_path / "out" / name / "scheduler_config.json").is_file() for name in SCHEDULERS)
     with av.open(str(tmp_path / "sampled" / "0.mp4")) as container:
         assert container.streams.audio[0].channels == 2
+
+
+def _with_heads(folder, network):
+    """Switch the heads of an export with the function that its notes show."""
+    found = {}
+    exec((folder / "README.md").read_text().split("```python")[1].split("```")[0], found)
+    found["use_heads"](network, str(folder / "heads.safetensors"))
+    return network
+
+
+def test_minimax_h3_by_heads(tmp_path, capfd):
+    """A student of several step counts, with the hook of its notes in diffusers' modular steps, and in one step."""
+    run = distil(tmp_path, H3_PDD, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
+    latents, _, condition, _, (sound,) = run.ours()
+    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    theirs, shifts = _steps_of_minimax_h3(run, network, latents, sound, condition)
+    assert shifts == pytest.approx([12.0, 3.0], abs=1e-3)
+    assert min(theirs(0)) > 1e-4, "the heads make a difference"
+    _with_heads(run.student, network)
+    assert max(*theirs(0), *theirs(1)) < 1e-5
+    heads = load_file(run.student / "heads.safetensors")
+    assert {name: tuple(x.shape) for name, x in heads.items()} == {
+        "proj_out.heads.weight": (4, 96, 40), "proj_out.heads.bias": (4, 96),
+        "audio_proj_out.heads.weight": (4, 32, 40), "audio_proj_out.heads.bias": (4, 32),
+    }  # fmt: skip
+    check_commands(run, None, load_heads=True)
+
+    def written(out, *words):
+        return export.main([str(run.folder), str(tmp_path / out), "--weights", "raw", *words])
+
+    assert written("one", "--steps", "1") == 0 and written("two", "--steps", "2") == 0
+    one, two = (MiniMaxH3Transformer3DModel.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    assert not (tmp_path / "one" / "additions.safetensors").exists()
+    assert len(load_file(tmp_path / "two" / "heads.safetensors")["proj_out.heads.weight"]) == 2
+    trunk, plain = two.state_dict(), one.state_dict()
+    changed = {name for name in plain if not torch.equal(plain[name], trunk[name])}
+    assert changed == {name.replace(".heads", "") for name in heads}
+    mean = load_file(tmp_path / "two" / "heads.safetensors")["proj_out.heads.bias"]
+    ends = torch.tensor(
+        [1 - 12 / 13, 12 / 13], dtype=torch.float32
+    )  # the steps' lengths: 12 / (1 + 11 / 2) / 2 = 12/13
+    assert off((ends[:, None] * mean).sum(0), plain["proj_out.bias"]) < 1e-5
+    for words, name in ((("--steps", "3"), "--steps"), (("--format", "diffusers-lora"), "--format")):
+        assert written("no", *words) == 2 and name in capfd.readouterr().err and not (tmp_path / "no").exists()
 
 
 def _of_hunyuan(run, kind):
