@@ -271,6 +271,11 @@ class Method(ABC):
         samples it so (:meth:`models.families.base.Family.schedulers`); ``None`` without one."""
         return None
 
+    def least_steps(self, role: str, steps: Sequence[int]) -> int:
+        """Return the number of steps with which a plan samples ``role``, which a run samples with ``steps``: two
+        show the memory of all."""
+        return min(2, *steps)
+
     @property
     def heads(self) -> dict[str, Any] | None:
         """:class:`models.additions.heads.Grid` of a student with heads, as JSON, for its exports; ``None`` without."""

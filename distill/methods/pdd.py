@@ -95,6 +95,9 @@ class Pdd(FewStepMethod):
         settings, parts = self.settings, dict(self.clock("student"))
         return Grid(intervals=settings.grid_steps, shift=settings.shift, parts=parts, steps=settings.steps)
 
+    def least_steps(self, role: str, steps: Sequence[int]) -> int:
+        return min(steps) if role == "student" else super().least_steps(role, steps)  # it takes only its own numbers
+
     @property
     def heads(self) -> dict[str, Any]:
         return asdict(self.grid)

@@ -253,7 +253,7 @@ class _Run:
                 with phase(f"sample/{name}"), resharded(networks):
                     batch = self._batch(count)
                     noise = batch.noise(random, "sample/noise")
-                    made = min(2, *steps)
+                    made = self.method.least_steps(name, steps)
                     cost = self.counted(partial(self.method.generate, name, noise, batch.condition, made, random))
             if name == "student" and looks.every:
                 batches = -(-of_look // (count * self.plan.mesh.dp))
