@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from distill.config import Config
 from distill.config.checks import micro_batch_size
 from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
+from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
@@ -75,6 +77,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     method.check_roles(config, {role.name: role for role in roles})
     _check_expert_draws(config, roles)
     if runs_here:
+        _name_few_step_teacher(roles, method)
         method.check_files(config, {role.name: role.causal for role in roles})
     for role in roles:
         _check_files(config, role, trained=role.name in method.trained_roles)
@@ -112,6 +115,19 @@ def _name_unused_roles(config: Config, method: type[Method]) -> None:
     for name in {"teacher", "student", "fake"} - used if rank() == 0 else ():
         if getattr(config, name).checkpoint or getattr(config, name).architecture:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
+
+
+def _name_few_step_teacher(roles: Sequence[RolePlan], method: type[Method]) -> None:
+    """Warn of a run whose teacher is a few-step student, which was trained at a few times alone."""
+    teacher = next((role for role in roles if role.name == "teacher"), None)
+    if teacher is None or not teacher.folders or not method.trained_roles or rank() != 0:
+        return
+    path = teacher.folders[0].path
+    with suppress(UserError):  # a method that this version does not know
+        earlier = trained_method(path)
+        if hasattr(earlier, "student_times"):
+            text = "teacher.checkpoint: %s is a few-step student (%s), not trained at other times; give its teacher"
+            log.warning(text, path, sampling_in_words(earlier))
 
 
 def _check_tools(sharding: Mapping[str, ShardSettings], device: torch.device) -> None:

@@ -199,6 +199,12 @@ class Family(ABC):
     """Name patterns of the linear layers that get adapters by default; empty for all linear layers of the blocks."""
     keeps_peft_infix: ClassVar[bool] = False
     """Whether diffusers' converter of adapters tells the layout of a file by peft's infix ``.default.``."""
+    original_matrices: ClassVar[Mapping[str, str]] = {
+        "A.weight": "lora_down.weight",
+        "B.weight": "lora_up.weight",
+        "B.bias": "diff_b",
+    }
+    """Names of an adapter's matrices in files with the original code's layers, as diffusers reads them."""
     adapter_alpha: ClassVar[str | None] = None
     """Key of a file's metadata that holds alpha for all adapters without one of their own."""
     masked_attention: ClassVar[bool] = False

@@ -94,6 +94,8 @@ class LTX2(DiffusersFamily):
     passes_times = True
     planning = LTX2Planning()
     parts = {VIDEO: 1.0, AUDIO: 1.0}
+    # Lightricks' and ComfyUI's, and the only ones that diffusers (0.42) converts.
+    original_matrices = {"A.weight": "lora_A.weight", "B.weight": "lora_B.weight", "B.bias": "lora_B.bias"}
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         for key, earlier in _LATER.items():

@@ -47,8 +47,7 @@ def file_tensors(
             factor = 1.0 if matrix == "A.weight" or (has_alpha and matrix == "B.weight") else scale
             name = f"transformer.{layer}.lora_{matrix}"
             if kind == "wan-lora":
-                theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[matrix]
-                name = f"diffusion_model.{layer}.{theirs}"
+                name = f"diffusion_model.{layer}.{family.original_matrices[matrix]}"
             tensors[name] = (factor * value).to(dtype)
         if has_alpha:
             rank = len(matrices["A.weight"])

@@ -1,8 +1,9 @@
 """DMD2 in float64: ``x_G`` is the student's sample, and ``g / (N B)`` is the gradient on it."""
 
 import itertools
+import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from distill.config import compose_config
+from distill.methods import METHODS
 from distill.methods.self_forcing import SelfForcingSettings
 from distill.run.setup import plan_run
 from tests.oracles.samples import video
@@ -293,3 +295,13 @@ def test_fake_loss_is_flow_matching_on_the_students_samples():
     loss.backward()
     assert not method.roles["teacher"].calls, "the teacher has no part in it"
     assert not gradients(method.roles["student"]) and len(gradients(method.roles["fake"])) == 3
+
+
+@pytest.mark.parametrize(("name", "warns"), [("dmd2", True), ("flow_matching", False)])
+def test_a_few_step_student_as_teacher_is_named(tmp_path, caplog, name, warns):
+    export = tmp_path / "student"
+    shutil.copytree("assets/quickstart_teacher", export)
+    about = {"method": asdict(METHODS[name][1]())}
+    (export / "fsdp_cp_export.json").write_text(json.dumps({"about": about, "files": {}}))
+    plan_run(compose_config(["experiment=quickstart", "mesh.cp=1", f"teacher.checkpoint={export}"]))
+    assert ("few-step student (method=dmd2" in caplog.text) == warns

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from diffusers import LTX2Pipeline
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.condition import Condition
 from models.families.ltx2 import LTX2
 from models.families.minimax_h3 import MiniMaxH3
+from models.lora.files import FORMATS, file_tensors
 from models.sample import AUDIO, VIDEO, Sample
 from tests.unit.refused import refused
 
@@ -109,6 +112,27 @@ def test_adapters_have_the_names_of_lightricks():
     wanted = {f"transformer.{name}.lora_{side}.weight" for name in linear for side in "AB"}
     assert found.keys() == wanted
     assert all(found[f"transformer.{name}.lora_A.weight"].item() == i for i, name in enumerate(linear))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_diffusers_reads_both_formats_of_adapters(tmp_path, kind):
+    network, _ = built("2.3")
+    layers = [name for name, m in network.named_modules() if isinstance(m, nn.Linear) and ".attn" in name]
+    own = {}
+    for layer in layers:
+        linear = network.get_submodule(layer)
+        own[f"{layer}.lora_A.weight"] = torch.randn(2, linear.in_features)
+        own[f"{layer}.lora_B.weight"] = torch.randn(linear.out_features, 2)
+    before = {layer: network.get_submodule(layer).weight.clone() for layer in layers}
+    tensors = file_tensors(kind, own, own.__getitem__, family=FAMILY, scale=0.5, dtype=torch.float32)
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    state = LTX2Pipeline.lora_state_dict(tmp_path, weight_name="adapters.safetensors", use_safetensors=True)
+    LTX2Pipeline.load_lora_into_transformer(state, transformer=network)
+    network.fuse_lora()
+    for layer, weight in before.items():
+        change = 0.5 * own[f"{layer}.lora_B.weight"] @ own[f"{layer}.lora_A.weight"]
+        fused = network.get_submodule(layer).weight
+        torch.testing.assert_close(fused, weight + change, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
