@@ -9,6 +9,7 @@ another length, chunk by chunk, with a causal student.
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -139,10 +140,14 @@ def sample(arguments: argparse.Namespace) -> None:
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
-            chunks = len(causal.chunks((shapes or data.latent_shapes)[VIDEO][1]))
-            first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)  # the mean over batches of clips
-            rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
-            print(f"first chunk after {first:.3g} s{rest} (latents, without decoding)")
+            _print_latency(finished, len(causal.chunks((shapes or data.latent_shapes)[VIDEO][1])))
+
+
+def _print_latency(finished: Sequence[float], chunks: int) -> None:
+    """Print the mean over batches of clips of the times after which their ``chunks`` were ``finished``."""
+    first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
+    rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
+    print(f"first chunk after {first:.3g} s{rest} (latents, without decoding)")
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

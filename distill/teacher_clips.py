@@ -11,7 +11,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -109,29 +109,30 @@ class _Sampling:
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 
     def _sample(self, numbers: Sequence[int], teacher: Role, device: torch.device) -> dict[int, dict[str, Tensor]]:
-        method, states = self.config.method, self.arguments.states
+        """Sample the clips ``numbers``; return the tensors to store, by number."""
+        method = self.config.method
         items = [self.data[i % len(self.data)] for i in numbers]
         random = StepRandom(seed=self.config.seed, step=0, positions=numbers, device=device)
-        clock = teacher.family.parts
-        shapes = {part: self.data.latent_shapes[part] for part in clock}
-        noise = chunk_noise(teacher, random, "teacher_clips/noise", shapes, clock)
+        shapes = {part: self.data.latent_shapes[part] for part in teacher.family.parts}
+        noise = chunk_noise(teacher, random, "teacher_clips/noise", shapes, teacher.family.parts)
         inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
         condition = condition_of(inputs, self.data).to(device)
         how = method.teacher_sampler, self.arguments.steps, method.sampling_shift, method.guidance
-        chunks = guided_states(teacher, noise, condition, random, *how, states)
-        *kept, latents = (Sample.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
+        chunks = guided_states(teacher, noise, condition, random, *how, self.arguments.states)
+        *states, latents = (Sample.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))
         made = {part_name("latents", part): x for part, x in latents.parts.items()}
-        for part in clock if kept else ():
-            made[part_name(STATES, part)] = torch.stack([state.parts[part] for state in kept], dim=1)
+        for part in shapes if states else ():
+            made[part_name(STATES, part)] = torch.stack([state.parts[part] for state in states], dim=1)
+        return {number: self._stored(number, k, made, items[k]) for k, number in enumerate(numbers)}
+
+    def _stored(self, number: int, k: int, made: Mapping[str, Tensor], item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors to store of clip ``number``, the ``k``-th of those ``made``, with its image."""
+        tensors = {name: tensor[k] for name, tensor in made.items()}
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
+        tensors |= {name: item[name] for name in IMAGE_TENSORS if name in item}
         dtype = VAE_PRECISIONS[self.settings.latents]
-        stored = {}
-        for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
-            tensors = {name: tensor[k] for name, tensor in made.items()}
-            if not all(tensor.isfinite().all() for tensor in tensors.values()):
-                raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
-            tensors |= {name: item[name] for name in IMAGE_TENSORS if name in item}
-            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
-        return stored
+        return {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
 
 
 @paths_of_the_user()

@@ -60,7 +60,7 @@ def clip_measures(clip: np.ndarray) -> dict[str, float]:
         inner = luma[1:-1, 1:-1]
         around = luma[2:, 1:-1] + luma[:-2, 1:-1] + luma[1:-1, 2:] + luma[1:-1, :-2]
         sums["sharpness"].append(float((around - 4 * inner).abs().mean()))
-    values = {name: float(np.mean(numbers)) if numbers else float("nan") for name, numbers in sums.items()}
+    values = {name: float(np.mean(numbers or [np.nan])) for name, numbers in sums.items()}  # two frames: no flicker
     return values | {"static": float(values["motion"] < _STATIC)}
 
 
@@ -82,24 +82,28 @@ def prompt_measures(
     result = {}
     for name, own in clips.items():
         per_clip = [clip_measures(clip) for clip in own]
-        values = {key: [clip[key] for clip in per_clip] for key in MEASURES if key in per_clip[0]}
-        is_compared = reference is not None and name != reference
-        if is_compared:
+        values = {key: [clip[key] for clip in per_clip] for key in per_clip[0]}
+        if reference not in (None, name):
             values["distance/latents"] = _relative_distance(latents[name], latents[reference])
-        for space, (points, distance) in spaces.items():
-            if is_compared:
+            for space, (points, distance) in spaces.items():
                 pairs = zip(points[name], points[reference], strict=True)
                 values[f"distance/{space}"] = [distance(*pair) for pair in pairs]
-            if len(own) > 1:
-                key = "diversity" if space == "pixels" else f"diversity/{space}"
-                values[key] = [float(np.mean([distance(a, b) for a, b in combinations(points[name], 2)]))]
+        for space, (points, distance) in spaces.items() if len(own) > 1 else ():
+            key = "diversity" if space == "pixels" else f"diversity/{space}"
+            values[key] = [float(np.mean([distance(*pair) for pair in combinations(points[name], 2)]))]
         result[name] = values
-    if reference in result and "diversity" in result[reference]:
-        (of_teacher,) = result[reference]["diversity"]
-        for name in result.keys() - {reference}:
-            (diversity,) = result[name]["diversity"]
-            result[name]["diversity/teacher"] = [diversity / of_teacher if of_teacher > 0 else float("nan")]
+    _divide_diversity(result, reference)
     return result
+
+
+def _divide_diversity(result: dict[str, dict[str, list[float]]], reference: str | None) -> None:
+    """Add each diversity divided by the reference's, in place."""
+    if "diversity" not in result.get(reference, {}):
+        return
+    (of_reference,) = result[reference]["diversity"]
+    for name in result.keys() - {reference}:
+        (own,) = result[name]["diversity"]
+        result[name]["diversity/teacher"] = [own / of_reference if of_reference > 0 else float("nan")]
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:

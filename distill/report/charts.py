@@ -117,10 +117,9 @@ def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) ->
         for role, marker in (("teacher", "o"), ("student", "s"), ("heldout", "")):
             measured = [row for row in rows if row["role"] == role and row["measures"]]
             measures = [row["measures"][name] for row in measured]
-            # Convert to floats: None becomes NaN, which is not drawn.
-            values, errors = (
-                scale * np.array([m[key] for m in measures], dtype=float) for key in ("value", "standard_error")
-            )
+            # Floats: None becomes NaN, which is not drawn.
+            values = scale * np.array([measure["value"] for measure in measures], dtype=float)
+            errors = scale * np.array([measure["standard_error"] for measure in measures], dtype=float)
             if role == "heldout":
                 for row, value, style in zip(measured, values, ("--", ":"), strict=False):
                     axes.axhline(value, color=_MUTED, lw=1, ls=style, label=row["name"])

@@ -21,28 +21,29 @@ from fsdp_cp.files.json_lines import finite_number, read_objects
 
 def page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], records: Sequence[Mapping], fps: float) -> str:
     """Return the page of `report.json` and `metrics.jsonl` as text; `rows` are those of `data`, with their clips."""
-    captions = data["captions"]
-    counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
-    # Never green if something went wrong: the numbers then describe a broken run.
-    result = ("lost" if not all(counting) else "" if data["troubles"] else "won") if counting else ""
     names = list(dict.fromkeys(name for row in data["rows"] for name in row["measures"] or ()))
-    curves = charts.curves(records)
-    width = 104 if len(captions) > 4 else 192
-    return render(
-        "report.html.j2",
-        **dict(data)
-        | {
-            "result": result,
-            "fps": fps,
-            "films": [_films(row, fps, len(captions), target=width) for row in rows],
-            "has_sound": any(row.sounds for row in rows),
-            "measures": [_measure(name, data["rows"]) for name in names],
-            "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
-            "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
-            "has_losses": any("/loss" in key for key in curves),
-            "facts": _facts(data, measured_facts(records)),
-        },
-    )
+    curves, count = charts.curves(records), len(data["captions"])
+    made = {
+        "result": _result(data),
+        "fps": fps,
+        "films": [_films(row, fps, count, target=104 if count > 4 else 192) for row in rows],
+        "has_sound": any(row.sounds for row in rows),
+        "measures": [_measure(name, data["rows"]) for name in names],
+        "cells": [[_cell(row, name, data) for name in names] for row in data["rows"]],
+        "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
+        "has_losses": any("/loss" in key for key in curves),
+        "facts": _facts(data, measured_facts(records)),
+    }
+    return render("report.html.j2", **dict(data) | made)
+
+
+def _result(data: Mapping[str, Any]) -> str:
+    """Return ``won`` or ``lost``, or nothing where no measure counts or something went wrong."""
+    counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
+    if not all(counting):
+        return "lost"
+    # Never green if something went wrong: the numbers then describe a broken run.
+    return "won" if counting and not data["troubles"] else ""
 
 
 def evaluation_page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], fps: float, **context: Any) -> str:
@@ -122,16 +123,21 @@ def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
 
 
 def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    networks = [other["measures"] for other in data["rows"] if other["measures"] and other["role"] != "heldout"]
-    values = [measures[name]["value"] for measures in networks if measures[name]["value"] is not None]
-    measure = (row["measures"] or {}).get(name)
-    best = (max if measure and measure["higher_is_better"] else min)(values, default=None)
-    is_best = measure and row["role"] != "heldout" and measure["value"] == best is not None
+    measure, is_network = (row["measures"] or {}).get(name), row["role"] != "heldout"
+    is_best = measure is not None and is_network and _is_best(measure, name, data["rows"])
     pairs = {("student", c["steps"], c["measure"]): (c["student_better"], c["counts"]) for c in data["comparisons"]}
     wins, counts = pairs.get((row["role"], row["steps"], name), (False, False))
-    classes = ["value", *["best"] * bool(is_best), *["wins"] * (wins and counts)]
-    mark = ("▲" if counts else "△") if wins else "▼" if counts else ""
+    classes = ["value", *["best"] * is_best, *["wins"] * (wins and counts)]
+    mark = {(True, True): "▲", (True, False): "△", (False, True): "▼"}.get((wins, counts), "")
     return {"name": name, "measure": measure, "classes": " ".join(classes), "mark": mark}
+
+
+def _is_best(measure: Mapping[str, Any], name: str, rows: Sequence[Mapping]) -> bool:
+    """Return whether no network has a better value."""
+    networks = [row["measures"][name]["value"] for row in rows if row["measures"] and row["role"] != "heldout"]
+    values = [value for value in networks if value is not None]
+    best = max if measure["higher_is_better"] else min
+    return bool(values) and measure["value"] == best(values)
 
 
 def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, str]:

@@ -99,36 +99,42 @@ def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str
         return "This data set has no measures: judge the clips below by eye."
     if not comparisons:
         return "Nothing to compare: it takes student and teacher at the same number of steps, and the teacher at more."
+    return " ".join([*_at_equal_steps(comparisons), _at_most_steps(rows, comparisons)])
+
+
+def _at_equal_steps(comparisons: Sequence[Comparison]) -> list[str]:
+    """Say on which measures the student beats the teacher at the same number of steps."""
     full_steps = comparisons[0].full_steps
     counting = [c for c in comparisons if c.counts]
     if not counting:
-        tried = ", ".join(str(steps) for steps in sorted({c.steps for c in comparisons}))
-        sentences = [
+        tried = ", ".join(map(str, sorted({c.steps for c in comparisons})))
+        return [
             f"Nothing to win here: on no measure is the teacher at fewer steps ({tried}) at least {COUNTS_FROM:g}"
             f" standard errors worse than at {full_steps}."
         ]
-    else:
-        won = [c for c in counting if c.student_better]
-        clear = sum(c.student_margin >= COUNTS_FROM for c in won)
-        sentences = [
-            f"At the same number of steps the student beats the teacher on {len(won)} of the {len(counting)} measures"
-            f" that count, on {clear} of them by {COUNTS_FROM:g} standard errors or more.",
-            f"A measure counts where the teacher with so few steps is at least {COUNTS_FROM:g} standard errors worse"
-            f" than with {full_steps}.",
-        ]
-        lost = [f"{label(c.measure)} at {counted(c.steps, 'step')}" for c in counting if not c.student_better]
-        sentences += [f"The student does not beat it on {', '.join(lost)}."] if lost else []
-    # Compare the student with the most steps with the full teacher, in cost and quality.
-    steps = max(c.steps for c in comparisons)
+    won = [c for c in counting if c.student_better]
+    clear = sum(c.student_margin >= COUNTS_FROM for c in won)
+    sentences = [
+        f"At the same number of steps the student beats the teacher on {len(won)} of the {len(counting)} measures"
+        f" that count, on {clear} of them by {COUNTS_FROM:g} standard errors or more.",
+        f"A measure counts where the teacher with so few steps is at least {COUNTS_FROM:g} standard errors worse"
+        f" than with {full_steps}.",
+    ]
+    lost = [f"{label(c.measure)} at {counted(c.steps, 'step')}" for c in counting if not c.student_better]
+    return sentences + ([f"The student does not beat it on {', '.join(lost)}."] if lost else [])
+
+
+def _at_most_steps(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str:
+    """Compare the student with the most steps with the full teacher, in cost and quality."""
+    steps, full_steps = max(c.steps for c in comparisons), comparisons[0].full_steps
     evaluations = {(row.role, row.steps): row.evaluations for row in rows}
-    here = [c.student_reaches_full for c in comparisons if c.steps == steps]
-    sentences.append(
+    reached = [c.student_reaches_full for c in comparisons if c.steps == steps]
+    return (
         f"With {counted(steps, 'step')} the student takes"
         f" {counted(evaluations['student', steps], 'network evaluation')} a clip where the teacher with {full_steps}"
-        f" takes {evaluations['teacher', full_steps]}, and on {sum(here)} of {len(here)} measures it is better than"
-        f" that teacher or less than {COUNTS_FROM:g} standard errors worse."
+        f" takes {evaluations['teacher', full_steps]}, and on {sum(reached)} of {len(reached)} measures it is better"
+        f" than that teacher or less than {COUNTS_FROM:g} standard errors worse."
     )
-    return " ".join(sentences)
 
 
 HUGE = 1000.0

@@ -706,8 +706,8 @@ FAULTS = (
     Fault(
         name="participants_in_another_order",
         harm="the same command with its words in another order samples again, and loses clips",
-        old='networks={name: networks[name] for name in earlier["participants"]}',
-        new="networks=networks",
+        old='networks={name: plan.networks[name] for name in earlier["participants"]}',
+        new="networks=plan.networks",
         killed_by="unit/test_evaluate_command.py::test_a_killed_evaluation_continues_to_the_same_numbers",
     ),
     Fault(
