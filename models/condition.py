@@ -16,27 +16,41 @@ Tensor names:
 - ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
 - ``text_length`` ``(B,)`` int64, always on the host: number of text tokens that count; the network drops the others.
 - ``audio_text`` ``(B, L, D)``, ``fps`` ``(B, 1)`` fp32: text of the sound, frames a second (LTX-2).
+- ``keyframes`` ``(B, C, K, H, W)``: latents of K given frames, which are rows of the sequence (MiniMax-H3).
+- ``keyframe_anchors`` ``(B, K)`` int64, always on the host: 0 for a clip's first frame, 1 for its last.
+- ``keyframe_noise`` ``(B, C, K, H, W)``: their noise, drawn once for all calls (:meth:`Condition.with_noise`).
+- ``text_tags`` ``(B, L)`` bool: true for rows of the text that show a picture.
+
+Frames, rows and features that are given are never part of a sample: no loss, noise or step reaches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 FIRST_FRAME = "first_frame"
-EXACT = ("latent_spacing", "fps")
-"""Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second."""
+KEYFRAMES = "keyframes"
+KEYFRAME_ANCHORS = "keyframe_anchors"
+KEYFRAME_NOISE = "keyframe_noise"
+TEXT_TAGS = "text_tags"
+EXACT = ("latent_spacing", "fps", KEYFRAMES, KEYFRAME_NOISE)
+"""Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second.
+Keyframes get their noise before they are rounded."""
 
 TEXT_LENGTH = "text_length"
-"""Name of the tensor that stays on the host, since it determines shapes."""
+ON_HOST = (TEXT_LENGTH, KEYFRAME_ANCHORS)
+"""Names of the tensors that stay on the host, since they determine shapes and positions."""
+NOISE = {KEYFRAMES: KEYFRAME_NOISE}
+"""Names of given tensors that get noise, with the names of their noise."""
 
 
 def has_image(names: Collection[str]) -> bool:
     """Return whether a condition with tensors of these names has an image for each sample."""
-    return "image_latents" in names or FIRST_FRAME in names
+    return not {"image_latents", FIRST_FRAME, KEYFRAMES}.isdisjoint(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class Condition:
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
-        return next(iter(self.tensors.values())).device
+        return next(value.device for name, value in self.tensors.items() if name not in ON_HOST)
 
     @property
     def null(self) -> Condition:
@@ -78,19 +92,25 @@ class Condition:
         """Condition of the same samples without a caption."""
         return self._replaced(self.empty_values)
 
+    def with_noise(self, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Condition:
+        """Return the condition with noise for its given tensors. ``draw(name, shape)`` gets the shape of one sample and
+        returns that of all."""
+        given = {name: noise for name, noise in NOISE.items() if name in self.tensors}
+        drawn = {noise: draw(noise, tuple(self.tensors[name].shape[1:])) for name, noise in given.items()}
+        return self._with({**self.tensors, **drawn})
+
     def repeat(self, times: int) -> Condition:
         """Repeat the whole batch ``times`` times."""
         return Condition.cat([self] * times)
 
     def to(self, device: torch.device | torch.dtype, *, non_blocking: bool = False) -> Condition:
-        """Move to a device or floating-point dtype. Masks, indices and :data:`EXACT` keep their dtype, and
-        :data:`TEXT_LENGTH` its device."""
+        """Move to a device or floating-point dtype. Masks, indices and :data:`EXACT` keep their dtype, and those
+        :data:`ON_HOST` their device."""
 
         def moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             is_cast = isinstance(device, torch.dtype)
-            stay = {n for n, x in values.items() if is_cast and (not x.is_floating_point() or n in EXACT)} | {
-                TEXT_LENGTH
-            }
+            stay = {n for n, x in values.items() if is_cast and (not x.is_floating_point() or n in EXACT)}
+            stay.update(ON_HOST)
             return {n: x if n in stay else x.to(device, non_blocking=non_blocking) for n, x in values.items()}
 
         return Condition(moved(self.tensors), moved(self.null_values), moved(self.empty_values))

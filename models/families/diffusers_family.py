@@ -17,7 +17,7 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.files.checkpoint_files import defining
 from models.sample import VIDEO, PartShapes
@@ -203,10 +203,29 @@ def token_positions(
 
 
 # First frames that the data give: their latents replace the noisy ones and have time 0, in networks without image
-# channels or an image encoder (Wan 2.2's TI2V, LTX-Video).
+# channels or an image encoder (Wan 2.2's TI2V, LTX-Video, LTX-2).
 
 LEAST_TIME = 1e-6
 """Minimum time that :func:`hold_first_frame` divides by: at t = 0 the velocity would be 0 / 0."""
+
+
+class FrameFamily(DiffusersFamily):
+    """A family whose networks take a given first frame in place of the noisy one."""
+
+    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+        return {FIRST_FRAME: first_frame_shape(latent_shape)}
+
+    def with_frame(
+        self, x: Tensor, t: Tensor, condition: Condition, patch: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the network's latents ``(B, C, T, H, W)`` and times: ``x`` and ``t`` without a given frame, otherwise
+        ``x`` with it and a time per token, ``(B, S)``."""
+        frame = condition.tensors.get(FIRST_FRAME)
+        return (x, t) if frame is None else (insert_first_frame(x, frame), token_times(t, x, patch))
+
+    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        frame = condition.tensors.get(FIRST_FRAME)
+        return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
 def first_frame_shape(latent_shape: LatentShape) -> Shape:

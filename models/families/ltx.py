@@ -24,14 +24,7 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes
-from models.families.diffusers_family import (
-    TIME_FEATURES,
-    DiffusersFamily,
-    first_frame_shape,
-    hold_first_frame,
-    insert_first_frame,
-    token_times,
-)
+from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.sample import VIDEO, PartShapes, Sample
 
 
@@ -54,7 +47,7 @@ class LTXPlanning(FamilyPlanning):
     vae_sizes = {128: ("LTX's VAE", 8, 32)}
 
 
-class LTX(DiffusersFamily):
+class LTX(FrameFamily):
     """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): text to video, or a first frame to video."""
 
     name = "ltx"
@@ -104,9 +97,6 @@ class LTX(DiffusersFamily):
         text = (text_tokens, config["caption_channels"])
         return {"text": text, "text_mask": (text_tokens,), "latent_spacing": (4,)}
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
-        return {FIRST_FRAME: first_frame_shape(latent_shape)}
-
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
         dim, layers = self.width(config), config["num_layers"]
@@ -137,10 +127,7 @@ class LTX(DiffusersFamily):
     def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         tensors, x = condition.tensors, sample.video
         grid = (x.shape[2], x.shape[3], x.shape[4])
-        hidden, times = x, t
-        if FIRST_FRAME in tensors:
-            hidden = insert_first_frame(x, tensors[FIRST_FRAME])
-            times = token_times(t, x, (1, 1, 1))
+        hidden, times = self.with_frame(x, t, condition, (1, 1, 1))
         velocity, *others = network(
             hidden_states=hidden.flatten(2).transpose(1, 2),
             encoder_hidden_states=tensors["text"],
@@ -151,10 +138,6 @@ class LTX(DiffusersFamily):
         )
         velocity = self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition)
         return Outputs(Sample({VIDEO: velocity}), tuple(others))
-
-    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        frame = condition.tensors.get(FIRST_FRAME)
-        return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
 def in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """The LTX-2 family: diffusers' unmodified ``LTX2VideoTransformer3DModel``, which makes sound with the picture.
 
-LTX-2.0 and 2.3, text to video and audio. A video token is one latent, an audio token one row of the sound's latents.
+LTX-2.0 and 2.3, text to video and audio, or a given first frame too. The frame replaces the noisy one
+(models/families/diffusers_family.py): its tokens have time 0 in ``timestep``, and ``sigma`` stays the sample's time,
+as in ``LTX2ImageToVideoPipeline``. A video token is one latent, an audio token one row of the sound's latents.
 Both streams are split over ``mesh.cp``, and attend to each other in every block. The text has an embedding for each
 stream, and ``fps``, the frames per second, places the frames in seconds next to the sound. Each stream has its own
 time, and the attention between the streams is modulated by the other stream's (``use_cross_timestep``), as in
@@ -21,9 +23,9 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition
+from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
-from models.families.diffusers_family import TIME_FEATURES, DiffusersFamily
+from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
@@ -84,8 +86,8 @@ class LTX2Planning(FamilyPlanning):
         return {**shapes, AUDIO: (8, round(num_frames / fps * ROWS_PER_SECOND), 16)}
 
 
-class LTX2(DiffusersFamily):
-    """LTX-2.0 and 2.3 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text to video and audio."""
+class LTX2(FrameFamily):
+    """LTX-2.0 and 2.3 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text or a first frame to both parts."""
 
     name = "ltx2"
     class_name = "LTX2VideoTransformer3DModel"
@@ -187,6 +189,8 @@ class LTX2(DiffusersFamily):
         for width in (wide, narrow):
             for modulations in (9, 4, 1, 2) if modulated else (6, 4, 1):
                 ends += width * (TIME_FEATURES + width + modulations * width)
+        if FIRST_FRAME in condition:  # a time for each token of the video
+            ends += (video - 1) * wide * (TIME_FEATURES + wide + (9 if modulated else 6) * wide)
         still = 0
         if config["use_prompt_embeddings"]:
             still = text * (config["caption_channels"] * (wide + narrow) + wide**2 + narrow**2)
@@ -217,6 +221,7 @@ class LTX2(DiffusersFamily):
         plan = {
             "": {
                 VIDEO_TOKENS: SplitTokens(split_dim=1),
+                "timestep": SplitTokens(split_dim=1, expected_dims=2),
                 AUDIO_TOKENS: SplitTokens(split_dim=1),
                 "video_coords": SplitTokens(split_dim=2),
                 "audio_coords": SplitTokens(split_dim=2),
@@ -242,6 +247,7 @@ class LTX2(DiffusersFamily):
     def outputs(self, network: nn.Module, sample: Sample, t: Tensor, condition: Condition, *_: Any) -> Outputs:
         video, audio, tensors = sample.video, sample.parts[AUDIO], condition.tensors
         patch = config_of(network)["patch_size"]
+        hidden, clock = self.with_frame(video, t, condition, (1, patch, patch))
         count, (frames, height, width) = len(video), video.shape[2:]
         # Times in the network's unit, of each stream; diffusers takes them as ``sigma`` too, unscaled.
         times, audio_times = (self.time_scale * sample.time(part, t) for part in (VIDEO, AUDIO))
@@ -249,11 +255,11 @@ class LTX2(DiffusersFamily):
         coordinates = plain.rope.prepare_video_coords(count, frames, height, width, video.device, fps=1.0)
         coordinates[:, 0] /= tensors["fps"].float()[:, :, None]
         v, audio_v = network(
-            hidden_states=rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch, q=patch),
+            hidden_states=rearrange(hidden, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch, q=patch),
             audio_hidden_states=rearrange(audio, "b a l f -> b l (a f)"),
             encoder_hidden_states=tensors["text"],
             audio_encoder_hidden_states=tensors["audio_text"],
-            timestep=times,
+            timestep=self.time_scale * clock,
             audio_timestep=audio_times,
             sigma=times,
             audio_sigma=audio_times,
@@ -265,7 +271,7 @@ class LTX2(DiffusersFamily):
         grid = {"t": frames, "h": height // patch, "w": width // patch, "p": patch, "q": patch}
         v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
         audio_v = rearrange(audio_v, "b l (a f) -> b a l f", a=audio.shape[1])
-        return Outputs(Sample({VIDEO: v, AUDIO: audio_v}, sample.shifts))
+        return Outputs(Sample({VIDEO: self.hold(v, video, t, condition), AUDIO: audio_v}, sample.shifts))
 
 
 def audio_width(config: NetworkConfig) -> int:

@@ -38,9 +38,8 @@ from models.families.base import (
 )
 from models.families.causal_forward import CausalForward
 from models.families.diffusers_family import (
-    DiffusersFamily,
+    FrameFamily,
     first_frame_shape,
-    hold_first_frame,
     insert_first_frame,
     token_times,
 )
@@ -108,7 +107,7 @@ class WanPlanning(FamilyPlanning):
         return super().encoders(channels) | vae_and_image
 
 
-class Wan(DiffusersFamily):
+class Wan(FrameFamily):
     """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
 
     name = "wan"
@@ -223,7 +222,7 @@ class Wan(DiffusersFamily):
         """Return the shape of a first frame for Wan 2.2's TI2V: a text-to-video Wan with 48 latent channels."""
         if takes_image(config) or self.latent_channels(config) != TI2V_CHANNELS:
             return {}
-        return {FIRST_FRAME: first_frame_shape(latent_shape)}
+        return super().optional_shapes(config, latent_shape)
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         """Check that the network accepts such samples. A text-to-video Wan accepts a first frame."""
@@ -299,10 +298,6 @@ class Wan(DiffusersFamily):
         v = rearrange(v, "b (p c) t h w -> (p b) c t h w", c=x.shape[1])  # p velocities of fused heads, or one
         v = self.hold(v, x, t, condition) if causal is None else v
         return Outputs(Sample({VIDEO: v}), tuple(others))
-
-    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        frame = condition.tensors.get(FIRST_FRAME)
-        return v if frame is None else hold_first_frame(v, x, t, frame)
 
 
 def takes_image(config: NetworkConfig) -> bool:

@@ -21,7 +21,7 @@ from models.additions.gan_head import GanHead
 from models.additions.heads import Heads
 from models.additions.time_conditioning import LastStep, SecondTime
 from models.causal import CausalSettings, read_causal
-from models.condition import FIRST_FRAME, has_image
+from models.condition import FIRST_FRAME
 from models.families.base import Family, Shape, config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import (
@@ -103,9 +103,8 @@ class RolePlan:
         for part in self.family.parts.keys() - {VIDEO}:
             if part not in shapes:
                 raise UserError(f"{setting} makes video with {part}, but the data have no {part}; use data with {part}")
-            for refused, what in ((self.causal is not None, "causal"), (has_image(condition_shapes), "data.image")):
-                if refused:
-                    raise UserError(f"{setting} makes video with {part}, which works without {what}; leave {what} out")
+            if self.causal is not None:
+                raise UserError(f"{setting} makes video with {part}, which works without causal; leave causal out")
         self.family.check_sample(self.config, shapes, condition_shapes, setting)
         if self.causal is not None:
             self.causal.chunks(shapes[VIDEO][1], f"{self.name}.causal.")

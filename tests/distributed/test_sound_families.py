@@ -14,6 +14,7 @@ from models.verify import write_example
     [
         pytest.param("ltx2", verify.GRIDS[0], False, id="ltx2, 45 and 13 tokens"),
         pytest.param("ltx2", verify.GRIDS[1], False, id="ltx2, 16 and one, without gradients of queries and keys"),
+        pytest.param("ltx2", verify.GRIDS[0], True, id="ltx2, a first frame"),
         pytest.param("minimax_h3", (2, 2, 4), False, id="minimax_h3, 51 rows"),
         pytest.param("minimax_h3", (1, 2, 13), False, id="minimax_h3, 53 rows"),
         pytest.param("minimax_h3", (2, 2, 4), True, id="minimax_h3, texts of 1 and 4 rows"),

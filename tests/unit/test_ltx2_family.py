@@ -25,32 +25,44 @@ def built(example, family=FAMILY):
     return network, family.defaults() | family.examples()[example]
 
 
-def drawn(config, batch=1, frames=3, family=FAMILY):
-    """Return a sample of ``frames`` latent frames with shifted sound, and its condition."""
+def drawn(config, batch=1, frames=3, family=FAMILY, optional=False):
+    """Return a sample of ``frames`` latent frames with shifted sound, and its condition, with ``optional`` tensors."""
     patch = family.patch_size(config)
     shapes = family.sample_shapes(config, (family.latent_channels(config), frames, 3 * patch[1], 5 * patch[2]))
     sample = Sample({name: torch.randn(batch, *shape) for name, shape in shapes.items()}, {VIDEO: 1.0, AUDIO: 0.5})
     tensors = {name: torch.randn(batch, *s) for name, s in family.condition_shapes(config, shapes[VIDEO], 7).items()}
+    if optional:
+        more = family.optional_shapes(config, shapes[VIDEO])
+        tensors |= {name: torch.randn(batch, *shape) for name, shape in more.items()}
     return sample, Condition(tensors | {"fps": torch.tensor([[24.0]]).expand(batch, 1)})
 
 
+@pytest.mark.parametrize("has_frame", [False, True])
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_inputs_are_those_of_diffusers(example):
-    """diffusers makes the coordinates from sizes and the frames per second; the sound has its own time."""
+def test_inputs_are_those_of_diffusers(example, has_frame):
+    """diffusers makes the coordinates from sizes and the frames per second; the sound has its own time. Tokens of a
+    given frame have time 0; ``sigma`` is the sample's."""
     network, config = built(example)
-    sample, condition = drawn(config)
+    sample, condition = drawn(config, optional=has_frame)
     t = torch.tensor([0.7])
     v = FAMILY.outputs(network, sample, t, condition).velocity
     p, (frames, height, width) = config["patch_size"], sample.video.shape[2:]
-    video = sample.video.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 2, 3, 5, 1, 4, 6)
+    video = sample.video.clone()
     times = {"timestep": 700 * torch.ones(1), "audio_timestep": 1000 * 0.5 * t / (1 - 0.5 * t)}
+    sigma = times["timestep"]
+    if has_frame:
+        video[:, :, :1] = condition.tensors["first_frame"]
+        of_frame = height * width // p**2
+        times["timestep"] = sigma.expand(1, frames * of_frame).clone()
+        times["timestep"][:, :of_frame] = 0
+    video = video.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 2, 3, 5, 1, 4, 6)
     ours, sound = network(
         video.flatten(4).flatten(1, 3),
         sample.parts[AUDIO].transpose(1, 2).flatten(2),
         condition.tensors["text"],
         condition.tensors["audio_text"],
         **times,
-        sigma=times["timestep"],
+        sigma=sigma,
         audio_sigma=times["audio_timestep"],
         num_frames=frames,
         height=height,
@@ -62,6 +74,10 @@ def test_inputs_are_those_of_diffusers(example):
     )
     theirs = ours.unflatten(2, (-1, p, p)).unflatten(1, (frames, height // p, width // p))
     theirs = theirs.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)
+    if has_frame:
+        x0 = sample.video - 0.7 * v.video
+        assert torch.allclose(x0[:, :, :1], condition.tensors["first_frame"], atol=1e-5)
+        theirs[:, :, :1] = v.video[:, :, :1]
     assert torch.allclose(v.video, theirs, atol=1e-5) and v.video.shape == sample.video.shape
     sound = sound.unflatten(2, (2, -1)).transpose(1, 2)
     assert torch.allclose(v.parts[AUDIO], sound, atol=1e-5)
@@ -83,13 +99,16 @@ def test_frames_per_second_place_the_frames_next_to_the_sound():
 
 @pytest.mark.parametrize(
     "example",
-    [(family, name) for family in (FAMILY, MiniMaxH3()) for name in family.examples()],
-    ids=lambda example: f"{example[0].name} {example[1]}",
+    [
+        *((family, name, False) for family in (FAMILY, MiniMaxH3()) for name in family.examples()),
+        *((FAMILY, name, True) for name in EXAMPLES),
+    ],
+    ids=lambda example: f"{example[0].name} {example[1]}{', optional' if example[2] else ''}",
 )
 def test_operations_are_those_that_torch_counts(example):
-    family, name = example
+    family, name, optional = example
     network, config = built(name, family)
-    sample, condition = drawn(config, family=family)
+    sample, condition = drawn(config, family=family, optional=optional)
     shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         family.outputs(network, sample, torch.tensor([0.5]), condition)

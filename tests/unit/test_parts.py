@@ -170,15 +170,17 @@ def test_sound_that_no_network_makes_is_not_used_and_has_no_settings(caplog):
     assert plan.tokens == 96 and "audio" in caplog.text
 
 
-def test_a_network_with_sound_needs_it_and_takes_no_image():
+def test_a_network_with_sound_needs_it_and_a_frame_of_its_size():
     role = plan_role("student", checkpoint=None, architecture=LTX2().examples()["2.0"], family="ltx2")
     video, text = (4, 3, 2, 3), role.family.condition_shapes(role.config, (4, 3, 2, 3), 5)
     sound = role.family.sample_shapes(role.config, video)
     assert role.tokens(sound, text) == 18
     with refused("audio"):
         role.tokens({"video": video}, text)
-    with refused("data.image"):
-        role.tokens(sound, text | {"first_frame": (4, 1, 2, 3)})
+    assert role.tokens(sound, text | {"first_frame": (4, 1, 2, 3)}) == 18
+    for name, shape in (("first_frame", (4, 1, 3, 2)), ("image_latents", (4, 3, 2, 3))):
+        with refused(name):
+            role.tokens(sound, text | {name: shape})
 
 
 def test_only_released_shifts_have_a_scheduler_for_a_pipeline():
