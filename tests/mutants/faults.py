@@ -746,6 +746,13 @@ FAULTS = (
         killed_by="unit/test_outside_sets.py::test_mistakes_with_stored_tensors",
     ),
     Fault(
+        name="damage_of_another_set",
+        harm="a set that was encoded again lacks the clips that were damaged before",
+        old='if noted.get("index") == self.about["index"] else ()',
+        new="if noted else ()",
+        killed_by="unit/test_encoded_set.py::test_damaged_shards_are_refused_or_skipped",
+    ),
+    Fault(
         name="cut_changes_nothing",
         harm="a part of a video that a table cuts elsewhere is not encoded again",
         old="row.caption, row.problem, *(row.span or ())",

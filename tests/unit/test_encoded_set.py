@@ -100,6 +100,9 @@ def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])
+    note = damaged / "damaged.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"index": "of another set"}))
+    assert len(EncodedSet(damaged, "SET").damaged()["clips"]) == 1, "the size that shows by itself"
 
 
 def test_an_index_that_changes(path, tmp_path):
