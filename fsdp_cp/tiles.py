@@ -61,6 +61,16 @@ class Tiles:
         """Return the number of tiles of the segments before the video, each of :attr:`width` consecutive rows."""
         return sum(-(-rows // self.width) for rows in segments[:-1])
 
+    def pairs(self, segments: Sequence[int], kept: int) -> tuple[int, int]:
+        """Return the pairs of (query, key) tokens in the fine attention, and of tiles in the coarse one.
+
+        Each pair costs ``4 x heads x head size`` operations in a forward. Tiles count with their mean size.
+        """
+        dense, video = sum(segments[:-1]), segments[-1]
+        tiles = self.dense_tiles(segments) + self.count
+        fine = dense * (dense + video) + video * dense + round(video * video * kept / self.count)
+        return fine, tiles * tiles
+
     def on(self, mesh: Mesh) -> Tiles:
         """Return these tiles in the order that suits ``mesh``: tile order on a ring of several ranks."""
         return replace(self, is_ordered=mesh.context.ring_size > 1)

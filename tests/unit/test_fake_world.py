@@ -1,6 +1,7 @@
 """Forward-mode derivatives of fake tensors allocate the same memory as those of real tensors."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,10 +10,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
+from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
 from fsdp_cp.measure import fake_world
 from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.activations import offload_inputs, recompute_in_backward
+from fsdp_cp.tiles import Tiles, sparse_tiles
 from tests.tiers import parametrize
 
 NORMS = {"weight and bias": ((2, 300, 64), (64,), True), "weight": ((2, 300, 64), (64,), False),
@@ -89,3 +93,23 @@ def test_offloaded_activations_of_fake_tensors_go_with_their_graph():
 
     real, fake = _both(held)
     assert fake == real and real[1] == 0 < real[0]
+
+
+def test_sparse_attention_runs_on_fake_tensors():
+    """Forward, backward and derivative; constants that a fake run left behind serve a real one."""
+    with fake_world.fake_world(8, "cuda") as mode:
+        for cp, ring in ((8, 2), (1, 1)):
+            mesh = build_mesh(cp=cp, ring=ring)
+            tiles = Tiles((5, 16, 16)).on(mesh)
+            sparse, local = sparse_tiles(tiles, 0.9), -(-97 // cp) + tiles.tokens // cp
+            call = partial(context_parallel_attention, mesh=mesh, total_tokens=(97, tiles.tokens), sparse=sparse)
+            with mode:
+                tensors = [torch.randn(1, local, 8, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+                call(*tensors[:3], gate=tensors[3]).sum().backward()
+                with torch.no_grad(), forward_ad.dual_level():
+                    duals = [forward_ad.make_dual(x, torch.ones_like(x)) for x in tensors]
+                    out, tangent = forward_ad.unpack_dual(call(*duals[:3], gate=duals[3]))
+                assert all(x.shape == tensors[0].shape for x in (out, tangent, *(x.grad for x in tensors)))
+        q = torch.randn(1, local, 8, 64)
+        out = call(q, q, q, gate=q)
+        assert type(out) is torch.Tensor and out.isfinite().all()
