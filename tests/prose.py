@@ -16,7 +16,7 @@ EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", 
 UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py")  # the checker and its test
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "README.md": 860,
-    "ARCHITECTURE.md": 790,
+    "ARCHITECTURE.md": 810,
     "CONTRIBUTING.md": 450,
     "docs/getting_started.md": 820,
     "docs/data.md": 1440,
@@ -28,9 +28,9 @@ BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "docs/evaluating.md": 840,
     "docs/trouble.md": 520,
     "docs/extending.md": 760,
-    "docs/library.md": 1390,
+    "docs/library.md": 1670,
     "docs/gradients.md": 460,
-    "docs/comparison.md": 430,
+    "docs/comparison.md": 450,
     "docs/methods/README.md": 550,
     "docs/methods": 520,
 }

@@ -52,6 +52,13 @@ PARTS = (
         " against float64, relative by norm. Setup compiles and checks FlashAttention 4; a first call of another"
         " length compiles nothing again. The rule of `auto` (fsdp_cp/attention/kernels/cuda.py) rests on this table.",
     ),
+    Part(
+        name="sparse attention",
+        target="benchmarks.gpu.sparse:sparse",
+        shows="Triton kernels of sparse attention: chosen if they pass their check at logits of 300, which compiles"
+        " them; scores wanted equal bit by bit. Times of bf16, heads of 128, tiles of 64 tokens, with means, scores and"
+        " choice, next to dense attention.",
+    ),
     _steps("wan 1.3B compiled", "DMD2, compiled", STEPS),
     _steps("wan 1.3B compiled, cuDNN", "DMD2, compiled, cuDNN", f"{AS_ABOVE}, with cuDNN's attention."),
     Part(

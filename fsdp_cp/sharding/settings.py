@@ -49,7 +49,8 @@ class ShardSettings:
     ``keep_operators`` too. ``True`` and ``False`` stand for ``full`` and ``none``."""
     keep_operators: list[str] = field(default_factory=list)
     """Operators (e.g. ``"aten.addmm"``) whose outputs selective checkpointing keeps; empty for
-    ``"fsdp_cp.ring_attention"`` and ``"fsdp_cp.cached_attention"``, which :mod:`fsdp_cp.attention` calls."""
+    ``"fsdp_cp.ring_attention"``, ``"fsdp_cp.cached_attention"`` and ``"fsdp_cp.sparse_attention"``, which
+    :mod:`fsdp_cp.attention` calls."""
     activation_offload: bool = False
     """Whether to keep the inputs of recomputed units (``activation_checkpointing=full``) in CPU memory, pinned for
     CUDA."""

@@ -163,3 +163,13 @@ def test_scores_are_exact_for_any_part_of_the_rows():
     broken = k.clone()
     broken[0, 0, 1] = torch.nan
     assert exact_scores(q, broken)[0, 0, :, 1].isnan().all() and exact_scores(q, broken)[0, 1].isfinite().all()
+
+
+def test_pairs_are_those_that_a_choice_computes():
+    video = Tiles((4, 4, 8), (2, 2, 2))
+    segments = (5, 9, video.tokens)
+    tile_of, dense = torch.from_numpy(video.tile_of(segments)), video.dense_tiles(segments)
+    chosen = torch.zeros(dense + video.count, dense + video.count, dtype=torch.bool)
+    chosen[:, :dense] = chosen[:dense] = True
+    chosen[dense:, dense : dense + 3] = True
+    assert video.pairs(segments, 3) == (int(chosen[tile_of][:, tile_of].sum()), chosen.numel())
