@@ -20,7 +20,7 @@ forward. For fp64 inputs, 4 and 12 are 8 and 24.
 Shapes: B batch, S positions of the rank's chunk with pads, H heads, D head size, P slots for pieces, T tiles.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from fsdp_cp.attention.kernels.choose import choose_sparse
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype, attention_dual, product
 from fsdp_cp.attention.layout import Layout, make_layout
 from fsdp_cp.attention.operators import AttentionOperator, attend_in_ring
-from fsdp_cp.attention.pieces import Choice, counts, cut, pack_bits
+from fsdp_cp.attention.pieces import Choice, TilePieces, counts, cut, pack_bits
 from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_dual, ring_forward
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
@@ -63,9 +63,10 @@ class _Call(NamedTuple):
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Arguments of the operators on means: the layout's numbers and the rank in the ring."""
-        segments, _, _, tiles, ulysses, ring = self.layout.as_numbers()
-        return segments, tiles, ulysses, ring, self.groups.ring_rank
+        """Arguments of :class:`_Place`."""
+        (segments, _, _, tiles, ulysses, ring), groups = self.layout.as_numbers(), self.groups
+        names = (groups.ring_rank, groups.ulysses_rank, groups.ring_group, groups.ulysses_group)
+        return segments, tiles, ulysses, ring, *names
 
 
 def attend_to_tiles(
@@ -96,7 +97,7 @@ def attend_to_tiles(
         )
     if call.coarse is None:
         return out
-    rows = tile_rows(torch.cat(call.coarse, dim=2), q.dtype, *call.place, groups.ulysses_rank, groups.ulysses_group)
+    rows = tile_rows(torch.cat(call.coarse, dim=2), q.dtype, *call.place)
     if tangents is not None:
         rows = forward_ad.make_dual(*(x.clone() for x in rows.chunk(2)))
     return out + gate * rows
@@ -104,7 +105,7 @@ def attend_to_tiles(
 
 def _attend(call: _Call, qkv: Sequence[Tensor], _part: int) -> list[Tensor]:
     """Attend from all tokens of the ring rank with a share of the heads."""
-    means = tile_means(*qkv, *call.place, call.groups.ring_group)
+    means = tile_means(*qkv, qkv[0].dtype, *call.place)
     if call.coarse is not None:
         rounded = [x.to(accumulation_dtype(qkv[0].dtype)) for x in means]
         settings = (call.scale, *_of_means(means).as_numbers(), 0, "", call.backend)
@@ -117,7 +118,7 @@ def _attend(call: _Call, qkv: Sequence[Tensor], _part: int) -> list[Tensor]:
 def _attend_dual(call: _Call, duals: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
     """Attend with tangents; ``duals`` are q, k, v and their tangents."""
     both = (torch.cat(pair) for pair in zip(duals[:3], duals[3:], strict=True))  # means are linear
-    found = tile_means(*both, *call.place, call.groups.ring_group)
+    found = tile_means(*both, duals[0].dtype, *call.place)
     means, t_means = zip(*(x.chunk(2) for x in found), strict=True)
     if call.coarse is not None:
         rounded = [x.to(accumulation_dtype(duals[0].dtype)) for x in (*means, *t_means)]
@@ -231,12 +232,98 @@ attend_to_chosen = AttentionOperator(
 count. It returns the choice too, which backward gets instead of the means: a recomputed forward never chooses again."""
 
 
-# --- means over tiles, and back ---
+# --- means over tiles, and back: linear operators, whose backward is their transpose ---
 
 
-def _layout(segments: Sequence[int], tiles: Sequence[int], ulysses: int, ring: int) -> Layout:
-    sizes = tuple(map(int, segments))
-    return make_layout(sizes, sizes, (), tuple(map(int, tiles)), int(ulysses), int(ring))
+class _Place(NamedTuple):
+    """Place of a rank on the mesh, as arguments of an operator."""
+
+    segments: Sequence[int]
+    tiles: Sequence[int]
+    ulysses: int
+    ring: int
+    ring_rank: int
+    ulysses_rank: int
+    ring_group: str
+    ulysses_group: str
+
+    @property
+    def layout(self) -> Layout:
+        sizes, tiles = tuple(map(int, self.segments)), tuple(map(int, self.tiles))
+        return make_layout(sizes, sizes, (), tiles, int(self.ulysses), int(self.ring))
+
+    def own_slots(self, pieces: TilePieces) -> Tensor:
+        """Return the piece of each of the rank's own positions, ``(S_local,)``; P for a pad."""
+        return pieces.of_rank[self.ring_rank].slots.view(self.ulysses, -1)[self.ulysses_rank]
+
+
+_PLACE = (
+    "ScalarType dtype, SymInt[] segments, SymInt[] tiles, SymInt ulysses, SymInt ring, SymInt ring_rank, "
+    "SymInt ulysses_rank, str ring_group, str ulysses_group"
+)
+Tensors = tuple[Tensor, ...]
+
+
+def _linear(name: str, inputs: str, forward: Callable, shapes: Callable) -> Any:
+    """Return an operator of tensors, the dtype of tokens and a :class:`_Place`; ``shapes`` makes empty results."""
+    count = inputs.count("Tensor")
+    schema = f"({inputs}, {_PLACE}) -> {'(' + ', '.join(['Tensor'] * count) + ')' if count > 1 else 'Tensor'}"
+
+    def on_place(function: Callable, *arguments: Any) -> Any:
+        results = function(*arguments[:count], arguments[count], _Place(*arguments[count + 1 :]))
+        return results if count > 1 else results[0]
+
+    operator = torch.library.custom_op(f"fsdp_cp::{name}", partial(on_place, forward), mutates_args=(), schema=schema)
+    operator.register_fake(partial(on_place, shapes))
+    return operator
+
+
+def _differentiable(operator: Any, transpose: Any) -> Any:
+    """Make ``transpose`` the backward of ``operator``."""
+
+    def keep(ctx: Any, inputs: Tensors, output: Any) -> None:
+        ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        results = transpose(*grads, *ctx.settings)
+        none: list[Any] = [[] if setting == [] else None for setting in ctx.settings]
+        return *(results if isinstance(results, (tuple, list)) else (results,)), *none
+
+    operator.register_autograd(backward, setup_context=keep)
+    return operator
+
+
+def _means(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    pieces = cut(place.layout, q.device)
+    own = pieces.of_rank[place.ring_rank]
+    sums = torch.cat([_sums(x, own.slots, pieces.slots, torch.float64) for x in (q, k, v)], dim=-1)
+    total = sums.new_zeros((len(sums), len(pieces.sizes), *sums.shape[2:]))
+    for of_rank, x in zip(pieces.of_rank, _gathered(sums, place.ring, place.ring_group), strict=True):
+        total.index_add_(1, of_rank.tiles, x)  # unused slots add 0 to tile 0
+    means = (total / pieces.sizes[:, None, None]).chunk(3, dim=-1)
+    return means[0][:, own.tiles], means[1].contiguous(), means[2].contiguous()
+
+
+def _of_means_to_tokens(dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    pieces = cut(place.layout, dq.device)
+    own = pieces.of_rank[place.ring_rank]
+    of_queries = torch.zeros_like(dk).index_add_(1, own.tiles, dq)
+    grads = (torch.cat([of_queries, dk, dv], dim=-1) / pieces.sizes[:, None, None]).to(accumulation_dtype(dtype))
+    of_ranks = torch.stack([grads[:, of_rank.tiles] for of_rank in pieces.of_rank])
+    mine = _scattered(of_ranks, place.ring, place.ring_group)
+    return tuple(_rows(x, own.slots, dtype) for x in mine.chunk(3, dim=-1))
+
+
+def _to_own_tokens(x: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    slots = place.own_slots(cut(place.layout, x.device))
+    return (_rows(torch.cat([*_gathered(x, place.ulysses, place.ulysses_group)], dim=2), slots, dtype),)
+
+
+def _of_own_tokens(grad: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    pieces = cut(place.layout, grad.device)
+    sums = _sums(grad, place.own_slots(pieces), pieces.slots, accumulation_dtype(dtype))
+    of_ranks = torch.stack(sums.chunk(place.ulysses, dim=2))
+    return (_scattered(of_ranks, place.ulysses, place.ulysses_group).contiguous(),)
 
 
 def _sums(x: Tensor, slots: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -270,144 +357,42 @@ def _scattered(x: Tensor, ranks: int, group: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("fsdp_cp::tile_means", mutates_args=())
-def tile_means(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Sequence[int],
-    tiles: Sequence[int],
-    ulysses: int,
-    ring: int,
-    rank: int,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return means over tiles in fp64: of ``q`` for the rank's pieces ``(B, P, H, D)``, of k, v for all tiles.
-
-    The mean of a piece is that of its whole tile. Sums of 16-bit numbers are exact in fp64, so means do not depend on
-    the mesh. ``q``, ``k`` and ``v`` are ``(B, S, H, D)``, with pads.
-    """
-    pieces = cut(_layout(segments, tiles, ulysses, ring), q.device)
-    slots = pieces.of_rank[rank].slots
-    sums = torch.cat([_sums(x, slots, pieces.slots, torch.float64) for x in (q, k, v)], dim=-1)
-    everyone = _gathered(sums, ring, group)
-    total = sums.new_zeros((len(sums), len(pieces.sizes), *sums.shape[2:]))
-    for of_rank, x in zip(pieces.of_rank, everyone, strict=True):
-        total.index_add_(1, of_rank.tiles, x)  # unused slots add 0 to tile 0
-    means = (total / pieces.sizes[:, None, None]).chunk(3, dim=-1)
-    return means[0][:, pieces.of_rank[rank].tiles], means[1].contiguous(), means[2].contiguous()
+def _empty(x: Tensor, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], rows, heads, x.shape[3]), dtype=dtype)
 
 
-@torch.library.custom_op("fsdp_cp::tile_means_backward", mutates_args=())
-def _tile_means_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dtype: torch.dtype,
-    segments: Sequence[int],
-    tiles: Sequence[int],
-    ulysses: int,
-    ring: int,
-    rank: int,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    pieces = cut(_layout(segments, tiles, ulysses, ring), dq.device)
-    own = pieces.of_rank[rank]
-    of_queries = torch.zeros_like(dk).index_add_(1, own.tiles, dq)
-    grads = torch.cat([of_queries, dk, dv], dim=-1) / pieces.sizes[:, None, None]
-    grads = grads.to(accumulation_dtype(dtype))
-    mine = _scattered(torch.stack([grads[:, of_rank.tiles] for of_rank in pieces.of_rank]), ring, group)
-    dq, dk, dv = (_rows(x, own.slots, dtype) for x in mine.chunk(3, dim=-1))
-    return dq, dk, dv
+def _empty_means(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    slots, tiles = counts(place.layout)
+    return tuple(_empty(x, n, x.shape[2], torch.float64) for x, n in ((q, slots), (k, tiles), (v, tiles)))
 
 
-@torch.library.custom_op("fsdp_cp::tile_rows", mutates_args=())
-def tile_rows(
-    x: Tensor,
-    dtype: torch.dtype,
-    segments: Sequence[int],
-    tiles: Sequence[int],
-    ulysses: int,
-    ring: int,
-    rank: int,
-    ulysses_rank: int,
-    group: str,
-) -> Tensor:
-    """Give each of the rank's own tokens the row of its piece: ``(B, P, H / ulysses, D)`` to ``(B, S_local, H, D)``.
-
-    The heads are gathered over the Ulysses ``group``. Pads get 0.
-    """
-    slots = _own_slots(segments, tiles, ulysses, ring, rank, ulysses_rank, x.device)
-    return _rows(torch.cat([*_gathered(x, ulysses, group)], dim=2), slots, dtype)
+def _empty_tokens(dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    padded = place.layout.chunk(0).padded
+    return tuple(_empty(x, padded, x.shape[2], dtype) for x in (dq, dk, dv))
 
 
-@torch.library.custom_op("fsdp_cp::tile_rows_backward", mutates_args=())
-def _tile_rows_backward(
-    grad: Tensor,
-    count: int,
-    dtype: torch.dtype,
-    segments: Sequence[int],
-    tiles: Sequence[int],
-    ulysses: int,
-    ring: int,
-    rank: int,
-    ulysses_rank: int,
-    group: str,
-) -> Tensor:
-    slots = _own_slots(segments, tiles, ulysses, ring, rank, ulysses_rank, grad.device)
-    heads = torch.stack(_sums(grad, slots, count, dtype).chunk(ulysses, dim=2))
-    return _scattered(heads, ulysses, group).contiguous()
+def _empty_own_tokens(x: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    return (_empty(x, place.layout.chunk(0).padded // place.ulysses, x.shape[2] * place.ulysses, dtype),)
 
 
-def _own_slots(segments, tiles, ulysses, ring, rank, ulysses_rank, device: torch.device) -> Tensor:
-    """Return the piece of each of the rank's own positions, ``(S_local,)``; P for a pad."""
-    slots = cut(_layout(segments, tiles, ulysses, ring), device).of_rank[rank].slots
-    return slots.view(ulysses, -1)[ulysses_rank]
+def _empty_tiles(grad: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
+    return (_empty(grad, counts(place.layout)[0], grad.shape[2] // place.ulysses, accumulation_dtype(dtype)),)
 
 
-@tile_means.register_fake
-def _(q, k, v, segments, tiles, ulysses, ring, rank, group):
-    slots, count = counts(_layout(segments, tiles, ulysses, ring))
-    shapes = (slots, count, count)
-    return tuple(
-        x.new_empty((x.shape[0], n, *x.shape[2:]), dtype=torch.float64) for x, n in zip((q, k, v), shapes, strict=True)
-    )
+_QKV, _X = "Tensor q, Tensor k, Tensor v", "Tensor x"
+tile_means = _differentiable(
+    _linear("tile_means", _QKV, _means, _empty_means),
+    _linear("tile_means_backward", _QKV, _of_means_to_tokens, _empty_tokens),
+)
+"""Operator that returns means over tiles in fp64: of ``q`` for the rank's pieces ``(B, P, H, D)``, of ``k`` and ``v``
+for all tiles ``(B, T, H, D)``.
 
-
-@_tile_means_backward.register_fake
-def _(dq, dk, dv, dtype, segments, tiles, ulysses, ring, rank, group):
-    padded = _layout(segments, tiles, ulysses, ring).chunk(0).padded
-    return tuple(x.new_empty((x.shape[0], padded, *x.shape[2:]), dtype=dtype) for x in (dq, dk, dv))
-
-
-@tile_rows.register_fake
-def _(x, dtype, segments, tiles, ulysses, ring, rank, ulysses_rank, group):
-    local = _layout(segments, tiles, ulysses, ring).chunk(0).padded // ulysses
-    return x.new_empty((x.shape[0], local, x.shape[2] * ulysses, x.shape[3]), dtype=dtype)
-
-
-@_tile_rows_backward.register_fake
-def _(grad, count, dtype, segments, tiles, ulysses, ring, rank, ulysses_rank, group):
-    return grad.new_empty((grad.shape[0], count, grad.shape[2] // ulysses, grad.shape[3]), dtype=dtype)
-
-
-def _keep_place_of_means(ctx, inputs, output) -> None:
-    q, _k, _v, *ctx.place = inputs
-    ctx.dtype = q.dtype
-
-
-def _means_backward(ctx, dq, dk, dv):
-    return *_tile_means_backward(dq, dk, dv, ctx.dtype, *ctx.place), *[None] * len(ctx.place)
-
-
-def _keep_place_of_rows(ctx, inputs, output) -> None:
-    x, _dtype, *ctx.place = inputs
-    ctx.count, ctx.dtype = x.shape[1], x.dtype
-
-
-def _rows_backward(ctx, grad):
-    return _tile_rows_backward(grad, ctx.count, ctx.dtype, *ctx.place), None, *[None] * len(ctx.place)
-
-
-tile_means.register_autograd(_means_backward, setup_context=_keep_place_of_means)
-tile_rows.register_autograd(_rows_backward, setup_context=_keep_place_of_rows)
+The mean of a piece is that of its whole tile. Sums of 16-bit numbers are exact in fp64, so means do not depend on the
+mesh. Inputs are ``(B, S, H, D)`` with pads, their dtype, and the arguments of :class:`_Place`.
+"""
+tile_rows = _differentiable(
+    _linear("tile_rows", _X, _to_own_tokens, _empty_own_tokens),
+    _linear("tile_rows_backward", _X, _of_own_tokens, _empty_tiles),
+)
+"""Operator that gives each of the rank's own tokens the row of its piece: ``(B, P, H / ulysses, D)``, in the dtype of
+sums, to ``(B, S_local, H, D)`` in the given dtype. Heads are gathered over the Ulysses group. Pads get 0."""

@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         name="sparse_means_of_others",
         harm="a ring: the coarse attention's gradient of k and v lacks the queries of other ranks",
-        old="_scattered(torch.stack([grads[:, of_rank.tiles] for of_rank in pieces.of_rank]), ring, group)",
-        new="grads[:, own.tiles]",
+        old="    mine = _scattered(of_ranks, place.ring, place.ring_group)\n",
+        new="    mine = grads[:, own.tiles]\n",
         killed_by="distributed/test_sparse_attention.py::test_values_gradients_and_tangents[2-1]",
     ),
     Fault(

@@ -65,6 +65,12 @@ def make_inputs(case: SparseCase) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return [q, k, *others[:2]], others[2:6], others[6]
 
 
+def largest_logit(case: SparseCase) -> float:
+    """Return the largest absolute logit between any two tokens."""
+    q, k, *_ = make_inputs(case)[0]
+    return torch.einsum("bshd,bthd->bhst", q, k).abs().max().item() * case.head_dim**-0.5
+
+
 def tile_numbers(case: SparseCase) -> tuple[Tensor, int]:
     """Return the tile of each token in raster order, and the number of tiles of the dense segments, which are first."""
     parts, first = [], 0
