@@ -643,8 +643,8 @@ FAULTS = (
     Fault(
         name="sound_of_frames_in_order",
         harm="H.264 with B-frames in AVI: the sound is one source frame early",
-        old="packet.dts if len(begins) == 1 else packet.pts or packet.dts for packet in packets",
-        new="packet.pts or packet.dts for packet in packets",
+        old="packet.dts if is_only or packet.pts is None else packet.pts",
+        new="packet.dts if packet.pts is None else packet.pts",
         killed_by="unit/test_sound.py::test_sound_goes_with_frames_that_are_taken_in_order",
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,7 +46,10 @@ class Clock(NamedTuple):
 
 def picture_clock(file: VideoFile, seconds: Fraction) -> Clock:
     """Return the clock by which ``read_clip`` takes the frames of a clip of so many ``seconds``."""
-    stretches, look = _stretches(file, seconds)
+    with opened(file) as (container, stream):
+        runs = _runs(container, stream, seconds + _skipped(file, stream))
+        stretches = [_stretch(number, packets, stream, len(runs) == 1) for number, packets in runs.items()]
+        look = _look(next(iter(runs.values())), stream)
     if len(stretches) == 1:
         try:
             return Clock([Stretch(Fraction(0), Fraction(0), 0)], *_ends(file, seconds, look, in_order=False))
@@ -54,35 +58,41 @@ def picture_clock(file: VideoFile, seconds: Fraction) -> Clock:
     return Clock(stretches, *_ends(file, seconds, 0, in_order=True))
 
 
-def _stretches(file: VideoFile, seconds: Fraction) -> tuple[list[Stretch], int]:
-    """Return the stretches that begin within the clip, with the times of frames that are taken in order; and after how
-    many frames it is known whether the file's own times grow."""
-    with opened(file) as (container, stream):
-        rate, until = stream.average_rate, seconds + _skipped(file, stream)
-        begins: list[tuple[int, list[av.Packet]]] = []  # number of each stretch's first packet, and its first packets
-        last = None
-        for number, packet in enumerate(container.demux(stream)):
-            if packet.dts is None:  # it flushes the decoder
-                continue
-            if last is None or packet.dts <= last:
-                begins.append((number, []))
-            if len(begins[-1][1]) <= MOST_B_FRAMES:
-                begins[-1][1].append(packet)
-            last = packet.dts
-            if not rate or number / rate > until:
-                break
-        if not begins:
-            raise ClipError("holds no frame with a time stamp, from which its sound would begin")
-        stretches = []
-        for number, packets in begins:
-            # What orders frames is not their time where it does not grow, as in AVI, which has times of packets alone.
-            stamps = [packet.dts if len(begins) == 1 else packet.pts or packet.dts for packet in packets]
-            time = number / rate if rate else Fraction(0)
-            stretches.append(Stretch(min(stamps) * stream.time_base, time, packets[0].pos or 0))
-        # Times in the order of packets show only after as many frames as there are B-frames in a row.
-        pts = [packet.pts for packet in begins[0][1]]
-        in_packet_order = None in pts or pts == sorted(pts)
-        return stretches, MOST_B_FRAMES if in_packet_order and stream.codec_context.has_b_frames else 0
+def _runs(
+    container: av.container.InputContainer, stream: av.VideoStream, until: Fraction
+) -> dict[int, list[av.Packet]]:
+    """Return the first packets of each stretch that begins before so many seconds, by the number of its first."""
+    runs: dict[int, list[av.Packet]] = {}
+    last = None
+    for number, packet in enumerate(container.demux(stream)):
+        if packet.dts is None:  # it flushes the decoder
+            continue
+        if last is None or packet.dts <= last:
+            runs[number] = run = []
+        if len(run) <= MOST_B_FRAMES:
+            run.append(packet)
+        last = packet.dts
+        if not stream.average_rate or number / stream.average_rate > until:
+            break
+    if not runs:
+        raise ClipError("holds no frame with a time stamp, from which its sound would begin")
+    return runs
+
+
+def _stretch(number: int, packets: Sequence[av.Packet], stream: av.VideoStream, is_only: bool) -> Stretch:
+    """Return the stretch that begins with these ``packets``, for frames that are taken in order."""
+    # Without a restart, what does not grow are stamps that are no times: AVI has times of packets alone.
+    stamps = [packet.dts if is_only or packet.pts is None else packet.pts for packet in packets]
+    time = number / stream.average_rate if stream.average_rate else Fraction(0)
+    return Stretch(min(stamps) * stream.time_base, time, packets[0].pos or 0)
+
+
+def _look(packets: Sequence[av.Packet], stream: av.VideoStream) -> int:
+    """Return how many frames tell whether times grow: times in the order of packets show only after as many frames as
+    there are B-frames in a row."""
+    stamps = [packet.pts for packet in packets]
+    in_packet_order = None in stamps or stamps == sorted(stamps)
+    return MOST_B_FRAMES if in_packet_order and stream.codec_context.has_b_frames else 0
 
 
 def _skipped(file: VideoFile, stream: av.VideoStream) -> Fraction:

@@ -26,13 +26,12 @@ def read_track(file: VideoFile, rate: int, samples: int, channels: int) -> tuple
     """Return what ``read_sound`` says, and the number of samples up to the end of the track's last sound in the clip:
     0 if there is none."""
     sound, end = np.zeros((channels, samples), np.float32), 0
+    position: int | None = None
     with opened(file) as (container, _):
         if not container.streams.audio:
             return sound.tobytes(), 0
-    clock = picture_clock(file, Fraction(samples, rate))
-    most = samples if clock.end is None else min(samples, round((clock.end - clock.begin) * rate))
-    position: int | None = None
-    with opened(file) as (container, _):
+        clock = picture_clock(file, Fraction(samples, rate))
+        most = samples if clock.end is None else min(samples, round((clock.end - clock.begin) * rate))
         for start, values in _pieces(container, clock, rate, channels):
             if position is None or (start is not None and abs(start - position) > _JITTER * rate):
                 position = start or 0
