@@ -3,6 +3,7 @@
 import logging
 import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -132,12 +133,8 @@ def compose_config(words: list[str]) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         recipe = re.search(r"Could not find 'recipe/([^']+)'", str(error))
         raise UserError(no_recipe(recipe[1]) if recipe else " ".join(str(error).split())) from error
-    composed = OmegaConf.create(values)
-    experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
-    if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
-        # The experiment's recipe may hold the rates of a tiny network.
-        own = f"experiment={experiment} has a recipe of its own, not for model={chosen['model']}"
-        raise UserError(f"{own}; add recipe={pair}, or start from another experiment")
+    composed, experiment = OmegaConf.create(values), chosen["experiment"]
+    _check_recipe(groups, chosen)
     owners = {"method": METHODS[composed.method.name][1], "data": DATA[composed.data.name]}
     known = {
         key: setting
@@ -161,6 +158,14 @@ def compose_config(words: list[str]) -> Config:
         raise UserError(f"experiment={experiment} sets {key}: {no_such_setting(key, known)}{hint}") from error
     check(config)
     return config
+
+
+def _check_recipe(groups: Mapping[str, str], chosen: Mapping[str, str]) -> None:
+    """Refuse another model under the recipe of an experiment, which may hold the rates of a tiny network."""
+    pair = f"{chosen['model']}_{chosen['method']}"
+    if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
+        own = f"experiment={chosen['experiment']} has a recipe of its own, not for model={chosen['model']}"
+        raise UserError(f"{own}; add recipe={pair}, or start from another experiment")
 
 
 def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) -> None:

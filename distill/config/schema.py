@@ -1,7 +1,7 @@
 """Dataclasses of all settings; their YAML is in ``configs/``."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
@@ -165,7 +165,7 @@ class OptimizerSettings(Checked):
         method added, before ``lr_scale``. ``where`` is the prefix of settings in a message, as ``"optim.student"``."""
         names, scales = list(names), dict(self.lr_scale or {})
         groups: dict[Group, list[str]] = {}
-        used: set[str] = set()
+        used: set[str | None] = set()
         for name in names:
             undecayed = [pattern for pattern in self.no_decay if fnmatchcase(name, pattern)]
             scaled = next((pattern for pattern in scales if fnmatchcase(name, pattern)), None)
@@ -175,13 +175,17 @@ class OptimizerSettings(Checked):
             if self.additions_lr is not None and name.startswith(PREFIX):
                 scale *= self.additions_lr / self.lr
             groups.setdefault(Group(decay, scale), []).append(name)
-        for key, patterns in (("no_decay", self.no_decay), ("lr_scale", scales)):
+        self._refuse_unused(used, names, where)
+        return groups
+
+    def _refuse_unused(self, used: set[str | None], names: Sequence[str], where: str) -> None:
+        """Refuse patterns that no parameter took."""
+        for key, patterns in (("no_decay", self.no_decay), ("lr_scale", self.lr_scale or {})):
             for pattern in patterns:
                 if pattern not in used:
                     taken = any(fnmatchcase(name, pattern) for name in names)
                     why = "comes after patterns that match all it does" if taken else "matches no parameter"
                     raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
-        return groups
 
 
 @dataclass(kw_only=True)

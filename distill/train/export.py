@@ -42,18 +42,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     run_dir, role = Path(config.run_dir), method.roles["student"]
     has_average = trained[0].average is not None
     weights = exported_weights(config.export.weights, has_average)
-    role.rest()
-    student = RoleExport(
-        family=role.family,
-        config=role.config,
-        boundaries=role.boundaries,
-        causal=role.causal_file,
-        scale=None if role.adapters is None else role.adapters["scale"],
-        trained={network.index: sharded(network.weights(averaged=weights == "ema")) for network in trained},
-        bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
-        few_steps=method.few_steps,
-        grid=None if method.heads is None else Grid(**method.heads),
-    )
+    student = _student_weights(method, trained, averaged=weights == "ema")
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
@@ -67,11 +56,29 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
     on_first_rank(lambda: export_schedulers(run_dir / "export", student.schedulers()))
-    if rank() == 0:
-        if role.adapters is not None and whole:
-            others = whole[0], len(whole) - 1
-            log.info("skipped export/student_lora: an adapter file cannot hold %s and %d others", *others)
-        if has_average and weights == "raw":
-            log.info("export.weights=raw: exporting the raw student; samples and report use the average")
-        merged = "" if role.adapters is None else ", merged into its base,"
-        log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")
+    if rank() != 0:
+        return
+    if role.adapters is not None and whole:
+        others = whole[0], len(whole) - 1
+        log.info("skipped export/student_lora: an adapter file cannot hold %s and %d others", *others)
+    if has_average and weights == "raw":
+        log.info("export.weights=raw: exporting the raw student; samples and report use the average")
+    merged = "" if role.adapters is None else ", merged into its base,"
+    log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")
+
+
+def _student_weights(method: Method, trained: Sequence[Trained], *, averaged: bool) -> RoleExport:
+    """Return the student with its ``trained`` networks, or their averages."""
+    role = method.roles["student"]
+    role.rest()
+    return RoleExport(
+        family=role.family,
+        config=role.config,
+        boundaries=role.boundaries,
+        causal=role.causal_file,
+        scale=None if role.adapters is None else role.adapters["scale"],
+        trained={network.index: sharded(network.weights(averaged=averaged)) for network in trained},
+        bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
+        few_steps=method.few_steps,
+        grid=None if method.heads is None else Grid(**method.heads),
+    )

@@ -229,8 +229,7 @@ class Trainer:
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps, every=self.config.log.print_every)
         data = self._steps_of_data()
-        if self.guard is not None and not self.guard.state.looks:
-            self._look()
+        self._look_if_due(None)
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
@@ -239,8 +238,7 @@ class Trainer:
             advance()
             self.unlogged |= metrics
             line.add(metrics)
-            if self.guard is not None and self.guard.is_due(self.method.trained_role(self.step - 1), metrics):
-                self._look()
+            self._look_if_due(metrics)
             at_end = self.step == self.config.steps
             if at_end or self._is_due(self.config.log.every):
                 self._log_metrics(line)
@@ -271,6 +269,17 @@ class Trainer:
             shown = self.evaluator.write_samples(self.step)
         if self.log is not None and shown is not None:
             self.log.show(self.step, *shown)
+
+    def _look_if_due(self, metrics: dict[str, float | None] | None) -> None:
+        """Let the guard look before the first step (``None``), and after the steps of ``metrics`` that it waits for."""
+        if self.guard is None:
+            return
+        if metrics is None:
+            is_due = not self.guard.state.looks
+        else:
+            is_due = self.guard.is_due(self.method.trained_role(self.step - 1), metrics)
+        if is_due:
+            self._look()
 
     @long_timeout()
     def _look(self) -> None:
