@@ -90,11 +90,12 @@ class LtxEncoderFolder(EncoderFolder):
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
         """Return the settings of a folder; refuse patches of more than one latent too."""
+        index = part_settings(folder, ".", where, "model_index.json", optional=True)
         return cls(
             path=folder,
             **video_sizes(folder, where, vae),
             text_width=whole_number(text, "d_model", f"{where}: text_encoder/config.json"),
-            pipeline=part_settings(folder, ".", where, "model_index.json", optional=True).get("_class_name"),
+            pipeline=index.get("_class_name"),
         )
 
     @property

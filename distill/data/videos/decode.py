@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,42 +117,65 @@ class _TooShort(ClipError):
 
 def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
     """Return the clip, by the frames' times or in their order; raise ``TimesError`` where the times cannot be used."""
-    from av.video.reformatter import Interpolation as To
-
     frames: list[torch.Tensor] = []
-    conversions: dict[tuple[int, int, str], Any] = {}
+    conversions: _Conversions = {}
     with opened(file) as (container, stream):
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
         timed = timed_frames(file, container, stream, in_order=in_order)
         for frame in _pick(timed, stream, clip, in_order=in_order):
             if frame is not last:  # a repeated frame is converted once
-                first, last = first or frame, frame
-                if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
-                    raise ClipError("is interlaced, so its moving edges are combs; deinterlace it")
-                # Recordings of calls change their size with the bandwidth, which is fine, or turn with the phone.
-                if abs(frame.width * first.height / (frame.height * first.width) - 1) > 0.02:
-                    sizes = f"{first.width} x {first.height} to {frame.width} x {frame.height}"
-                    raise ClipError(f"changes its shape from {sizes}")
+                first = first or frame
+                _check_shape(frame, first, stream)
                 colors = other_colors(frame)
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
-                shown = frame
-                if colors:
-                    takes = (frame.width, frame.height, frame.format.name)
-                    convert = conversions[takes] = conversions.get(takes) or to_bt709(frame)
-                    shown = convert(frame)
-                # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
-                to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
-                rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
-                aspect = Fraction(stream.sample_aspect_ratio or 1)  # width of one pixel over its height
-                aspect = 1 / aspect if is_turned(shown) else aspect
-                small = crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
+                last, small = frame, _resized(_in_bt709(frame, conversions) if colors else frame, clip, stream)
             frames.append(small)
         if stream.average_rate and stream.average_rate < clip.fps * 0.999:
             rate = float(stream.average_rate)
             logger.warning("%s: its %.3g fps are below data.fps=%g, frames repeat", file, rate, clip.fps)
     return torch.stack(frames, dim=1)
+
+
+def _check_decoded(frame: av.VideoFrame, time: Fraction) -> None:
+    # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
+    if frame.is_corrupt:
+        raise ClipError(f"is damaged at {float(time):.2f} s")
+    if frame.width * frame.height > _MAX_PIXELS:
+        raise ClipError(f"has frames of {frame.width} x {frame.height} pixels, more than any camera's")
+
+
+def _check_shape(frame: av.VideoFrame, first: av.VideoFrame, stream: av.VideoStream) -> None:
+    """Refuse an interlaced frame, and one of another shape than the clip's first."""
+    if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
+        raise ClipError("is interlaced, so its moving edges are combs; deinterlace it")
+    # Recordings of calls change their size with the bandwidth, which is fine, or turn with the phone.
+    if abs(frame.width * first.height / (frame.height * first.width) - 1) > 0.02:
+        sizes = f"{first.width} x {first.height} to {frame.width} x {frame.height}"
+        raise ClipError(f"changes its shape from {sizes}")
+
+
+_Conversions = dict[tuple[int, int, str], Callable[["av.VideoFrame"], "av.VideoFrame"]]
+
+
+def _in_bt709(frame: av.VideoFrame, conversions: _Conversions) -> av.VideoFrame:
+    """Return a frame in the standard range of colors, by the conversion of frames of its size and format."""
+    takes = (frame.width, frame.height, frame.format.name)
+    convert = conversions[takes] = conversions.get(takes) or to_bt709(frame)
+    return convert(frame)
+
+
+def _resized(shown: av.VideoFrame, clip: ClipFormat, stream: av.VideoStream) -> torch.Tensor:
+    """Return a frame upright, cropped and resized: float32 (3, H, W) in [-1, 1]."""
+    from av.video.reformatter import Interpolation as To
+
+    # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
+    to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
+    rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
+    aspect = Fraction(stream.sample_aspect_ratio or 1)  # width of one pixel over its height
+    aspect = 1 / aspect if is_turned(shown) else aspect
+    return crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
 
 
 def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
@@ -175,11 +198,7 @@ def _pick(
     for frame, stamp in timed:
         start = stamp if start is None else start
         time = stamp - start
-        # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
-        if frame.is_corrupt:
-            raise ClipError(f"is damaged at {float(time):.2f} s")
-        if frame.width * frame.height > _MAX_PIXELS:
-            raise ClipError(f"has frames of {frame.width} x {frame.height} pixels, more than any camera's")
+        _check_decoded(frame, time)
         decoded += 1
         while previous is not None and wanted * step <= (previous_time + time) / 2:
             yield previous
