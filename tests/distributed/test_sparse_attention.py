@@ -256,6 +256,7 @@ class _Network(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         self.mesh, self.tiles = mesh, Tiles((4, 5, 6), (2, 2, 2))
+        self.attended = self.tiles.on(mesh)
         self.embed, self.head = nn.Conv3d(2, 8, (1, 2, 2), (1, 2, 2)), nn.Linear(8, 3)
         self.blocks = nn.ModuleList(nn.Linear(8, 32) for _ in range(2))
         plan = {
@@ -271,7 +272,7 @@ class _Network(nn.Module):
         for block in self.blocks:
             x = x + positions[0]
             q, k, v, gate = block(x).unflatten(-1, (4, 2, 4)).unbind(2)
-            sparse = sparse_tiles(self.tiles.on(self.mesh), 0.7)
+            sparse = sparse_tiles(self.attended, 0.7)
             x = x + context_parallel_attention(q, k, v, mesh=self.mesh, sparse=sparse, gate=gate).flatten(2)
         return self.head(x)
 
@@ -288,6 +289,9 @@ def _network(sizes):
     if mesh.cp_size > 1:
         for grad in grads:
             dist.all_reduce(grad)
+        network.attended = replace(network.attended, is_ordered=not network.attended.is_ordered)
+        with pytest.raises(UserError):  # on all ranks, before anything is sent
+            network(x, (positions,))
     return [out.detach(), *grads]
 
 
