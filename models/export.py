@@ -36,6 +36,7 @@ from models.families.base import Family
 from models.families.registry import family_of
 from models.files import originals, originals_ltx2
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.lora import videox
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
@@ -111,6 +112,14 @@ class RoleExport:
         ``options`` are as for :func:`models.export_folder.write_folder`.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
+        if kind == videox.KIND:
+            (student,), (base,), grid = self.trained.values(), self.bases(), cast(Grid, self.grid)
+            layers = self.family.last_layers(self.config)
+            tensors, config = videox.file_parts(
+                student.shapes, student.read, base.read, layers, grid, cast(float, self.scale)
+            )
+            write_file(folder, tensors, {"format": kind, **about}, name=videox.FILE, config=config, **options)
+            return
         if kind in FORMATS:
             (adapters,), scale = self.trained.values(), cast(float, self.scale)
             tensors = file_tensors(kind, adapters.shapes, adapters.read, family=self.family, scale=scale, dtype=dtype)
@@ -253,7 +262,9 @@ def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) 
         raise UserError(f"--format {kind} has one last layer, and the {role} has heads; add --steps 1, or leave it out")
     if exported.scale is None and kind not in (None, *OWN):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
-    if kind in FORMATS and (whole := exported.not_adapters):
+    if kind == videox.KIND and exported.grid is None:
+        raise UserError(f"--format {kind} is for a student of method=pdd, and the {role} has no heads; leave it out")
+    if kind in FORMATS and kind != videox.KIND and (whole := exported.not_adapters):
         raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
 
 
@@ -285,7 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     formats = (
         f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI. Of a"
         " role with adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
-        " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it"
+        " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it;"
+        f" {videox.KIND}: of a student of method=pdd, VideoX-Fun's file"
     )
     add("--format", choices=("merged", *FORMATS, *OWN), help=formats)
     add(

@@ -4,6 +4,7 @@ If a format has no field for ``alpha / rank`` that all its readers support, the 
 then reproduces the trained network.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from fsdp_cp.files.atomic_folder import atomic_folder
 from fsdp_cp.reduce import on_first_rank
 from models.causal import write_causal
 from models.families.base import Family
+from models.lora import videox
 
-FORMATS = ("diffusers-lora", "wan-lora")
+FORMATS = ("diffusers-lora", "wan-lora", videox.KIND)
 NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
 
@@ -62,18 +64,24 @@ def write_file(
     causal: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     *,
+    name: str = NAME,
+    config: Mapping[str, Any] | None = None,
     move_aside: bool = False,
 ) -> None:
-    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective."""
+    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective. VideoX-Fun's
+    has a ``name`` and a ``config`` of its own."""
 
     def write() -> None:
         try:
             with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-                save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
+                header = {key: str(value) for key, value in (config or {}).items()}
+                save_file(dict(tensors), unfinished / name, metadata={"format": "pt", **header})
+                if config is not None:
+                    (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
                 if causal is not None:
                     write_causal(unfinished, causal)
-                for name, scheduler in (schedulers or {}).items():
-                    scheduler.save_pretrained(unfinished / name)
+                for folder_name, scheduler in (schedulers or {}).items():
+                    scheduler.save_pretrained(unfinished / folder_name)
         except SafetensorError as error:  # includes a full disk
             raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
 

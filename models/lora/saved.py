@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError, one_line
-from models.families.base import Family
+from models.families.base import Family, LastLayer, config_of
 from models.files.checkpoint_files import refuse_pointer
 from models.files.shipped import find_shipped
+from models.lora import videox
 from models.lora.files import NAME
 
 _FILES = (NAME, "adapter_model.safetensors")
@@ -66,6 +68,10 @@ class SavedAdapters:
     """Scale of the product of each layer's matrices. It also multiplies the bias, as in peft."""
     biases: frozenset[str]
     """Layers whose adapter has a bias (``.diff_b``)."""
+    last_layers: Mapping[str, LastLayer]
+    """Last layers of the base (:meth:`models.families.base.Family.last_layers`)."""
+    heads: Mapping[str, tuple[int, ...]]
+    """Shapes of the last layers that the file has for the role's heads, by the heads' names."""
 
     @property
     def biased(self) -> bool:
@@ -75,7 +81,7 @@ class SavedAdapters:
     def read(self) -> dict[str, dict[str, Tensor]]:
         """Return each layer's fp32 ``A.weight``, ``B.weight`` and perhaps ``B.bias``, the latter two times the
         scale."""
-        tensors, weights = _read(self.file, self.family), {}
+        (tensors, _), weights = _read(self.file, self.family, self.last_layers), {}
         for layer, scale in self.scales.items():
             a, b = tensors[f"{layer}.lora_A.weight"].float(), scale * tensors[f"{layer}.lora_B.weight"].float()
             missing = self.rank - len(a)
@@ -85,12 +91,21 @@ class SavedAdapters:
                 weights[layer]["B.bias"] = scale * tensors[f"{layer}.lora_B.bias"].float()
         return weights
 
+    def read_heads(self) -> dict[str, Tensor]:
+        """Return the whole last layers for the role's heads, by the heads' names."""
+        return _read(self.file, self.family, self.last_layers)[1]
 
-def _read(file: Path, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``,
-    ``.lora_B.bias``, ``LAYER.alpha``."""
+
+def _read(
+    file: Path, family: Family, last_layers: Mapping[str, LastLayer]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the adapters of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``,
+    ``.lora_B.bias``, ``LAYER.alpha``; and last layers for heads."""
+    heads: dict[str, Tensor] = {}
     try:
         tensors = _kohya_scaled(file, load_file(file))
+        if videox.read_config(file):
+            tensors, heads = videox.split_heads(tensors, last_layers)
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
@@ -107,10 +122,11 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
         pair = name.replace(".default.", ".").endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
-    return {
+    adapters = {
         _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
         for name, tensor in converted.items()
     }
+    return adapters, heads
 
 
 def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,9 +151,9 @@ def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
     """Compare the adapters of ``file`` (:func:`find_adapters`) with their base, a plain ``network`` on any device."""
     where = f"{setting}={file.parent}"
-    linear = linear_layers(network)
+    linear, last_layers = linear_layers(network), family.last_layers(config_of(network))
     try:
-        tensors = _read(file, family)
+        tensors, heads = _read(file, family, last_layers)
         scale_of = _scales(file, tensors, family.adapter_alpha)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -156,7 +172,10 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     unbiased = next((layer for layer in layers if linear[layer].bias is None), None)
     if biases and unbiased is not None:  # a merged network would lose the bias
         raise UserError(f"{where} has adapters with biases, but {unbiased} has no bias; it is for another base")
-    return SavedAdapters(file=file, family=family, rank=max(ranks), scales=scales, biases=biases)
+    return SavedAdapters(
+        file=file, family=family, rank=max(ranks), scales=scales, biases=biases, last_layers=last_layers,
+        heads={name: tuple(tensor.shape) for name, tensor in heads.items()},
+    )  # fmt: skip
 
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
@@ -206,7 +225,10 @@ def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) ->
         metadata = opened.metadata() or {}
         converted = any(name.endswith(".alpha") and name not in tensors for name in opened.keys())
     config_file = file.parent / "adapter_config.json"
-    if config_file.is_file():
+    config: dict[str, Any]
+    if parallel := videox.read_config(file):
+        config, name = {"lora_alpha": parallel.get("lora_alpha")}, videox.CONFIG
+    elif config_file.is_file():
         config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
     elif "lora_adapter_metadata" in metadata:
         entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"

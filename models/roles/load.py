@@ -14,14 +14,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdp_cp.attention.kernels.choose import prepare_kernels
 from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import local_shard, on_all_ranks
+from fsdp_cp.reduce import full_tensor, local_shard, on_all_ranks
 from fsdp_cp.rng import stream_seed
-from fsdp_cp.sharding.initialise import initialise
+from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.additions.base import attach_additions
 from models.families.base import Shape
 from models.lora.serving import Serving
+from models.lora.videox import base_names
 from models.owner import owner
 from models.roles.network import Network
 from models.roles.parallelize import parallelize
@@ -162,8 +163,19 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         if plan.lora is not None:
             plan.lora.fill(module, plan.name, seed)
             if plan.lora.saved is not None:
+                _fill_heads(network, plan)
                 parameters = network.named_parameters(plan.name)
                 _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+
+
+def _fill_heads(network: Network, plan: RolePlan) -> None:
+    """Set the heads to the differences of the last layers in the adapters' file from the base's. A collective."""
+    assert plan.lora is not None and plan.lora.saved is not None
+    own, base = network.named_parameters(plan.name), network.base_parameters()
+    names = base_names(plan.lora.saved.last_layers)
+    for name, whole in plan.lora.saved.read_heads().items():
+        values = whole.float() - full_tensor(base[names[name]].detach()).cpu().float()
+        copy_own_part(own[name].detach(), values, name)
 
 
 def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:

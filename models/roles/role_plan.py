@@ -180,6 +180,7 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
+        _check_saved_heads(name, adapters, added)
     settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network)
     built = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in folders)
@@ -201,6 +202,18 @@ def plan_role(
         trained_frames=trained_frames,
         network=network,
     )
+
+
+def _check_saved_heads(name: str, adapters: LoraPlan, added: nn.ModuleDict) -> None:
+    """Check that the role has the heads that the file of its adapters holds."""
+    if adapters.saved is None or not (saved := adapters.saved.heads):
+        return
+    where, count = f"{name}.checkpoint={adapters.saved.file.parent}", next(iter(saved.values()))[0]
+    expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
+    if "heads" not in added:
+        raise UserError(f"{where} has last layers for {count} intervals of method=pdd; use that method")
+    if expected != {key: tuple(shape) for key, shape in saved.items()}:
+        raise UserError(f"{where} has last layers {dict(saved)}; set method.grid_steps={count}, and use its own base")
 
 
 def _trained_experts(name: str, experts: str, boundaries: Sequence[float], saved: Path | None) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """pdd on meshes: a step against its formulas in float64, with sound too; heads saved, averaged and resumed."""
 
+import json
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import MiniMaxH3Transformer3DModel, WanTransformer3DModel
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distill.config.schema import EmaSettings
@@ -24,6 +27,9 @@ from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import copy_own_part
 from fsdp_cp.sharding.settings import ShardSettings
+from models.export import RoleExport
+from models.export_folder import sharded
+from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
@@ -36,6 +42,7 @@ from tests.oracles.runs import Setup, random_adapter
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.written_out import WrittenOut
 from tests.tiers import parametrize
+from tests.unit.refused import refused
 
 MESHES = [(2, 2), (1, 1), (1, 2), (2, 1)]
 BATCH = 4
@@ -318,3 +325,95 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, tmp_path, blocks):
     assert len(set(losses)) == 4 and all(torch.isfinite(torch.tensor(losses)))
     for name in ("student", "average of student"):
         assert weights[name]["additions.heads.audio.weight"].norm() > 0
+
+
+# VideoX-Fun's file
+
+
+def _videox_file(folder, case):
+    """Write a file as VideoX-Fun's trainer does, on the teacher in ``folder``; return its tensors."""
+    base, rank, tensors = load_file(folder / "teacher" / "diffusion_pytorch_model.safetensors"), 3, {}
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in base.items():
+        if re.search(
+            r"blocks\.\d+\.(attn\.to_[qkv]|attn\.to_out\.0|ff\.net\.[02](\.proj)?|adaln_proj\.linear)\.weight", name
+        ):
+            layer = name.removesuffix(".weight")
+            tensors[f"{layer}.lora_down"] = torch.randn(rank, weight.shape[1], generator=generator)
+            tensors[f"{layer}.lora_up"] = 0.1 * torch.randn(weight.shape[0], rank, generator=generator)
+    for layer in case.layers.values():
+        for kind in ("weight", "bias"):
+            whole = base[f"{layer}.{kind}"].expand(8, *base[f"{layer}.{kind}"].shape)
+            tensors[f"{layer}.{kind}"] = whole * (1 + 0.2 * torch.rand(whole.shape, generator=generator))
+    targets = "to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2,adaln_proj.linear"
+    config = {"pdd_num_steps": 8, "pdd_block_size": 2, "lora_rank": rank, "lora_alpha": 3.0, "lora_targets": targets}
+    (folder / "theirs").mkdir()
+    save_file(tensors, folder / "theirs" / "pdd.safetensors")
+    (folder / "theirs" / "pdd_config.json").write_text(json.dumps(config))
+    return tensors, config
+
+
+def _from_videox(case, folder, saved, out):
+    """Start a student from the file, write it back, and return two heads' velocities at one state."""
+    mesh = _mesh(1, 2)
+    plans = [
+        plan_role(
+            name, checkpoint=str(folder / "teacher"), family=case.family, lora=LoraSettings() if saved_here else None,
+            saved=saved_here, additions=Pdd.additions(case.settings).get(name, ()),
+        )
+        for name, saved_here in (("teacher", None), ("student", saved))
+    ]  # fmt: skip
+    roles = build_roles(
+        plans, mesh=mesh, device=torch.device("cpu"), trained=("student",), shapes=case.shapes,
+        condition_shapes={"text": case.text},
+    )  # fmt: skip
+    method, student = build_method(case.settings, roles), roles["student"]
+    export = RoleExport(
+        family=student.family, config=student.config, scale=student.adapters["scale"], grid=method.grid,
+        trained={0: sharded(student.weights())}, bases=lambda: [sharded(student.networks[0].base_parameters())],
+    )  # fmt: skip
+    export.write(out, "videox-pdd", dtype=torch.float32, about={})
+    x = _batch(case, method, slice(1)).noise(StepRandom(seed=4, step=0, positions=[0]), "noise").to(torch.float32)
+    text, t = _condition(case)[slice(1)].to(torch.float32), torch.full((1,), 0.7)
+    with torch.no_grad():
+        return student.velocity(x, t, text, heads=method.grid.mean((0, 1), (5, 6)))
+
+
+def test_videox_funs_file_both_ways(pools, tmp_path):
+    """Values of a started student are those of the file's layers; writing it back gives the file bit by bit."""
+    case = replace(CASES["minimax_h3, adapted"], lora={})
+    folder = _write(tmp_path, case)
+    tensors, config = _videox_file(folder, case)
+    saved = find_adapters(str(folder / "theirs"))
+    velocity = pools[2].run(_from_videox, case, folder, saved, tmp_path / "ours")[0]
+    ours = load_file(tmp_path / "ours" / "pdd.safetensors")
+    assert ours.keys() == tensors.keys() and all(torch.equal(ours[name], tensors[name]) for name in tensors)
+    assert json.loads((tmp_path / "ours" / "pdd_config.json").read_text()) == config | {
+        "lora_targets": ",".join(sorted(config["lora_targets"].split(",")))
+    }
+    network = case.network.from_pretrained(folder / "teacher")
+    for name in [name for name in tensors if name.endswith(".lora_up")]:
+        layer = name.removesuffix(".lora_up")
+        network.get_submodule(layer).weight.data += tensors[name] @ tensors[f"{layer}.lora_down"]
+    noise = Batch(latents=None, condition=_condition(case)[slice(1)], latent_shapes=case.shapes).noise(
+        StepRandom(seed=4, step=0, positions=[0]), "noise"
+    )
+    times = {"video": torch.tensor([0.7]), "audio": torch.tensor([0.25 * 0.7 / (1 - 0.75 * 0.7)])}
+    for row, k in enumerate((0, 5)):
+        for layer in case.layers.values():
+            for kind in ("weight", "bias"):
+                getattr(network.get_submodule(layer), kind).data = tensors[f"{layer}.{kind}"][k]
+        with torch.no_grad():
+            truth = tiny_minimax_h3.velocity(
+                network,
+                {p: x.float() for p, x in noise.parts.items()},
+                times,
+                _condition(case).tensors["text"][:1].float(),
+            )
+        for part, value in truth.items():
+            assert relative_error(velocity.parts[part][row], value[0]) < 1e-5
+    for settings, name in ((replace(SETTINGS, grid_steps=16), "grid_steps"), (None, "pdd")):
+        added = () if settings is None else Pdd.additions(settings)["student"]
+        with refused(name):
+            plan_role("student", checkpoint=str(folder / "teacher"), family=case.family, lora=LoraSettings(),
+                      saved=saved, additions=added)  # fmt: skip
