@@ -28,7 +28,7 @@ from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts
 from distill.data.shares import Shares
 from distill.evaluate.networks import MOST_STEPS, check_number
 from distill.evaluate.sampling import alone, sampling_batch
-from distill.methods.common.chunks import chunk_noise
+from distill.methods.common.chunks import chunk_noise, noised
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.sampling import guided_states
 from distill.run.checkpoint_checks import find_sources
@@ -116,7 +116,7 @@ class _Sampling:
         shapes = {part: self.data.latent_shapes[part] for part in teacher.family.parts}
         noise = chunk_noise(teacher, random, "teacher_clips/noise", shapes, teacher.family.parts)
         inputs = default_collate([{name: item[name] for name in self.data.condition_shapes} for item in items])
-        condition = condition_of(inputs, self.data).to(device)
+        condition = noised(condition_of(inputs, self.data).to(device), random)
         how = method.teacher_sampler, self.arguments.steps, method.sampling_shift, method.guidance
         chunks = guided_states(teacher, noise, condition, random, *how, self.arguments.states)
         *states, latents = (Sample.cat(pieces, dim=2) for pieces in zip(*chunks, strict=True))

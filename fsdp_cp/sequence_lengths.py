@@ -102,6 +102,12 @@ def records_of(groups: ContextGroups) -> list[Lengths]:
     return [record for record in _ended.values() if is_alike(record)] if in_backward() else []
 
 
+def split_names(names: Sequence[str], groups: ContextGroups) -> tuple[str, ...]:
+    """Return those of ``names`` under which the running forward has split a sequence, in order."""
+    records = records_of(groups)
+    return tuple(name for name in names if any(name in record.totals for record in records))
+
+
 def segments_of(
     total_tokens: int | str | Sequence[int | str] | None,
     local: int,

@@ -38,7 +38,7 @@ from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
-from models.condition import TEXT_LENGTH, Condition
+from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, TEXT_LENGTH, TEXT_TAGS, Condition
 from models.export_folder import sharded, write_folder
 from models.families.base import Shape, config_of
 from models.families.registry import family_names, family_of
@@ -113,7 +113,12 @@ def inputs(
             tensors[name] = torch.arange(shapes[name][0]) < lengths[:, None]
     if TEXT_LENGTH in shapes:
         tensors[TEXT_LENGTH] = 1 + torch.arange(BATCH) * 3 % TEXT_TOKENS
-    return x, t, Condition(tensors), direction, cotangent
+    if KEYFRAMES in shapes:  # the last frame is the first keyframe, in one sample; the text begins with a picture
+        count = shapes[KEYFRAMES][1]
+        tensors[KEYFRAME_ANCHORS] = (torch.arange(count) + torch.arange(BATCH)[:, None]) % 2
+        tensors[TEXT_TAGS] = (torch.arange(TEXT_TOKENS) < 2).expand(BATCH, -1)
+    condition = Condition(tensors).with_noise(lambda name, shape: normal(*shape))
+    return x, t, condition, direction, cotangent
 
 
 def causal_settings(grid: tuple[int, int, int]) -> CausalSettings:
@@ -134,7 +139,7 @@ def sample_shapes(
     frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
     latent_shape = (family.latent_channels(config), frames, height, width)
     shapes = family.condition_shapes(config, latent_shape, TEXT_TOKENS)
-    shapes |= family.optional_shapes(config, latent_shape) if optional else {}
+    shapes |= family.optional_shapes(config, latent_shape, TEXT_TOKENS) if optional else {}
     return family.sample_shapes(config, latent_shape), shapes
 
 
@@ -299,7 +304,7 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
     plan = planned(folder, family)
     parts, needed = sample_shapes(plan, GRIDS[0])
-    optional = sorted(plan.family.optional_shapes(plan.config, parts[VIDEO]).keys() - needed.keys())
+    optional = sorted(plan.family.optional_shapes(plan.config, parts[VIDEO], TEXT_TOKENS).keys() - needed.keys())
     tables: list[tuple[str, dict[str, Any]]] = []
     for expert in range(experts):
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title

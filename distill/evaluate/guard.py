@@ -19,7 +19,7 @@ from distill.data.shares import Shares
 from distill.evaluate.evaluator import SAMPLE_SEED, Evaluator
 from distill.evaluate.measures import SHARES, prompt_measures
 from distill.evaluate.sampling import TEACHER_STEPS, check_finite, sample_captions
-from distill.methods.common.chunks import noise_like
+from distill.methods.common.chunks import noise_like, noised
 from distill.methods.common.distribution_matching import fake_score_error
 from distill.methods.common.expert_times import Times
 from fsdp_cp.checkpoint.folder import step_folder
@@ -309,7 +309,7 @@ class Guard:
                 times = Times(torch.full((len(x),), time, device=device), time)
                 last = self.method.fake_last_step(times.t)
                 random = StepRandom(seed=SAMPLE_SEED, step=0, positions=clips, device=device)
-                condition = evaluator.data.condition([self.captions[i] for i in clips]).to(device)
+                condition = noised(evaluator.data.condition([self.captions[i] for i in clips]).to(device), random)
                 noise = noise_like(x, random, "guard/noise")
                 errors = fake_score_error(self.method.roles["fake"], x, times, noise, condition, last)
                 of_clip = errors.total(settings.weights).tolist()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distill.data import ClipDataset
 from distill.data.base import Measure, MeasuredDataset
 from distill.methods import Method
-from distill.methods.common.chunks import chunk_noise
+from distill.methods.common.chunks import chunk_noise, noised
 from distill.report.media import Sound
 from fsdp_cp.errors import NotFinite
 from fsdp_cp.launch import rank, world_size
@@ -186,7 +186,7 @@ def sample_batches(
             random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=device)
             noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
             chunks = []
-            mine = condition[first - start : first - start + batch].to(device)
+            mine = noised(condition[first - start : first - start + batch].to(device), random)
             for latents in method.stream(role, noise, mine, steps, random):
                 chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
                 if chunk_done is not None:

@@ -155,7 +155,8 @@ def planned_shapes(config: Config) -> Shapes:
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
     if config.data.image is None:
         return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
-    if optional := family.optional_shapes(network, parts[VIDEO]):
+    images = 2 if config.data.image == "both" else 1
+    if optional := family.optional_shapes(network, parts[VIDEO], config.data.max_text_tokens, images):
         return parts, shapes | optional
     return parts, {"image_latents": parts[VIDEO], **shapes}
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from distill.methods import Batch, Method
+from distill.methods.common.chunks import noised
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.shard import microbatch
@@ -33,7 +35,10 @@ def accumulate_gradients(
     role = method.roles[name]
     roots = [other.network for other in method.roles.values()]
     # List all losses first, to know the last backward of each network. Only their closures compute.
-    work = [loss for i, batch in enumerate(micro_batches) for loss in method.losses(step, batch, random(i))]
+    work = []
+    for i, batch in enumerate(micro_batches):
+        batch = replace(batch, condition=noised(batch.condition, random(i)))
+        work += method.losses(step, batch, random(i))
     networks = [role.expert_at(loss.at) for loss in work]
     losses = Losses({}, {}, set(networks))
     with phase(f"{name}/gradients"), resharded(roots), ExitStack() as frozen:

@@ -268,8 +268,13 @@ class Family(ABC):
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         """Return the shape of each required tensor of one sample's condition; ``text_tokens`` is L, if not fixed."""
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
-        """Return the shapes of a sample's optional condition, as a first frame, for plans and ``models.verify``."""
+    def optional_shapes(
+        self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int, images: int = 2
+    ) -> dict[str, Shape]:
+        """Return the shapes of a sample's optional condition, as a first frame, for plans and ``models.verify``.
+
+        ``images`` is the number of given frames, for families that take several.
+        """
         return {}
 
     @abstractmethod

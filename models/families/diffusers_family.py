@@ -17,7 +17,7 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.condition import FIRST_FRAME, Condition
+from models.condition import FIRST_FRAME, KEYFRAMES, Condition
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.files.checkpoint_files import defining
 from models.sample import VIDEO, PartShapes
@@ -80,7 +80,7 @@ class DiffusersFamily(Family):
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         latent_shape = shapes[VIDEO]
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        optional = self.optional_shapes(config, latent_shape)
+        optional = self.optional_shapes(config, latent_shape, condition["text"][0])
         if optional.keys() & condition.keys():
             needed |= optional
         self.check_data(config, latent_shape, needed, condition, setting)
@@ -99,7 +99,7 @@ class DiffusersFamily(Family):
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
                 wanted = f"{setting} ({self.label}) takes {name} of shape {shape}"
                 raise UserError(f"{wanted}, but the data give {data_shape or 'none'}; {use}{image}")
-        for name in ("image_latents", "image_embeds", FIRST_FRAME):
+        for name in ("image_latents", "image_embeds", FIRST_FRAME, KEYFRAMES):
             if name in condition and name not in needed:
                 raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
         if FIRST_FRAME in condition and latent_shape[1] < 2:
@@ -212,7 +212,9 @@ LEAST_TIME = 1e-6
 class FrameFamily(DiffusersFamily):
     """A family whose networks take a given first frame in place of the noisy one."""
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(
+        self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int, images: int = 2
+    ) -> dict[str, Shape]:
         return {FIRST_FRAME: first_frame_shape(latent_shape)}
 
     def with_frame(

@@ -134,7 +134,9 @@ class Hunyuan(DiffusersFamily):
             "glyph_mask": (GLYPH_TOKENS,),
         }
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(
+        self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int, images: int = 2
+    ) -> dict[str, Shape]:
         """Return the shapes of the first frame's latents, which have separate channels, and its features."""
         return {FIRST_FRAME: first_frame_shape(latent_shape), "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"])}
 

@@ -1,12 +1,15 @@
 """The MiniMax-H3 family: diffusers' unmodified ``MiniMaxH3Transformer3DModel``, which makes sound with the picture.
 
-The network attends over one packed sequence of text, audio and video rows. A video row is a patch of latents, an audio
-row one latent of the left or the right channel. Each of the three streams is split over ``mesh.cp`` before its
-projection (the text after its refiner), so a rank's sequence joins its own text, audio and video rows and no rank holds
-all of them at the network's width. diffusers' plan splits the packed rows instead.
+The network attends over one packed sequence of text, keyframe, audio and video rows. A video row is a patch of latents,
+an audio row one latent of the left or the right channel. Each stream is split over ``mesh.cp`` before its projection
+(the text after its refiner), so a rank's sequence joins its own rows of all streams and no rank holds all of them at
+the network's width. diffusers' plan splits the packed rows instead.
 
 The network's time is 1 - t, without a scale, and its velocity points to the data; :meth:`MiniMaxH3.outputs` converts
 both. Each stream has its own time; text rows have the video's.
+
+Keyframes are given frames at a clip's start or end, rows of patches before those that are generated, with almost no
+noise (:data:`KEYFRAME_TIME`). The text shows them too: its rows of a picture are tagged as video.
 
 The packed sequence has no batch axis: samples of a forward would share times and text length. So :meth:`outputs` calls
 the network for one sample after another. A micro-batch of several samples then works everywhere (sampling, guidance,
@@ -18,8 +21,9 @@ Shape legend: B samples, C T H W latents of the video, A L 2 channels, latents a
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from diffusers import MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel, SchedulerMixin
 from diffusers.models.transformers.transformer_minimax_h3 import (
@@ -35,7 +39,15 @@ from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
-from models.condition import TEXT_LENGTH, Condition
+from fsdp_cp.sequence_lengths import split_names
+from models.condition import (
+    KEYFRAME_ANCHORS,
+    KEYFRAME_NOISE,
+    KEYFRAMES,
+    TEXT_LENGTH,
+    TEXT_TAGS,
+    Condition,
+)
 from models.families.base import (
     FamilyPlanning,
     Flops,
@@ -52,8 +64,14 @@ from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
-VIDEO_ROWS, AUDIO_ROWS, TEXT_ROWS = "hidden_states", "audio_hidden_states", "token_refiner[0]"
-"""Names of the split streams in the plan: two arguments of the network, and the output of the text's refiner."""
+VIDEO_ROWS, KEYFRAME_ROWS, AUDIO_ROWS = "hidden_states[0]", "hidden_states[1]", "audio_hidden_states"
+TEXT_ROWS = "token_refiner[0]"
+"""Names of the split streams in the plan: arguments of the network, of which one is a tuple, and the output of the
+text's refiner."""
+KEYFRAME_TIME = 0.001
+"""Noise on keyframes, and the most that is the time of their rows (diffusers' ``keyframe_noise_aug`` of .999)."""
+TEXT = "text"
+"""Stream of the text."""
 SIDES = 2
 """Left and right channel of the sound."""
 FRAME_RATE, AUDIO_RATE = 24, 40
@@ -114,7 +132,7 @@ class MiniMaxH3Planning(FamilyPlanning):
 
 
 class MiniMaxH3(DiffusersFamily):
-    """MiniMax-H3 by diffusers' ``MiniMaxH3Transformer3DModel`` (0.42): text to video and audio."""
+    """MiniMax-H3 by diffusers' ``MiniMaxH3Transformer3DModel`` (0.42): text and keyframes to video and audio."""
 
     name = "minimax_h3"
     class_name = "MiniMaxH3Transformer3DModel"
@@ -197,7 +215,8 @@ class MiniMaxH3(DiffusersFamily):
         return [*ends, network.time_embedder]
 
     def time_embedder(self, network: MiniMaxH3Transformer3DModel) -> nn.Module:
-        """Return the embedder of a sample's times, video and audio: its output is ``(2, time_width)``."""
+        """Return the embedder of a sample's times, video, audio and perhaps keyframes: its output is ``(2 or 3,
+        time_width)``."""
         return network.time_embedder
 
     def fp8_excluded(self, network: MiniMaxH3Transformer3DModel) -> list[nn.Module]:
@@ -263,16 +282,24 @@ class MiniMaxH3(DiffusersFamily):
     def condition_shapes(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> dict[str, Shape]:
         return {"text": (text_tokens, config["text_dim"])}
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
-        """Return the shape of a text's length: rows after it do not enter the sequence."""
-        return {TEXT_LENGTH: ()}
+    def optional_shapes(
+        self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int, images: int = 2
+    ) -> dict[str, Shape]:
+        """Return the shapes of keyframes, and of the text's length: rows after it do not enter the sequence."""
+        channels, _, height, width = latent_shape
+        keyframes = {KEYFRAMES: (channels, images, height, width), KEYFRAME_ANCHORS: (images,)}
+        return {**keyframes, TEXT_LENGTH: (), TEXT_TAGS: (text_tokens,)}
 
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
         """Return the shapes for ``models.verify``: with 7 text and 16 video rows in 2 frames there are 51 rows."""
         return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"], 4 * latent_shape[1] + 6, SIDES)}
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
-        super().check_sample(config, shapes, condition, setting)
+        needed = self.condition_shapes(config, shapes[VIDEO], condition["text"][0])
+        if KEYFRAMES in condition:
+            needed |= self.optional_shapes(config, shapes[VIDEO], condition["text"][0], condition[KEYFRAMES][1])
+        self.check_data(config, shapes[VIDEO], needed, condition, setting)
+        self.check_patches(config, shapes[VIDEO], setting)
         wanted = (config["audio_in_channels"], SIDES)
         if (shapes[AUDIO][0], *shapes[AUDIO][2:]) != wanted:
             raise UserError(
@@ -282,7 +309,10 @@ class MiniMaxH3(DiffusersFamily):
 
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
-        rows, width, embedded = video + audio + text, config["hidden_size"], config["time_embed_dim"]
+        given = 0
+        if KEYFRAMES in condition:
+            given = self.tokens(config, {VIDEO: condition[KEYFRAMES]})
+        rows, width, embedded = video + audio + text + given, config["hidden_size"], config["time_embed_dim"]
         heads, layers, refiners = super().width(config), config["num_layers"], config["num_refiner_layers"]
         # A block has four products of attention and three of the gated feed-forward.
         row = width * (4 * heads + 3 * config["ffn_dim"])
@@ -290,19 +320,20 @@ class MiniMaxH3(DiffusersFamily):
         embedder = config["time_embed_hidden_dim"] * (config["freq_dim"] + embedded)
         video_row = config["in_channels"] * math.prod(self.patch_size(config))
         # Both output layers run over all rows.
-        ends = width * ((video + rows) * video_row + (audio + rows) * config["audio_in_channels"])
+        ends = width * ((video + given + rows) * video_row + (audio + rows) * config["audio_in_channels"])
         own, of_text = 2 * rows**2 * heads * layers, 2 * text**2 * heads * refiners
-        others = layers * rows * row + 2 * (modulations + embedder) + ends
+        others = layers * rows * row + (3 if given else 2) * (modulations + embedder) + ends
         still = text * (config["text_dim"] * width + refiners * row) + of_text
         return Flops.from_products(own, others, still, 2 * (own + of_text))
 
     def parallelize(self, network: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank embed, rotate and process its own rows of each stream. :meth:`outputs` gathers them."""
         plan = {
-            "": {VIDEO_ROWS: SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
+            "": {"hidden_states": SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
             "token_refiner": {0: SplitTokens(split_dim=1, split_output=True)},
         }
         parallelize_context(network, mesh=mesh, plan=plan)
+        network.register_forward_pre_hook(join_video_rows, with_kwargs=True)
         vars(network)["mesh_of_rows"] = mesh
         for block in self.blocks(network):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
@@ -311,47 +342,109 @@ class MiniMaxH3(DiffusersFamily):
         additions = getattr(network, "additions", nn.ModuleDict()).modules()
         if len(sample) > 1 and any(getattr(addition, "by_sample", False) for addition in additions):
             raise UserError(f"micro_batch_size must be 1: {self.label} takes a second time of one sample only")
-        text, lengths = condition.tensors["text"], [condition.tensors["text"].shape[1]] * len(sample)
-        if type(given := condition.tensors.get(TEXT_LENGTH)) is Tensor:  # fake tensors of a plan have no values
+        tensors, lengths = condition.tensors, [condition.tensors["text"].shape[1]] * len(sample)
+        if type(given := tensors.get(TEXT_LENGTH)) is Tensor:  # fake tensors of a plan have no values
             lengths = given.tolist()
-        each = [
-            self._output(network, sample[i : i + 1], t[i], text[i : i + 1, :length]) for i, length in enumerate(lengths)
-        ]
+        each = []
+        for i, length in enumerate(lengths):
+            one = {name: tensor[i : i + 1] for name, tensor in tensors.items()}
+            one |= {name: one[name][:, :length] for name in ("text", TEXT_TAGS) if name in one}
+            each.append(self._output(network, sample[i : i + 1], t[i], one))
         # Heads return several velocities of each sample: first those of the first head.
         return Outputs(Sample.cat(each).map(lambda v: v.unflatten(0, (len(each), -1)).transpose(0, 1).flatten(0, 1)))
 
-    def _output(self, network: nn.Module, sample: Sample, t: Tensor, text: Tensor) -> Sample:
-        """Return the velocity of one sample at the time ``t``, a scalar, with ``text`` ``(1, L, D)``; of each head."""
-        video, audio, mesh = sample.video, sample.parts[AUDIO], vars(network).get("mesh_of_rows")
+    def _output(self, network: nn.Module, sample: Sample, t: Tensor, tensors: Mapping[str, Tensor]) -> Sample:
+        """Return the velocity of one sample at the time ``t``, a scalar, with its condition; of each head."""
+        mesh = vars(network).get("mesh_of_rows")
         _, p, q = self.patch_size(config_of(network))
-        rows = rearrange(video, "b c t (h p) (w q) -> b (t h w) (c p q)", p=p, q=q)
-        audio_rows = rearrange(audio, "b a l s -> b (s l) a")
-        streams = stream_positions(text.shape[1], audio.shape[2], tuple(video.shape[2:]), (p, q), video.device)
+        streams, times = packed_streams(sample, t, tensors, (p, q))
+        own = streams
         if mesh is not None:
-            streams = tuple(split_tokens(positions, mesh, dim=0) for positions in streams)
-        texts, audios, videos = torch.arange(sum(map(len, streams)), device=t.device).split([len(x) for x in streams])
-        # The first time is that of text and video.
-        indices = torch.cat([torch.zeros_like(texts), torch.ones_like(audios), torch.zeros_like(videos)])
-        tags = torch.cat([torch.full_like(texts, TEXT_TAG), torch.full_like(audios, AUDIO_TAG), 0 * videos + VIDEO_TAG])
+            own = {name: stream.split(mesh) for name, stream in streams.items()}
+        counts = [len(stream.positions) for stream in own.values()]
+        places = dict(zip(own, torch.arange(sum(counts), device=t.device).split(counts), strict=True))
+        of_video = [name for name in (VIDEO, KEYFRAMES) if name in streams]
+        rows = {"hidden_states": tuple(streams[name].rows for name in of_video)}
         v, audio_v = network(
-            hidden_states=rows,
-            audio_hidden_states=audio_rows,
-            encoder_hidden_states=text,
-            timestep=1 - torch.stack([sample.time(VIDEO, t), sample.time(AUDIO, t)]),
-            timestep_indices=indices,
-            token_tags=tags,
-            position_ids=torch.cat(streams),
-            video_indices=videos,
-            audio_indices=audios,
-            text_indices=texts,
+            **(rows if mesh is not None else join_video_rows(network, (), rows)[1]),
+            audio_hidden_states=streams[AUDIO].rows,
+            encoder_hidden_states=tensors["text"],
+            timestep=1 - times,
+            timestep_indices=torch.cat([torch.full_like(places[name], own[name].time) for name in own]),
+            token_tags=torch.cat([stream.tags for stream in own.values()]),
+            position_ids=torch.cat([stream.positions for stream in own.values()]),
+            video_indices=torch.cat([places[name] for name in reversed(of_video)]),
+            audio_indices=places[AUDIO],
+            text_indices=places[TEXT],
             return_dict=False,
         )
+        v = v[:, -len(places[VIDEO]) :]
         if mesh is not None:
-            v, audio_v = gather_tokens(v, mesh, rows.shape[1]), gather_tokens(audio_v, mesh, audio_rows.shape[1])
+            v = gather_tokens(v, mesh, streams[VIDEO].rows.shape[1])
+            audio_v = gather_tokens(audio_v, mesh, streams[AUDIO].rows.shape[1])
+        video, audio = sample.video, sample.parts[AUDIO]
         grid = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
         v = rearrange(v, "1 (t h w) (n c p q) -> n c t (h p) (w q)", c=video.shape[1], **grid)
         audio_v = rearrange(audio_v, "1 (s l) (n a) -> n a l s", s=SIDES, a=audio.shape[1])
         return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
+
+
+class Stream(NamedTuple):
+    """Rows of one kind in the packed sequence of a sample."""
+
+    rows: Tensor
+    """``(1, S, features)``."""
+    positions: Tensor
+    """Time, height and width ``(S, 3)``, fp64."""
+    tags: Tensor
+    """Kinds of the rows for their modulation, ``(S,)``."""
+    time: int
+    """Position of the rows' time in those of the sample."""
+
+    def split(self, mesh: Mesh) -> "Stream":
+        """Return the stream with the positions and tags of the rank's own rows; the plan splits the rows."""
+        return self._replace(
+            positions=split_tokens(self.positions, mesh, dim=0), tags=split_tokens(self.tags, mesh, dim=0)
+        )
+
+
+def packed_streams(
+    sample: Sample, t: Tensor, tensors: Mapping[str, Tensor], patch: tuple[int, int]
+) -> tuple[dict[str, Stream], Tensor]:
+    """Return the streams of one sample in their order, and its times ``(2,)``, or ``(3,)`` with keyframes.
+
+    Args:
+        sample: one sample.
+        t: its time, a scalar.
+        tensors: tensors of its condition, the text without rows that do not count.
+        patch: height and width of a patch in latents.
+    """
+    video, audio, text = sample.video, sample.parts[AUDIO], tensors["text"]
+    anchors = tensors[KEYFRAME_ANCHORS][0] if KEYFRAMES in tensors else None
+    positions = stream_positions(text.shape[1], audio.shape[2], tuple(video.shape[2:]), patch, video.device, anchors)
+    times = [sample.time(VIDEO, t), sample.time(AUDIO, t)]
+    shown = tensors.get(TEXT_TAGS, torch.zeros(text.shape[:2], device=video.device))
+    rows = {TEXT: text, AUDIO: rearrange(audio, "b a l s -> b (s l) a"), VIDEO: patched(video, patch)}
+    time, tag = {TEXT: 0, KEYFRAMES: 2, AUDIO: 1, VIDEO: 0}, {AUDIO: AUDIO_TAG}
+    if KEYFRAMES in tensors:
+        times.append(times[0].clamp_max(KEYFRAME_TIME))
+        noisy = torch.lerp(tensors[KEYFRAMES], tensors[KEYFRAME_NOISE], KEYFRAME_TIME)
+        rows[KEYFRAMES] = patched(noisy.to(video.dtype), patch)
+    tags = {name: torch.full((len(p),), tag.get(name, VIDEO_TAG), device=p.device) for name, p in positions.items()}
+    tags[TEXT] = torch.where(shown[0].bool(), VIDEO_TAG, TEXT_TAG)
+    streams = {name: Stream(rows[name], positions[name], tags[name], time[name]) for name in positions}
+    return streams, torch.stack(times)
+
+
+def patched(latents: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Return latents ``(B, C, T, H, W)`` as rows ``(B, S, C p q)``."""
+    return rearrange(latents, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch[0], q=patch[1])
+
+
+def join_video_rows(_network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Join the rows of the video and of keyframes, the last in the call and the first in the sequence, after the plan
+    has split each."""
+    return args, {**kwargs, "hidden_states": torch.cat(kwargs["hidden_states"][::-1], dim=1)}
 
 
 def latent_frames(num_frames: int, fps: float) -> int:
@@ -377,12 +470,18 @@ def audio_latents(num_frames: int) -> int:
 
 
 def stream_positions(
-    text: int, audio: int, grid: tuple[int, ...], patch: tuple[int, int], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return time, height and width ``(rows, 3)``, fp64, of each row of text, audio and video, as diffusers packs them.
+    text: int,
+    audio: int,
+    grid: tuple[int, ...],
+    patch: tuple[int, int],
+    device: torch.device,
+    anchors: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return time, height and width ``(rows, 3)``, fp64, of the rows of each stream, in order, as diffusers packs them.
 
     A text row takes one unit of time, and sound and video begin after the text. Of five latent frames the first stands
-    for one frame, the others for four each. An audio row is at the left or right edge.
+    for one frame, the others for four each. An audio row is at the left or right edge. A keyframe has the time of the
+    first frame or of the last one.
 
     Args:
         text: number of text rows.
@@ -390,6 +489,7 @@ def stream_positions(
         grid: frames, height and width of the video's latents.
         patch: height and width of a patch in latents.
         device: device of the positions.
+        anchors: ``(K,)``, 0 for a keyframe at the first frame and 1 for one at the last; ``None`` without keyframes.
     """
 
     def count(size: int) -> Tensor:
@@ -408,11 +508,20 @@ def stream_positions(
     starts = text + FRAME_TIME * (17 * (frames // 5) + (4 * (frames % 5) - 3).clamp_min(0))
     heights, widths = axis(grid[1], patch[0]), axis(grid[2], patch[1])
     edges = torch.stack([widths[0], widths[-1]])
-    return (
-        joined(count(text), zero, zero),
-        joined(text + count(audio)[None], zero, edges[:, None]),
-        joined(starts[:, None, None], heights[:, None], widths),
-    )
+    streams = {TEXT: joined(count(text), zero, zero)}
+    if anchors is not None:
+        start, end = (zero.new_tensor(time) for time in (text, text + video_time(grid[0]) - FRAME_TIME))
+        times = torch.where(anchors.to(device) == 0, start, end)
+        streams[KEYFRAMES] = joined(times[:, None, None], heights[:, None], widths)
+    streams[AUDIO] = joined(text + count(audio)[None], zero, edges[:, None])
+    streams[VIDEO] = joined(starts[:, None, None], heights[:, None], widths)
+    return streams
+
+
+def video_time(frames: int) -> float:
+    """Return the rotary time of ``frames`` latent frames, in numpy's pairwise order of summation, which diffusers uses
+    for the last keyframe alone. The order of the frames' own times differs in the last digit."""
+    return float((FRAME_TIME * np.where(np.arange(frames) % 5, 4.0, 1.0)).sum())
 
 
 class MiniMaxH3SplitAttention:
@@ -441,7 +550,9 @@ class MiniMaxH3SplitAttention:
             out = cross_attention(q, k, v, backend=self.backend, total_keys=k.shape[1])
         else:
             q, k = _apply_rotary_emb(q, *rotary_emb), _apply_rotary_emb(k, *rotary_emb)
-            streams = (TEXT_ROWS, AUDIO_ROWS, VIDEO_ROWS) if self.mesh.cp_size > 1 else None
+            streams = None
+            if self.mesh.cp_size > 1:
+                streams = split_names((TEXT_ROWS, KEYFRAME_ROWS, AUDIO_ROWS, VIDEO_ROWS), self.mesh.context)
             options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
             whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=streams, **options)
             out = cast(Tensor, whole)  # no joint text

@@ -218,11 +218,13 @@ class Wan(FrameFamily):
             shapes["image_embeds"] = (IMAGE_TOKENS, config["image_dim"])
         return shapes
 
-    def optional_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> dict[str, Shape]:
+    def optional_shapes(
+        self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int, images: int = 2
+    ) -> dict[str, Shape]:
         """Return the shape of a first frame for Wan 2.2's TI2V: a text-to-video Wan with 48 latent channels."""
         if takes_image(config) or self.latent_channels(config) != TI2V_CHANNELS:
             return {}
-        return super().optional_shapes(config, latent_shape)
+        return super().optional_shapes(config, latent_shape, text_tokens, images)
 
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         """Check that the network accepts such samples. A text-to-video Wan accepts a first frame."""

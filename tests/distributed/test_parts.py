@@ -15,6 +15,7 @@ from distill.config.schema import EmaSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
 from distill.methods.dmd2 import Dmd2Settings
+from distill.train.gradients import accumulate_gradients
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.mesh import build_mesh
@@ -22,7 +23,6 @@ from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import copy_own_part
 from fsdp_cp.sharding.settings import ShardSettings
-from fsdp_cp.sharding.shard import microbatch
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
@@ -77,6 +77,12 @@ CASES = {
         "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
         {"text": (5, 20)}, replace(SETTINGS, guidance_scale=1.0, audio_guidance_scale=1.0), ADAPTERS,
     ),
+    # The student makes two steps, with the same noise on the keyframes.
+    "minimax_h3, keyframes": Case(
+        "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
+        {"text": (5, 20)} | tiny_minimax_h3.KEYFRAMES,
+        replace(SETTINGS, guidance_scale=1.0, audio_guidance_scale=1.0),
+    ),
 }  # fmt: skip
 
 
@@ -99,6 +105,12 @@ def condition(case):
     generator = torch.Generator().manual_seed(7)
     text, null = (torch.randn(n, 2, 5, 20, generator=generator).double() for n in (BATCH, 1))
     made = text_condition(text[:, 0], null[0, 0])
+    if "keyframes" in case.condition:
+        rows = torch.tensor([[2], [0], [1], [3]])
+        tensors = {"text_tags": torch.arange(5) < rows, "text_length": torch.tensor([5, 3, 4, 5])}
+        tensors["keyframe_anchors"] = torch.tensor([[0, 1], [1, 0], [0, 1], [0, 1]])
+        tensors["keyframes"] = torch.randn(BATCH, *case.condition["keyframes"], generator=generator).double()
+        return replace(made, tensors=made.tensors | tensors)
     if case.family != "ltx2":
         return made
     tensors = {"audio_text": text[:, 1], "fps": torch.full((BATCH, 1), 8.0, dtype=torch.float64)}
@@ -139,13 +151,14 @@ def _steps(case, folder, dp_shard, cp):
     batch = Batch(latents=None, condition=condition(case)[mine], latent_shapes=case.shapes, latent_shifts=clock)
     for step, name in ((0, "student"), (1, "fake")):
         role = method.roles[name]
-        (loss,) = method.losses(step, batch, StepRandom(seed=4, step=step, positions=mine.tolist()))
-        with role.training([0]), microbatch(role.network, is_first=True, is_last=True):
-            value = loss.closure() * len(mine) / BATCH
-            value.backward()
+        random = StepRandom(seed=4, step=step, positions=mine.tolist())
+        losses = accumulate_gradients(
+            method, step, [batch], share=len(mine) / BATCH, random=lambda _, random=random: random
+        )
+        (value,) = losses.sums.values()
         norm, named = grad_norm(role.parameters()), role.named_parameters()
         gradients = full_tensors({n: p.grad for n, p in named.items() if p.grad is not None})
-        found[name] = value.detach(), norm, gradients, method.observations.drain()
+        found[name] = value, norm, gradients, method.observations.drain()
         role.network.zero_grad()  # adapters share it
     return mine.tolist(), found
 
@@ -187,9 +200,7 @@ def _call_ltx2(network, x, times, given):
     return {"video": v, "audio": rearrange(audio, "b l (c f) -> b c l f", c=SHAPES["audio"][0])}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(c, marks=pytest.mark.slow if CASES[c].lora else ()) for c in CASES]
-)
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c != "ltx2" else ()) for c in CASES])
 def truth(request, tmp_path_factory):
     """Return a case and its folder, and loss, clip norm, gradients and normalisers of the whole batch by role."""
     case, found = CASES[request.param], {}
@@ -200,10 +211,13 @@ def truth(request, tmp_path_factory):
         network, given = networks[name], condition(case).null if null else condition(case)
         if case.family == "ltx2":
             return _call_ltx2(network, x, times, given)
-        return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"])
+        keyframes = given.tensors | {"keyframe_noise": noise} if "keyframes" in given.tensors else None
+        return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"], keyframes)
 
     for step, name in ((0, "student"), (1, "fake")):
         random = StepRandom(seed=4, step=step, positions=range(BATCH))
+        if "keyframes" in case.condition:
+            noise = random.normal("condition/keyframe_noise", case.condition["keyframes"], torch.float64)
         formulas = Dmd2OfParts(call, case.settings, random, case.shapes, {"video": 1.0, "audio": RATIO})
         loss = formulas.student_loss() if name == "student" else formulas.fake_loss()
         loss.backward()

@@ -18,26 +18,45 @@ SHAPES = {"video": (4, 3, 4, 6), "audio": (6, 7, 2)}
 """18 rows of video and 14 of sound; with 5 of text 37 rows, which no mesh divides."""
 
 
-def packed(text: int, audio: int, grid: tuple[int, ...], patch: tuple[int, ...]) -> tuple:
-    """Return diffusers' layout of ``text`` rows, ``audio`` latents of a side and latents ``grid``."""
-    return MiniMaxH3PrepareLayoutStep.build_packed_sequence(torch.ones(text), *grid, audio, patch, 2, 2, 0)
+KEYFRAMES = {"keyframes": (4, 2, 4, 6), "keyframe_anchors": (2,), "text_length": (), "text_tags": (5,)}
+"""Shapes of the condition on two keyframes, in addition to a text of 5 rows."""
+AUG = 0.999
+"""diffusers' ``keyframe_noise_aug``."""
 
 
-def velocity(network: torch.nn.Module, x: dict[str, Tensor], times: dict[str, Tensor], text: Tensor) -> dict:
-    """Return the velocity from data to noise of each sample, at the parts' own times ``(B,)``."""
+def packed(tags: Tensor, audio: int, grid: tuple[int, ...], patch: tuple[int, ...], anchors=()) -> tuple:
+    """Return diffusers' layout of text with ``tags``, ``audio`` latents of a side, latents ``grid`` and keyframes."""
+    anchors = tuple(("first", "last")[anchor] for anchor in anchors)
+    return MiniMaxH3PrepareLayoutStep.build_packed_sequence(tags, *grid, audio, patch, 2, 2, 0, anchors)
+
+
+def velocity(
+    network: torch.nn.Module, x: dict[str, Tensor], times: dict[str, Tensor], text: Tensor, given: dict | None = None
+) -> dict:
+    """Return the velocity from data to noise of each sample, at the parts' own times ``(B,)``.
+
+    ``given`` are the tensors of a condition on keyframes, with their noise.
+    """
     patch, each = tuple(network.config.patch_size), []
     for i in range(len(text)):
-        video, audio = x["video"][i : i + 1], x["audio"][i]
-        grid = video.shape[2:]
-        positions, tags, videos, audios, texts, *_ = packed(text.shape[1], audio.shape[1], grid, patch)
+        video, audio, words = x["video"][i : i + 1], x["audio"][i], text[i : i + 1]
+        grid, anchors, rows = video.shape[2:], [], patchify_video_latents(video, patch)
+        tags = torch.ones(words.shape[1])
+        if given:
+            words = words[:, : given["text_length"][i]]
+            tags = 1 - given["text_tags"][i, : words.shape[1]].long()
+            anchors, noise = given["keyframe_anchors"][i].tolist(), given["keyframe_noise"][i : i + 1]
+            noised = AUG * given["keyframes"][i : i + 1] + (1 - AUG) * noise
+            rows = torch.cat([patchify_video_latents(noised, patch), rows])
+        positions, tags, videos, audios, texts, count, _ = packed(tags, audio.shape[1], grid, patch, anchors)
         clean = {part: 1 - time[i].item() for part, time in times.items()}
         row_times, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
-            videos, audios, 0, 0, text.shape[1], clean["video"], clean["audio"], 1.0, 1.0
+            videos, audios, count, 0, words.shape[1], clean["video"], clean["audio"], max(clean["video"], AUG), 1.0
         )
         rows, sound = network(
-            hidden_states=patchify_video_latents(video, patch)[None],
+            hidden_states=rows[None],
             audio_hidden_states=rearrange(audio, "a l s -> 1 (s l) a"),
-            encoder_hidden_states=text[i : i + 1],
+            encoder_hidden_states=words,
             timestep=row_times,
             timestep_indices=indices,
             token_tags=tags,
@@ -48,6 +67,6 @@ def velocity(network: torch.nn.Module, x: dict[str, Tensor], times: dict[str, Te
             return_dict=False,
         )
         sizes = {"t": grid[0], "h": grid[1] // patch[1], "p": patch[1], "q": patch[2]}
-        rows = rearrange(rows, "1 (t h w) (c p q) -> c t (h p) (w q)", **sizes)
+        rows = rearrange(rows[:, count:], "1 (t h w) (c p q) -> c t (h p) (w q)", **sizes)
         each.append((-rows, -rearrange(sound, "1 (s l) a -> a l s", s=2)))
     return {part: torch.stack(parts) for part, parts in zip(("video", "audio"), zip(*each, strict=True), strict=True)}

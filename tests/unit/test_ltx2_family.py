@@ -32,8 +32,11 @@ def drawn(config, batch=1, frames=3, family=FAMILY, optional=False):
     sample = Sample({name: torch.randn(batch, *shape) for name, shape in shapes.items()}, {VIDEO: 1.0, AUDIO: 0.5})
     tensors = {name: torch.randn(batch, *s) for name, s in family.condition_shapes(config, shapes[VIDEO], 7).items()}
     if optional:
-        more = family.optional_shapes(config, shapes[VIDEO])
+        more = family.optional_shapes(config, shapes[VIDEO], 7)
         tensors |= {name: torch.randn(batch, *shape) for name, shape in more.items()}
+        tensors["text_length"] = torch.full((batch,), 7)
+    if "keyframes" in tensors:
+        tensors["keyframe_noise"] = torch.randn_like(tensors["keyframes"])
     return sample, Condition(tensors | {"fps": torch.tensor([[24.0]]).expand(batch, 1)})
 
 
@@ -101,7 +104,7 @@ def test_frames_per_second_place_the_frames_next_to_the_sound():
     "example",
     [
         *((family, name, False) for family in (FAMILY, MiniMaxH3()) for name in family.examples()),
-        *((FAMILY, name, True) for name in EXAMPLES),
+        *((family, name, True) for family in (FAMILY, MiniMaxH3()) for name in family.examples()),
     ],
     ids=lambda example: f"{example[0].name} {example[1]}{', optional' if example[2] else ''}",
 )

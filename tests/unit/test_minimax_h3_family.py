@@ -31,9 +31,13 @@ TINY = ["adapters=none", "plan=true", "world=8", *LAYERS]
     ("text", "audio", "grid"), [(300, 207, (37, 48, 84)), (11, 575, (102, 84, 48)), (1, 1, (2, 4, 6))]
 )
 def test_positions_are_those_of_diffusers(text, audio, grid):
-    ours = torch.cat(stream_positions(text, audio, grid, (2, 2), torch.device("cpu")))
-    theirs = packed(text, audio, grid, (1, 2, 2))[0]
-    assert torch.equal(ours.float(), theirs.float()) and torch.allclose(ours, theirs, rtol=1e-14, atol=1e-12)
+    for anchors in ([], [0], [1], [0, 1]):
+        given = torch.tensor(anchors) if anchors else None
+        ours = torch.cat([*stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), given).values()])
+        theirs = packed(torch.ones(text), audio, grid, (1, 2, 2), anchors)[0]
+        assert torch.equal(ours.float(), theirs.float()) and torch.allclose(ours, theirs, rtol=1e-14, atol=1e-12)
+    given = slice(text, text + grid[1] * grid[2] // 2)
+    assert torch.equal(ours[given, 0], theirs[given, 0])
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -52,6 +56,32 @@ def test_inputs_are_those_of_diffusers(example):
         theirs = velocity(network, sample.parts, times, text[:, :rows])
         for part, shape in shapes.items():
             assert v.parts[part].shape == (2, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
+
+
+@pytest.mark.parametrize("anchors", [[0], [1], [0, 1], [1, 0]], ids=str)
+def test_keyframes_are_those_of_diffusers(anchors):
+    """Each sample has its text's length, rows of pictures and noise. A time below the keyframes' is theirs too."""
+    torch.manual_seed(0)
+    network = FAMILY.build(EXAMPLES["t2av"], "teacher.architecture")
+    config = FAMILY.defaults() | EXAMPLES["t2av"]
+    shapes = FAMILY.sample_shapes(config, (4, 7, 6, 4))
+    sample = Sample({name: torch.randn(2, *shape) for name, shape in shapes.items()}, FAMILY.parts)
+    text, t = torch.randn(2, TEXT, config["text_dim"]), torch.tensor([0.7, 0.0004])
+    tensors = {
+        "keyframes": torch.randn(2, 4, len(anchors), 6, 4),
+        "keyframe_noise": 100 * torch.randn(2, 4, len(anchors), 6, 4),
+        "keyframe_anchors": torch.tensor([anchors, anchors[::-1]]),
+        "text_tags": torch.arange(TEXT) < torch.tensor([[2], [3]]),
+        "text_length": torch.tensor([4, 6]),
+    }
+    times = {VIDEO: t, AUDIO: 3 * t / (12 - 9 * t)}
+    v = FAMILY.outputs(network, sample, t, Condition(tensors | {"text": text})).velocity
+    theirs = velocity(network, sample.parts, times, text, tensors)
+    for part, shape in shapes.items():
+        assert v.parts[part].shape == (2, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
+    for name in ("keyframe_noise", "text_tags"):  # the comparison sees each
+        other = velocity(network, sample.parts, times, text, tensors | {name: torch.zeros_like(tensors[name])})
+        assert not torch.allclose(v.video, other["video"], atol=1e-5), name
 
 
 def times_of(scheduler, steps):

@@ -16,6 +16,7 @@ from distill.methods.common.schedules import add_noise
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
+from models.condition import Condition
 from models.sample import VIDEO, PartShapes, Sample, part_name
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ def draw_noise(
 def noise_like(x: Sample, random: StepRandom, purpose: str) -> Sample:
     """Draw noise of the shapes, shifts and dtype of ``x``, as :func:`draw_noise`."""
     return draw_noise(random, purpose, x.shapes, x.shifts, x.dtype)
+
+
+def noised(condition: Condition, random: StepRandom) -> Condition:
+    """Draw the noise of given frames, ``condition/NAME``: once for all calls with the samples of ``random``."""
+    return condition.with_noise(lambda name, shape: random.normal(f"condition/{name}", shape, condition.dtype))
 
 
 def chunk_noise(
