@@ -169,7 +169,8 @@ def _resume_with_other_data(setup, folder, run_dir, accept):
     config = make_config(replace(setup, ema=EMA), folder)
     config.run_dir, config.checkpoint.accept = str(run_dir), accept
     try:
-        return make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", STOP)).step
+        trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", STOP))
+        return trainer.step, trainer.unlogged, trainer.seconds
     except UserError as error:
         return str(error)
 
@@ -177,8 +178,10 @@ def _resume_with_other_data(setup, folder, run_dir, accept):
 def test_other_data_are_accepted_by_a_name_of_the_data_alone(pools, checkpoints, straight, tmp_path):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     state = step_folder(tmp_path / "checkpoints", STOP) / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"data": "another"}))
+    changed = {"data": "another", "unlogged": {"fake/loss": 1.5}, "seconds": 12.5}
+    state.write_text(json.dumps(json.loads(state.read_text()) | changed))
     for accept in ([], ["teacher.checkpoint"]):
         (refused, _) = pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, accept)
         assert "other data" in refused
-    assert pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, ["data.path"]) == [STOP, STOP]
+    found = pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, ["data.path"])
+    assert found == [(STOP, {"fake/loss": 1.5}, 12.5)] * 2, "metrics since the last line, and the time, continue"

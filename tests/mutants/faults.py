@@ -893,6 +893,27 @@ FAULTS = (
         killed_by="unit/test_guard.py::test_the_fake_score_is_asked_as_it_is_trained",
     ),
     Fault(
+        name="buckets_in_one_order",
+        harm="data.buckets: all epochs have the buckets in one order",
+        old='permutation(order.seed, "data/buckets", epoch, len(buckets))',
+        new='permutation(order.seed, "data/buckets", 0, len(buckets))',
+        killed_by="unit/test_order.py::test_each_epoch_has_an_order_of_its_own_of_the_buckets",
+    ),
+    Fault(
+        name="resume_forgets_metrics",
+        harm="the first line after a resume lacks the roles that trained before it",
+        old='self.skipped, self.unlogged = state["skipped"], state["unlogged"]',
+        new='self.skipped, self.unlogged = state["skipped"], {}',
+        killed_by="distributed/test_resume.py::test_other_data_are_accepted_by_a_name_of_the_data_alone",
+    ),
+    Fault(
+        name="fake_score_with_a_scheduler",
+        harm="models.export --role fake writes the student's scheduler, as if the fake score were a student",
+        old='few_steps=state.get("few_steps") if role == "student" else None',
+        new='few_steps=state.get("few_steps")',
+        killed_by="unit/test_export_command.py::test_the_student_s_scheduler_is_not_the_fake_score_s",
+    ),
+    Fault(
         name="any_acceptance_accepts_data",
         harm="checkpoint.accept=[teacher.checkpoint] resumes on other data without a word",
         old='any(name.startswith("data.") for name in self.config.checkpoint.accept)',

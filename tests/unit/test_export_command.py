@@ -68,6 +68,15 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     assert not list(out.parent.glob(".out*"))
 
 
+def test_the_student_s_scheduler_is_not_the_fake_score_s(capsys, run, tmp_path):
+    file = run / "checkpoints" / "step_00000002" / "state.json"
+    few_steps = {"times": [1.0, 0.5], "stochastic": False, "boundaries": [], "experts": []}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"few_steps": few_steps}))
+    for role, has_scheduler in (("student", True), ("fake", False)):
+        assert export(capsys, run, tmp_path / role, "--role", role) == 0
+        assert (tmp_path / role / "scheduler").is_dir() == has_scheduler
+
+
 @parametrize(("expert", "added"), [("high", 0), ("low", 1)], quick=1)
 def test_one_of_two_experts_is_exported_alone(capsys, run, tmp_path, network, expert, added):
     assert export(capsys, tmp_path / "experts" / "step_00000001", tmp_path / "out", "--expert", expert) == 0

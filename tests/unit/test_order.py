@@ -88,3 +88,9 @@ def test_every_clip_of_every_bucket_comes_equally_often():
         assert starts == list(range(0, 8 * len(starts), 8)), "a bucket's stream has no gap"
     assert len({tuple(bucket for bucket, _ in places[i : i + 9]) for i in (0, 9, 18, 27)}) == 4, "in no fixed turns"
     assert [Order(seed=5, buckets=(3,), batch_size=8).place(n) for n in (0, 8, 21)] == [(0, 0), (0, 8), (0, 21)]
+
+
+def test_each_epoch_has_an_order_of_its_own_of_the_buckets():
+    order = Order(seed=5, buckets=(80, 80), batch_size=8)
+    epochs = [tuple(order.place(8 * (20 * epoch + i))[0] for i in range(20)) for epoch in range(3)]
+    assert len({*epochs}) == 3 and all(epoch.count(0) == 10 for epoch in epochs)
