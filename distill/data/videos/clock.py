@@ -13,6 +13,9 @@ from distill.data.videos.container import MOST_B_FRAMES, ClipError, Cut, TimesEr
 if TYPE_CHECKING:
     import av
 
+RESTART = Fraction(1, 10)
+"""Seconds by which time stamps fall, at least, where joined files meet. Packets of VP8 share time stamps, or nearly."""
+
 
 class Stretch(NamedTuple):
     """Packets whose time stamps run on. A file of joined files has several."""
@@ -67,7 +70,7 @@ def _runs(
     for number, packet in enumerate(container.demux(stream)):
         if packet.dts is None:  # it flushes the decoder
             continue
-        if last is None or packet.dts <= last:
+        if last is None or (last - packet.dts) * stream.time_base > RESTART:
             runs[number] = run = []
         if len(run) <= MOST_B_FRAMES:
             run.append(packet)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distill.data.videos.clock import Clock, picture_clock
+from distill.data.videos.clock import RESTART, Clock, picture_clock
 from distill.data.videos.container import ClipError, VideoFile, opened
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 _JITTER = Fraction(1, 100)
 """Seconds by which time stamps may differ from the samples before them without a gap: containers round them."""
-_RESTART = Fraction(1, 10)
-"""Seconds by which time stamps fall, at least, where joined files meet."""
 _OTHERS = 0.707
 """Weight of the center and the surround channels, next to 1 for left and right (ITU-R BS.775)."""
 
@@ -69,7 +67,7 @@ def _frames(container: av.container.InputContainer, clock: Clock) -> Iterator[tu
     stretch, latest = 0, None
     for packet in container.demux(track):
         if packet.pts is not None:
-            restarts = latest is not None and (latest - packet.pts) * track.time_base > _RESTART
+            restarts = latest is not None and (latest - packet.pts) * track.time_base > RESTART
             stretch, latest = max(stretch + restarts, clock.stretch_at(packet.pos)), packet.pts
         for frame in packet.decode():
             if frame.pts is None:
