@@ -43,7 +43,7 @@ from models.roles.role_plan import plan_role
 from models.sample import VIDEO
 
 ROOT = Path(__file__).resolve().parent.parent
-DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")
+DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression", "pdd")
 """Methods in the order of the table. Only dmd2 and rcm can fail the benchmark."""
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (1, 2, 4, 8, 50)
 FULL = 50

@@ -28,16 +28,16 @@ _SIDES = {"lora_down": "A.weight", "lora_up": "B.weight"}
 
 def read_config(file: Path) -> dict[str, Any]:
     """Return the configuration next to ``file`` or in its header; empty for a file of another format."""
-    beside = file.parent / CONFIG
+    neighbor = file.parent / CONFIG
     try:
-        if beside.is_file():
-            config = json.loads(beside.read_text(encoding="utf-8"))
+        if neighbor.is_file():
+            config = json.loads(neighbor.read_text(encoding="utf-8"))
         else:
             with safe_open(file, framework="pt") as opened:
                 config = opened.metadata() or {}
         return dict(config) if "pdd_num_steps" in config else {}
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{beside} cannot be read as JSON ({one_line(error)}); copy it again") from error
+        raise UserError(f"{neighbor} cannot be read as JSON ({one_line(error)}); copy it again") from error
 
 
 def split_heads(

@@ -86,7 +86,7 @@ def values(method, batch, step=0):
 
 @pytest.mark.parametrize("solver", ["euler", "midpoint"])
 def test_the_error_of_the_teachers_step_falls_with_its_order(solver):
-    """In the midpoint's second call the sound is in the middle of its own interval."""
+    """In the midpoint's second call the sound is at the middle of its own interval; elsewhere it is off by 3e-3."""
     shifts, errors = {"video": 1.0, "audio": 0.25}, []
     for intervals in (16, 32, 64):
         method = pdd(
@@ -95,11 +95,12 @@ def test_the_error_of_the_teachers_step_falls_with_its_order(solver):
         )  # fmt: skip
         values(method, batch_of(shifts))
         drained = method.observations.drain()
-        errors.append(torch.tensor([drained[f"loss/{part}"][0] for part in shifts]).sqrt())
+        sums, counts = torch.tensor([drained[f"loss/{part}"] for part in shifts]).T
+        errors.append((sums / counts).sqrt())
     least = {"euler": 1.8, "midpoint": 3.4}[solver]
     for coarse, fine in zip(errors, errors[1:], strict=False):
         assert (coarse / fine > least).all(), errors
-    assert solver == "midpoint" or (errors[0] / errors[1] < 2.5).all()
+    assert errors[1][1] < 3e-4 if solver == "midpoint" else (errors[0] / errors[1] < 2.5).all()
 
 
 @pytest.mark.parametrize("blocks", ["one", "all"])
