@@ -175,6 +175,11 @@ class Method(ABC):
         return {}
 
     @classmethod
+    def experts(cls, config: Any, role: str) -> str:
+        """Return which experts of ``role`` train if it has two: ``both``, ``high`` or ``low``."""
+        return config.student.experts if role == "student" else "both"
+
+    @classmethod
     def needs_latents(cls, settings: Any) -> bool:
         """Return whether the losses need real clips; otherwise captions are enough (``data=captions``)."""
         return True

@@ -11,6 +11,7 @@ clip, and in some batches the teacher's score of this clip instead of the sample
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from distill.methods.common.distribution_matching import (
 from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents
+from distill.methods.common.phases import CLEAN, Phase
 from distill.methods.common.schedules import add_noise, denoise
 from fsdp_cp.choices import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 from fsdp_cp.errors import UserError
@@ -69,6 +71,9 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
     """Times of the student's scores: ``all``, or uniform ones within the rollout's last ``step``, without shift."""
     max_error: PositiveFloat | None = None
     """Largest squared error, > 0, of each sample and part in both losses; larger ones have no gradient. PDMD: 5."""
+    phased: bool = False
+    """Train one of a student's two experts (``student.experts``) in its range of times: ``high``, then ``low`` (phased
+    DMD; docs/methods/phased_dmd.md)."""
     student_input: Literal["rollout", "clips"] = "rollout"
     """Input of the student's last step in training: what its own steps make (``rollout``), or a real clip noised to the
     time of that step (``clips``), one of ``step_list``."""
@@ -104,6 +109,9 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if self.own_query and not on_a_path:
             needs = "method.student_sampler=ode, method.student_input=rollout and method.data_forcing=0"
             raise UserError(f"method.{self.own_query} compares scores on the path of a rollout: it needs {needs}")
+        if self.phased and (not on_a_path or self.own_query or self.gan or self.fake_knows_last_step):
+            needs = "method.student_sampler=ode, rollouts, fresh noise, and neither GAN nor fake_knows_last_step"
+            raise UserError(f"method.phased=true needs {needs}")
         if self.gan_blocks is not None:
             blocks = list(self.gan_blocks)
             if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
@@ -115,6 +123,17 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if self.score_noise == "own":
             return "score_noise=own"
         return "score_interval=step" if self.score_interval == "step" else None
+
+    def border(self, boundary: float) -> float | None:
+        """Return the time at which the high expert's steps end: the first of the low one's, below ``boundary``. A time
+        that equals it is the high one's."""
+        from models.roles.role import ROUNDING
+
+        return next((time for time in self.step_list if time + ROUNDING < boundary), None)
+
+    def score_range(self, border: float, *, high: bool) -> tuple[float, float]:
+        """Return the least and the largest time of the scores in a phase."""
+        return (border + self.min_time, self.max_time) if high else (self.min_time, min(border, self.max_time))
 
     @property
     def gan(self) -> bool:
@@ -128,6 +147,26 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         else:
             last = [] if self.data_forcing else ["train on with method.data_forcing"]
         return [faster, *super().remedies, *last]
+
+
+def check_phase(settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+    """Refuse roles that do not fit phased DMD; see :meth:`distill.methods.base.Method.check_experts`."""
+    if "student" not in boundaries or trained == "both":
+        hint = "set student.experts=high, then low, and a student.checkpoint of two experts"
+        raise UserError(f"method.phased=true trains one expert of a student with two; {hint}")
+    border = settings.border(boundaries["student"][0])
+    if border is None:
+        steps = f"method.step_list={list(settings.step_list)}"
+        raise UserError(f"{steps} has no time below the student's boundary {boundaries['student'][0]:g}; add one")
+    least, largest = settings.score_range(border, high=trained == "high")
+    if least >= largest or least == border:  # at the border itself the fake score's target is infinite
+        times = f"method.min_time={settings.min_time} and method.max_time={settings.max_time}"
+        raise UserError(f"{times} leave the {trained} phase, with the border {border:g}, no times of scores")
+    if trained == "low" and boundaries.get("fake", (1.0,))[0] <= border:
+        raise UserError(f"fake.checkpoint has a boundary up to the border {border:g} of the phases; use the student's")
+    if rank() == 0:
+        steps = [time for time in settings.step_list if (time > border) == (trained == "high")]
+        log.info("phased DMD: the %s expert trains the steps %s; the border is %g", trained, steps, border)
 
 
 class Dmd2(FewStepMethod):
@@ -148,6 +187,10 @@ class Dmd2(FewStepMethod):
     def check_parts(cls, settings: Dmd2Settings, parts: Collection[str]) -> None:
         if settings.gan:
             super().check_parts(settings, parts)
+
+    @classmethod
+    def experts(cls, config: Any, role: str) -> str:
+        return config.student.experts if role == "fake" and config.method.phased else super().experts(config, role)
 
     @classmethod
     def needs_latents(cls, settings: Dmd2Settings) -> bool:
@@ -198,7 +241,7 @@ class Dmd2(FewStepMethod):
             at_gan, weight = score_time(self, "dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
             yield Loss("gan", lambda: self._head_loss(batch, sample(), at_gan, last, random), weight, at_gan.at)
         # This loss is last because its backward reaches every block: FSDP ends the step with it.
-        times = score_time(self, "dmd2/fake_time", batch, random, "fake")
+        times = self._phase_times("dmd2/fake_time", batch, random, "fake")
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample(), times, last, random), at=times.at)
 
     @classmethod
@@ -206,6 +249,8 @@ class Dmd2(FewStepMethod):
         if boundaries and settings.own_query:
             hint = "use fresh and all, or checkpoints of one network"
             raise UserError(f"method.{settings.own_query} does not choose between two experts; {hint}")
+        if settings.phased:
+            check_phase(settings, boundaries, trained)
         for boundary in boundaries.get("student", ()):
             if settings.rollout == "full" and trained != "low":
                 unseen = f"the student at its last time alone, never its expert for times from {boundary:g} on"
@@ -227,7 +272,8 @@ class Dmd2(FewStepMethod):
     def _rollout(self, batch: Batch, times: list[float], random: StepRandom) -> Sample:
         """Return the student's samples ``x_G``. Their last step has a gradient if gradients are enabled."""
         if self.settings.student_input == "rollout":
-            return self.own_sample(batch, times, random)
+            step, end = self.own_step(batch, times, random), self.phase.end
+            return step.at(end) if end else step.x0
         last = times[-1]
         t = batch.latents.video.new_full((len(batch.latents),), last)
         x = add_noise(batch.latents, batch.noise(random, "dmd2/noise"), t)
@@ -268,8 +314,10 @@ class Dmd2(FewStepMethod):
         clips = batch.latents if self._forces_data(random) else None
         times = self._score_times(batch, rollout, random)
         noise = batch.noise(random, "dmd2/score_noise") if noise is None else noise
-        limit = self.settings.max_error
-        loss = self.total("dmd", distribution_matching(self, sample, times, noise, batch, last, clips, limit))
+        limit, phase = self.settings.max_error, self.phase
+        with self._high_experts("teacher", "fake"):
+            errors = distribution_matching(self, sample, times, noise, batch, last, clips, limit, phase)
+        loss = self.total("dmd", errors)
         if not self.settings.gan:
             return loss
         t, at = score_time(self, "dmd2/gan_time", batch, random, "fake")
@@ -279,10 +327,33 @@ class Dmd2(FewStepMethod):
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
 
+    @property
+    def phase(self) -> Phase:
+        """Phase in which scores are compared: one that ends at the border while the high expert trains."""
+        student = self.roles["student"]
+        if not self.settings.phased or 0 not in student.trained_experts:
+            return CLEAN
+        return Phase(self.settings.border(student.boundaries[0]))
+
+    def _phase_times(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
+        """Draw times at which ``roles`` are evaluated; in the high phase, their high experts serve all of them."""
+        if not self.phase.end:
+            return score_time(self, purpose, batch, random, *roles)
+        return Times(*self.draw_score_time(random, purpose, batch.dtype), at=1.0)
+
+    @contextmanager
+    def _high_experts(self, *roles: str) -> Iterator[None]:
+        """In the high phase, let the high experts of ``roles`` serve times down to the border, below their boundary."""
+        end = self.phase.end
+        with ExitStack() as stack:
+            for role in (self.roles[name] for name in roles) if end else ():
+                stack.enter_context(role.reaching(max(0.0, max(role.boundaries, default=0.0) - end)))
+            yield
+
     def _score_times(self, batch: Batch, rollout: Sequence[float], random: StepRandom) -> Times:
         """Draw the times at which the student's scores are compared."""
         if self.settings.score_interval == "all":
-            return score_time(self, "dmd2/time", batch, random, "teacher", "fake")
+            return self._phase_times("dmd2/time", batch, random, "teacher", "fake")
         start, end = rollout[-1], [*self.settings.step_list, 0.0][len(rollout)]
         return Times(end + (start - end) * random.uniform("dmd2/time", batch.dtype))
 
@@ -296,8 +367,14 @@ class Dmd2(FewStepMethod):
         return forced
 
     def draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``."""
+        """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``; in a phase, only
+        those within its range."""
         settings, t = self.settings, random.uniform(purpose, dtype)
+        if settings.phased:
+            student = self.roles["student"]
+            border, high = settings.border(student.boundaries[0]), 0 in student.trained_experts
+            low, top = (shift_time(t, 1 / settings.shift) for t in settings.score_range(border, high=high))
+            return [shift_time(low + (top - low) * t, settings.shift)]
         if settings.time_limits == "draw":
             return [shift_time(settings.min_time + (settings.max_time - settings.min_time) * t, settings.shift)]
         return [shift_time(t, settings.shift).clamp(settings.min_time, settings.max_time)]
@@ -331,7 +408,9 @@ class Dmd2(FewStepMethod):
     def _fake_loss(self, batch: Batch, sample: Sample, times: Times, last: Tensor | None, random: StepRandom) -> Tensor:
         """Return ``mean (v(x_t) - (e - x_G))^2``: flow matching on the student's samples, without guidance."""
         noise = batch.noise(random, "dmd2/fake_noise")
-        errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)
+        fake, phase = self.roles["fake"], self.phase
+        with self._high_experts("fake"):
+            errors = fake_score_error(fake, sample, times, noise, batch.condition, last, phase)
         errors = self.total("loss", limited(errors, self.settings.max_error))
         observe_by_time(self.observations, "loss", errors, times.t)
         return errors.mean()

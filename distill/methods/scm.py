@@ -132,7 +132,7 @@ class Scm(FewStepMethod):
         # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
         # flow time is at most as long as in TrigFlow time.
         over = student.has_experts and settings.jvp == "finite_difference"
-        with student.differences(settings.jvp_step) if over else nullcontext():
+        with student.reaching(settings.jvp_step) if over else nullcontext():
             derivative = directional_derivative(field, x, t, teacher, mode=settings.jvp, step=settings.jvp_step)
         derivative = per_sample(torch.cos(t) * torch.sin(t), x) * derivative
         prediction = field(x, t)

@@ -182,7 +182,7 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
         additions=method.additions(config.method).get(name, ()),
         lora=settings.lora if trained or saved else None,
         saved=saved,
-        experts=settings.experts if name == "student" else "both",
+        experts=method.experts(config, name),
         causal=None if name == "fake" else settings.causal,
     )
     if sharding.fp8 != "none":

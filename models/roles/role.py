@@ -95,7 +95,7 @@ class Role:
     network: nn.Module = field(init=False)
     """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
-    """Distance by which a time may lie outside its expert's range, within :meth:`differences`."""
+    """Distance by which a time may lie outside its expert's range, within :meth:`reaching`."""
     second_times: dict[Network, SecondTime] = field(init=False)
     """Addition of the role that embeds a second time, of each network with one."""
     heads: dict[Network, Heads] = field(init=False)
@@ -308,9 +308,10 @@ class Role:
             return network.family.outputs(network.module, x, t, condition.to(dtype), *history)
 
     @contextmanager
-    def differences(self, step: float) -> Iterator[None]:
-        """Within this context, let a finite difference of ``step`` use one expert on both sides of its time."""
-        self.beyond = step
+    def reaching(self, distance: float) -> Iterator[None]:
+        """Within this context, let an expert serve times up to ``distance`` outside of its range: on both sides of a
+        finite difference, or down to the end of a phase."""
+        self.beyond = distance
         try:
             yield
         finally:

@@ -29,6 +29,7 @@ METHODS = runs.METHODS | {
         runs.METHODS["dmd2, GAN"], fake_knows_last_step=False, gan_r1_weight=0.0, student_sampler="ode"
     ),
     "scm": replace(runs.METHODS["scm"], guidance_scale_2=1.0),
+    "phased": replace(runs.METHODS["dmd2"], guidance_scale_2=2.0, phased=True, student_sampler="ode", projection=True),
 }
 slow, long = pytest.mark.slow, pytest.mark.long
 
@@ -72,6 +73,17 @@ def test_two_experts(pools, folder, method, changes):
         assert {*trained} == {("student", "0"), ("student", "1"), ("fake", "0"), ("fake", "1")}, "each by itself"
     if method == "rcm":
         assert any(len(step) == 3 for step in trained), "two losses went to two experts, and were clipped together"
+
+
+@slow
+@pytest.mark.parametrize(
+    "sizes", [{}, {"cp": 2, "micro_batch_size": 4}, {"dp_shard": 2}, {"dp_shard": 2, "cp": 2}], ids=str
+)
+def test_phases(pools, folder, sizes):
+    """The high expert of each role serves times down to the border .5, below its boundary; then the low one trains."""
+    for experts, index in (("high", "0"), ("low", "1")):
+        trained = _check(pools, folder, _setup("phased", 4, experts=experts, **sizes))
+        assert trained == [("student", index), ("fake", index)] * 2
 
 
 @long
@@ -126,7 +138,7 @@ def _differences():
     with torch.no_grad():
         with pytest.raises(ValueError, match="at="):
             role.velocity(video(x), t - 0.0005, condition, at=0.5001)
-        with role.differences(0.0005):
+        with role.reaching(0.0005):
             found = [
                 role.velocity(video(x), t - step, condition, at=0.5001).video.norm().item() for step in (0.0, 0.0005)
             ]

@@ -34,7 +34,7 @@ from distill import sample
 from models import export
 from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
-from tests.e2e.families import Case, distil, off, same_weights, weights
+from tests.e2e.families import STEPS, Case, distil, off, same_weights, weights
 from tests.e2e.launch import losses, train
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
@@ -493,6 +493,37 @@ def test_one_expert_trained_alone(tmp_path, capfd):
     line = [*A14B.words(run.pipeline, run.clips), f"run_dir={run.folder}", "device=cpu", "dry_run=true", "mesh.cp=1"]
     assert main([*line, "steps=4"]) == 2
     assert "student.experts" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_two_phases(tmp_path):
+    """Phased DMD: the high expert, resumed within its phase, then the low one from its export. A pipeline runs each
+    expert at the times of its steps."""
+    words = ("method.phased=true", "student.experts=high", "steps=4", "checkpoint.every=2")
+    high = distil(tmp_path, A14B, build_tiny_pipeline, *words, boundary=BOUNDARY)
+    given = *A14B.words(high.pipeline, high.clips), *words
+    again = replace(high, folder=tmp_path / "again")
+    halfway = f"checkpoint.resume={high.folder / 'checkpoints' / 'step_00000002'}"
+    train(2, *given, halfway, f"run_dir={again.folder}")
+    low = replace(high, folder=tmp_path / "low")
+    train(2, *given, "student.experts=low", f"student.checkpoint={high.student}", f"run_dir={low.folder}")
+    assert all(same_weights(again.student / name, high.student / name) for name in EXPERTS)
+    for run, trained, start in ((high, 0, high.pipeline), (low, 1, high.student)):
+        for i, name in enumerate(EXPERTS):
+            assert same_weights(run.student / name, start / name) == (i != trained)
+        state = json.loads((run.folder / "checkpoints" / "step_00000004" / "state.json").read_text())
+        assert {*state["updates"]} == {f"{role}.{('high', 'low')[trained]}" for role in ("student", "fake")}
+
+    experts = {name: WanTransformer3DModel.from_pretrained(low.student / name) for name in EXPERTS}
+    seen = {name: [] for name in EXPERTS}
+    for name, expert in experts.items():
+        expert.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: seen[name].append(kwargs["timestep"][0].item() / 1000), with_kwargs=True
+        )
+    call = A14B.call() | {"guidance_scale": 1.0, "guidance_scale_2": 1.0}
+    low.theirs(WanPipeline, **experts)(A14B.captions[0], latents=A14B.noise()[:1], **call)
+    for name, times in zip(EXPERTS, (STEPS[:2], STEPS[2:]), strict=True):
+        assert seen[name] == pytest.approx(times, abs=2e-3)
 
 
 @pytest.mark.long

@@ -227,6 +227,27 @@ FAULTS = (
         killed_by="unit/test_projection.py::test_the_students_gradient_lacks_the_part_and_keeps_the_normaliser[dmd2]",
     ),
     Fault(
+        name="phase_target",
+        harm="phased DMD: the fake score of the high phase fits another field than the flow's velocity",
+        old="return self._noise_factor(x_s, t) * noise - x_s / (1 - s)",
+        new="return noise - x_s",
+        killed_by="unit/test_phased_dmd.py::test_marginal_and_mean_of_the_target_are_those_of_the_flow[0.3]",
+    ),
+    Fault(
+        name="phase_compares_x0",
+        harm="phased DMD: scores compare clean samples with noisy ones, and a projection takes out signal",
+        old="return (1 - s) * x0 + a * s * s / time * (x0 + v)",
+        new="return x0",
+        killed_by="unit/test_phased_dmd.py::test_an_exact_fake_score_leaves_no_trace_of_the_query[0.3]",
+    ),
+    Fault(
+        name="phase_of_the_low_expert",
+        harm="phased DMD: a low expert of teacher or fake score, which does not train, serves times above the border",
+        old="return Times(*self.draw_score_time(random, purpose, batch.dtype), at=1.0)",
+        new="return score_time(self, purpose, batch, random, *roles)",
+        killed_by="unit/test_phased_dmd.py::test_the_high_phase_compares_samples_at_the_border[0-False]",
+    ),
+    Fault(
         name="limit_over_the_batch",
         harm="method.max_error keeps or drops a rank's samples together: another mesh has other gradients",
         old="errors.map(lambda part: part.clamp_max(most))",

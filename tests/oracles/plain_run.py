@@ -27,7 +27,7 @@ from models.families.base import Outputs
 from models.families.registry import FAMILIES
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
-from models.roles.role import Call, Role
+from models.roles.role import EXPERTS, Call, Role
 from models.roles.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.causal_wan import CausalWan
@@ -139,6 +139,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             networks.append(Network(family=family, config=own, module=network, mesh=_ONE_RANK, precision="fp32"))
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
         kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
+        if setup.experts != "both" and trainable:
+            kwargs["trained_experts"] = (EXPERTS.index(setup.experts),)
         if setup.causal is not None and name in setup.causal_roles:
             roles[name] = _PlainCausalRole(**kwargs, causal=setup.causal)
         else:

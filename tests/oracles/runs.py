@@ -40,7 +40,7 @@ METHODS: dict[str, Any] = {
     ),
     "dmd2, own path": Dmd2Settings(
         fake_updates_per_student_update=1, guidance_scale=3.0, step_list=_TIMES, student_sampler="ode", projection=True,
-        score_noise="own", score_interval="step", fake_rollout="full", max_error=1.0,
+        score_noise="own", score_interval="step", fake_rollout="full", max_error=2.555,
     ),
     "rcm": RcmSettings(
         tangent_warmup=1, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
@@ -87,6 +87,8 @@ class Setup:
     """Adapters on the teacher's network, by role."""
     boundaries: dict[str, float] = field(default_factory=dict)
     """Boundaries of the roles that are two experts."""
+    experts: str = "both"
+    """Experts of student and fake score that train."""
     expert_draws: int = 1
     causal: CausalSettings | None = None
     """Settings of the causal roles."""

@@ -125,8 +125,11 @@ def numbers(path):
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""
-    if "causal" in name or name.endswith("dfd"):  # a stage of training, which its experiment chooses
+    if "causal" in name or name.endswith(("dfd", "phased_dmd")):  # a stage of training, which its experiment chooses
         config = composed(f"experiment={name}")
+    elif name.endswith("pdmd"):
+        model = name.removesuffix("_pdmd")
+        config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"recipe={name}")
     else:
         model, method = next((name[: -len(m) - 1], m) for m in METHODS if name.endswith(f"_{m}"))
         config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}")

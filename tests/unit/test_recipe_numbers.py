@@ -70,6 +70,10 @@ CITED = {
         "method.guidance_scale": (4.0, ADDED), "method.guidance_scale_2": (3.0, ADDED),
         "batch_size": (NONE, "one clip on each of 32 GPUs"),
     },
+    "wan2_2_t2v_a14b_phased_dmd": SELF_FORCING | {
+        "method.guidance_scale": (4.0, ADDED), "method.guidance_scale_2": (3.0, ADDED),
+        "batch_size": (64, "one clip on each of 32 GPUs"), "student.experts": "high", "student.ema.decay": 0.99,
+    },
     "wan2_2_ti2v_5b_dmd2": {
         "optim.student.lr": 4e-6, "optim.fake.lr": 2e-6, "optim.clip": 1.0, "method.shift": 5.0,
         "method.guidance_scale": (3.0, ADDED), 
@@ -138,6 +142,8 @@ PDD_H3 = {
     "optim.clip": (1.0, "of .5 + .5 times the parts' errors, half of our loss"), "student.ema.decay": 0.99,
     "student.lora.rank": 64, "student.lora.scale": 1.0, "data.num_frames": 124, "data.height": 768, "data.width": 1344,
 }  # fmt: skip
+ALIASES = {"teacher": "flow_matching", "dfd": "dmd2", "pdmd": "dmd2", "phased_dmd": "dmd2"}
+"""Methods of the recipes that are not named after theirs."""
 ALL = {"optim.student.lr", "optim.clip", "method.guidance_scale", "steps", "batch_size"}
 
 
@@ -149,10 +155,10 @@ def test_every_wan_recipe_has_a_row():
 def test_a_recipe_composes_the_numbers_that_it_cites(recipe):
     model, method = next(
         (recipe.removesuffix(f"_{name}"), name)
-        for name in "self_forcing ode_regression flow_matching teacher pdmd dmd2 dfd rcm scm dcm meanflow pdd".split()
+        for name in (*ALIASES, *"self_forcing ode_regression flow_matching dmd2 rcm scm dcm meanflow pdd".split())
         if recipe.endswith(f"_{name}")
     )
-    method = {"teacher": "flow_matching", "dfd": "dmd2", "pdmd": "dmd2"}.get(method, method)
+    method = ALIASES.get(method, method)
     base = "wan2_1_t2v_1_3b_dmd2"
     config = compose_config(
         [f"experiment={base}", f"model={model.removesuffix('_causal')}", f"method={method}", f"recipe={recipe}"]

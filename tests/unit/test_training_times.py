@@ -65,6 +65,8 @@ def training_times(settings):
     kind = METHODS[settings.name][0]
     if getattr(settings, "guidance_scale_2", None) is not None:  # only for two experts; times do not depend on it
         settings = replace(settings, guidance_scale_2=None)
+    if getattr(settings, "phased", False):
+        settings = replace(settings, phased=False)
     causal = None
     if settings.name == "self_forcing" or getattr(settings, "history", None) == "clean":
         causal = CausalSettings(chunk=1)

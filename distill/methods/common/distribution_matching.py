@@ -12,7 +12,8 @@ from distill.methods.base import Batch, Method, guided_velocity
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepSettings
 from distill.methods.common.observations import per_sample_mean, per_sample_norm, squared_error
-from distill.methods.common.schedules import add_noise, denoise, per_sample
+from distill.methods.common.phases import CLEAN, Phase
+from distill.methods.common.schedules import per_sample
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.sample import Sample
@@ -49,6 +50,7 @@ def distribution_matching(
     last_step: Tensor | None = None,
     real_sample: Sample | None = None,
     max_error: float | None = None,
+    phase: Phase = CLEAN,
 ) -> Sample:
     """Return ``1/2 mean (x_G - sg(x_G - g))^2`` of each part of ``sample``, ``x_G`` (Yin et al. 2024b, eq. 7 and 8),
     with at most ``max_error`` for the square of each sample and part.
@@ -56,14 +58,16 @@ def distribution_matching(
     ``g = (x_fake - x_real) / q`` compares two estimates at ``times``, with ``noise``. ``x_real`` is the teacher's, with
     guidance, of ``real_sample`` where that is given (data forcing). ``x_fake`` is the fake score's, without guidance,
     conditioned on ``last_step`` ``(B,)`` where that is given. With ``projection``, ``g`` has no part along ``x_G -
-    x_fake``. Observes ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
+    x_fake``. In a ``phase`` that ends before 0, ``x_G``, ``x_fake`` and ``x_real`` are samples at its end. Observes
+    ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     (t, at), teacher, fake, observations = times, method.roles["teacher"], method.roles["fake"], method.observations
     with torch.no_grad():
-        x_t = add_noise(sample, noise, t)
-        scored = x_t if real_sample is None else add_noise(real_sample, noise, t)
-        real = denoise(scored, guided_velocity(teacher, scored, t, batch.condition, method.settings.guidance, at), t)
-        estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
+        x_t = phase.add_noise(sample, noise, t)
+        scored = x_t if real_sample is None else phase.add_noise(real_sample, noise, t)
+        guided = guided_velocity(teacher, scored, t, batch.condition, method.settings.guidance, at)
+        real = phase.estimate(scored, guided, t)
+        estimate = phase.estimate(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
         # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank. Use
         # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at
         # low noise, while the numerator does not.
@@ -100,10 +104,17 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def fake_score_error(
-    fake: Role, sample: Sample, times: Times, noise: Sample, condition: Condition, last_step: Tensor | None = None
+    fake: Role,
+    sample: Sample,
+    times: Times,
+    noise: Sample,
+    condition: Condition,
+    last_step: Tensor | None = None,
+    phase: Phase = CLEAN,
 ) -> Sample:
     """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of ``sample``, ``x_G``, and ``noise``, ``e``, for
-    each sample and part ``(B,)``, without guidance."""
+    each sample and part ``(B,)``, without guidance. A ``phase`` that ends before 0 has its own target and weight."""
     t, at = times
-    v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
-    return squared_error(v, noise - sample)
+    v = fake.velocity(phase.add_noise(sample, noise, t), t, condition, last_step, at=at)
+    errors = squared_error(v, phase.velocity(sample, noise, t))
+    return errors * phase.weight(sample, t) if phase.end else errors
