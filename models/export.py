@@ -38,6 +38,7 @@ from models.files import originals, originals_ltx2
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
 from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
 
@@ -112,18 +113,10 @@ class RoleExport:
         ``options`` are as for :func:`models.export_folder.write_folder`.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
-        if kind == videox.KIND:
-            (student,), (base,), grid = self.trained.values(), self.bases(), cast(Grid, self.grid)
-            layers = self.family.last_layers(self.config)
-            tensors, config = videox.file_parts(
-                student.shapes, student.read, base.read, layers, grid, cast(float, self.scale)
-            )
-            write_file(folder, tensors, {"format": kind, **about}, name=videox.FILE, config=config, **options)
-            return
         if kind in FORMATS:
-            (adapters,), scale = self.trained.values(), cast(float, self.scale)
-            tensors = file_tensors(kind, adapters.shapes, adapters.read, family=self.family, scale=scale, dtype=dtype)
-            write_file(folder, tensors, {"format": kind, **about}, **options)
+            tensors, config = self._file(kind, dtype)
+            name = videox.FILE if kind == videox.KIND else LORA_NAME
+            write_file(folder, tensors, {"format": kind, **about}, name=name, config=config, **options)
             return
         networks = list(self.bases())
         for i, weights in self.trained.items():
@@ -145,6 +138,20 @@ class RoleExport:
             options |= {"max_bytes": 2**62, "schedulers": {}}
             options["header"] = {"config": json.dumps({"transformer": config})}
         write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
+
+    def _file(self, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, and the configuration of heads."""
+        (student,), scale, config = self.trained.values(), cast(float, self.scale), None
+        whole: dict[str, Tensor] = {}
+        if self.grid is not None:
+            (base,), layers = self.bases(), self.family.last_layers(self.config)
+            grid = self.grid if self.steps is None else replace(self.grid, steps=[self.steps])
+            whole, config = videox.file_parts(student.shapes, student.read, base.read, layers, grid, scale)
+            if kind == videox.KIND:
+                return whole, config
+            whole = videox.comfy_heads(whole, layers, self.family.original_name)
+        adapters = [name for name in student.shapes if ".lora_" in name]
+        return file_tensors(kind, adapters, student.read, family=self.family, scale=scale, dtype=dtype) | whole, config
 
 
 def exported_weights(setting: str, has_average: bool) -> str:
@@ -264,7 +271,8 @@ def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) 
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind == videox.KIND and exported.grid is None:
         raise UserError(f"--format {kind} is for a student of method=pdd, and the {role} has no heads; leave it out")
-    if kind in FORMATS and kind != videox.KIND and (whole := exported.not_adapters):
+    holds_heads = exported.grid is not None and kind != "diffusers-lora"
+    if kind in FORMATS and not holds_heads and (whole := exported.not_adapters):
         raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
 
 

@@ -64,6 +64,17 @@ def base_names(layers: Mapping[str, LastLayer]) -> dict[str, str]:
     }
 
 
+def comfy_heads(
+    tensors: Mapping[str, Tensor], layers: Mapping[str, LastLayer], original_name: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """Return the last layers of :func:`file_parts` as ComfyUI's loader of adapters sets them: ``(N out, in)``."""
+    return {
+        f"diffusion_model.{original_name(layer.name)}.set_{kind}": tensors[f"{layer.name}.{kind}"].flatten(0, 1)
+        for layer in layers.values()
+        for kind in ("weight", "bias")
+    }
+
+
 def file_parts(
     names: Iterable[str],
     read: Callable[[str], Tensor],

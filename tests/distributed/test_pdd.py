@@ -37,7 +37,7 @@ from tests.distributed.test_parts import _run
 from tests.oracles import tiny_minimax_h3, tiny_wan
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.pdd_of_heads import PddOfHeads
-from tests.oracles.plain_run import public_name
+from tests.oracles.plain_run import from_a_frame, public_name
 from tests.oracles.runs import Setup, random_adapter
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.written_out import WrittenOut
@@ -65,11 +65,18 @@ class Case:
     lora: dict[str, LoraSettings] = field(default_factory=dict)
     ratio: float = 1.0
     """Shift from the video's time to the sound's."""
+    frame: tuple[int, ...] | None = None
+    """Shape of a given first frame."""
+
+    @property
+    def condition_shapes(self):
+        return {"text": self.text, **({} if self.frame is None else {"first_frame": self.frame})}
 
 
 _WAN = ("wan", WanTransformer3DModel, tiny_wan.ARCHITECTURE, {"video": tiny_wan.LATENT_SHAPE}, tiny_wan.TEXT_SHAPE)
 CASES = {
     "wan": Case(*_WAN, {"video": "proj_out"}, SETTINGS),
+    "wan, from a frame": Case(*_WAN, {"video": "proj_out"}, SETTINGS, frame=(4, 1, 8, 8)),
     "wan, all blocks": Case(*_WAN, {"video": "proj_out"}, replace(SETTINGS, blocks="all", solver="euler", targets=3)),
     "minimax_h3, adapted": Case(
         "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES, (5, 20),
@@ -92,7 +99,11 @@ def _write(folder, case):
 def _condition(case):
     generator = torch.Generator().manual_seed(7)
     text, null = (torch.randn(n, *case.text, generator=generator).double() for n in (BATCH, 1))
-    return text_condition(text, null[0])
+    made = text_condition(text, null[0])
+    if case.frame is None:
+        return made
+    frame = torch.randn(BATCH, *case.frame, generator=generator).double()
+    return replace(made, tensors=made.tensors | {"first_frame": frame})
 
 
 # On the ranks
@@ -118,7 +129,7 @@ def _method(case, folder, mesh, precision="fp64", size=1.0) -> Pdd:
     ]
     roles = build_roles(
         plans, mesh=mesh, device=torch.device("cpu"), precision=precision, trained=("student",), shapes=case.shapes,
-        condition_shapes={"text": case.text},
+        condition_shapes=case.condition_shapes,
     )  # fmt: skip
     for key, parameter in roles["student"].named_parameters().items():
         if "lora_" in key or key.startswith("additions."):
@@ -198,9 +209,11 @@ class _Plain:
         if self.case.family == "minimax_h3":
             times = {part: time.expand(len(text)) for part, time in times.items()}
             return tiny_minimax_h3.velocity(self.networks[name], x, times, text)
-        t = 1000 * times["video"].expand(len(text))
-        network = self.networks[name]
-        (v,) = network(hidden_states=x["video"], timestep=t, encoder_hidden_states=text, return_dict=False)
+        t, network = times["video"].expand(len(text)), self.networks[name]
+        if self.case.frame is not None:
+            v, *_ = from_a_frame(network, x["video"], t, condition.tensors["first_frame"], text)
+        else:
+            (v,) = network(hidden_states=x["video"], timestep=1000 * t, encoder_hidden_states=text, return_dict=False)
         return {"video": v}
 
     def gradients(self):
@@ -372,7 +385,8 @@ def _from_videox(case, folder, saved, out):
         family=student.family, config=student.config, scale=student.adapters["scale"], grid=method.grid,
         trained={0: sharded(student.weights())}, bases=lambda: [sharded(student.networks[0].base_parameters())],
     )  # fmt: skip
-    export.write(out, "videox-pdd", dtype=torch.float32, about={})
+    for kind in ("videox-pdd", "wan-lora"):
+        export.write(out / kind, kind, dtype=torch.float32, about={})
     x = _batch(case, method, slice(1)).noise(StepRandom(seed=4, step=0, positions=[0]), "noise").to(torch.float32)
     text, t = _condition(case)[slice(1)].to(torch.float32), torch.full((1,), 0.7)
     with torch.no_grad():
@@ -386,11 +400,16 @@ def test_videox_funs_file_both_ways(pools, tmp_path):
     tensors, config = _videox_file(folder, case)
     saved = find_adapters(str(folder / "theirs"))
     velocity = pools[2].run(_from_videox, case, folder, saved, tmp_path / "ours")[0]
-    ours = load_file(tmp_path / "ours" / "pdd.safetensors")
+    ours = load_file(tmp_path / "ours" / "videox-pdd" / "pdd.safetensors")
     assert ours.keys() == tensors.keys() and all(torch.equal(ours[name], tensors[name]) for name in tensors)
-    assert json.loads((tmp_path / "ours" / "pdd_config.json").read_text()) == config | {
+    assert json.loads((tmp_path / "ours" / "videox-pdd" / "pdd_config.json").read_text()) == config | {
         "lora_targets": ",".join(sorted(config["lora_targets"].split(",")))
     }
+    comfy = load_file(tmp_path / "ours" / "wan-lora" / "pytorch_lora_weights.safetensors")
+    for ours, theirs in (("proj_out", "video_out"), ("audio_proj_out", "audio_out")):
+        for kind in ("weight", "bias"):
+            stacked = comfy[f"diffusion_model.final_layer.{theirs}.set_{kind}"]
+            assert torch.equal(stacked, tensors[f"{ours}.{kind}"].flatten(0, 1))
     network = case.network.from_pretrained(folder / "teacher")
     for name in [name for name in tensors if name.endswith(".lora_up")]:
         layer = name.removesuffix(".lora_up")

@@ -74,7 +74,7 @@ class _PlainRole(Role):
         if network.family.name in _CALLED_AS:
             return _CALLED_AS[network.family.name](network.module, x, t, given)
         if "first_frame" in given:
-            return _from_a_frame(network.module, x, t, given["first_frame"], given["text"])
+            return from_a_frame(network.module, x, t, given["first_frame"], given["text"])
         return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
 
 
@@ -96,7 +96,7 @@ class _PlainCausalRole(Stub, _PlainRole):
         return oracle.clean_history(x, t, text, clean, chosen.context_time)
 
 
-def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+def from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     """Call the network like WanImageToVideoPipeline with ``expand_timesteps``. Frame 0 points to the given frame."""
     mask = torch.ones_like(x[:, :1])
     mask[:, :, 0] = 0
