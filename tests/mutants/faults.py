@@ -732,6 +732,20 @@ FAULTS = (
         killed_by="unit/test_minimax_h3_family.py::test_both_parts_have_a_scheduler_of_the_students_times[times0-None]",
     ),
     Fault(
+        name="no_verdict_is_lower",
+        harm="a difference that is not shown is called lower",
+        old='"lower" if difference["high"] < 0',
+        new='"lower" if difference["low"] < 0',
+        killed_by="unit/test_measures_of_clips.py::test_a_verdict_needs_an_interval_on_one_side_of_nothing",
+    ),
+    Fault(
+        name="reaches_the_same_steps",
+        harm="the report says that a student reaches the full teacher where it beats the teacher of few steps",
+        old="student_reaches_full=student[name].worse_by(full[name]) < COUNTS_FROM",
+        new="student_reaches_full=student[name].worse_by(teacher[name]) < COUNTS_FROM",
+        killed_by="unit/test_report.py::test_comparisons_count_where_the_teacher_loses_something",
+    ),
+    Fault(
         name="guard_armed",
         harm="the guard raises an alarm for early students, which are bad",
         old="if is_inside and (self.looks == 0 or self.rows[name] > 1) and name not in self.armed:",

@@ -24,6 +24,8 @@ from tests.oracles.samples import video
 class Painter:
     """Method whose clips have one brightness: by its steps for the teacher, by its updates for the student."""
 
+    trained_roles = ("student", "fake")
+
     def __init__(self):
         self.roles = {name: SimpleNamespace(network=nn.Identity(), causal=None) for name in ("teacher", "student")}
         self.calls, self.updates, self.noise = [], 0, []

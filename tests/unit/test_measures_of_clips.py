@@ -224,6 +224,23 @@ def test_distances_to_another_reference_get_no_verdict():
     assert "role" in compare(evaluation(), other)["reference"], "no reference is another one"
 
 
+def test_the_reference_is_the_first_teacher():
+    def with_second(first_steps, second_steps):
+        found = evaluation(teacher_steps=first_steps)
+        found["participants"]["second"] = {"role": "teacher", "steps": second_steps}
+        found["values"]["second"] = found["values"]["teacher"]
+        return found
+
+    assert compare(with_second(50, 4), with_second(50, 2))["reference"] == []
+    assert compare(with_second(50, 4), with_second(2, 4))["reference"] == ["steps"]
+
+
+def test_a_verdict_needs_an_interval_on_one_side_of_nothing():
+    bounds = {"higher": (0.1, 0.3), "lower": (-0.3, -0.1), "no difference shown": (-0.1, 0.3), "unsure": (None, None)}
+    assert {name: verdict({"low": low, "high": high}) for name, (low, high) in bounds.items()} == {n: n for n in bounds}
+    assert verdict({"low": 0.1, "high": 0.3, "unsure": True}) == "unsure"
+
+
 def test_an_evaluation_to_repeat_is_read_whole_before_anything_is_sampled(tmp_path):
     file = tmp_path / "evaluation.json"
     whole = evaluation()

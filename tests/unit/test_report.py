@@ -150,6 +150,10 @@ def test_comparisons_count_where_the_teacher_loses_something():
     area = next(c for c in found if c.measure == "distance/area")
     assert area.standard_errors_worse == pytest.approx((2.0 - 0.1) / math.hypot(0.01, 0.01))
     assert area.student_margin == pytest.approx((2.0 - 0.3) / math.hypot(0.01, 0.01))
+    assert not area.student_reaches_full and area.student_better, "between the two teachers"
+    student = next(row for row in rows if (row.role, row.steps) == ("student", 1))
+    student.measures["distance/area"] = Measure(0.12, 0.01, False)
+    assert next(c for c in student_beats_teacher(rows) if c.measure == "distance/area").student_reaches_full
     assert "12 of the 12" in verdict(rows, found)
 
 

@@ -79,6 +79,18 @@ def test_weights_and_packages_that_are_missing(tmp_path, monkeypatch, caplog):
     assert (unfiltered["value"], filtered["value"], filtered["note"]) == (0.25, 0.5, "") and unfiltered["note"]
 
 
+def test_a_dimension_of_right_and_wrong_has_the_interval_of_a_share(tmp_path):
+    """Of all clips right, a mean has no width; a share has, and stays below 1."""
+    clips = [{"video_path": f"prompt {i}-{seed}.mp4", "video_results": 1.0} for i in range(10) for seed in range(5)]
+    found = {}
+    for dimension in ("human_action", "aesthetic_quality"):
+        (tmp_path / f"{dimension}_eval_results.json").write_text(json.dumps({dimension: [1.0, clips]}))
+        where = {"videos": tmp_path, "info": tmp_path, "out": tmp_path, "device": "cpu"}
+        found[dimension] = vbench.score(dimension, python=None, **where)
+    assert 0.6 < found["human_action"]["low"] < 0.75 and found["human_action"]["high"] == pytest.approx(1)
+    assert found["aesthetic_quality"]["low"] == 1 and found["human_action"]["prompts"] == 10
+
+
 @pytest.mark.slow
 def test_a_suite_is_sampled_and_scored(tmp_path, monkeypatch, capsys):
     (tmp_path / "vbench").mkdir()
