@@ -179,7 +179,7 @@ def test_a_recipe_says_which_numbers_are_quoted_by_others(recipe):
     ("name", "numbers", "rates"),
     [("ltx2_3_t2av_dmd2", LTX2_3, (1e-4, 2e-5)), ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)),
      ("minimax_h3_t2av_pdmd", PDMD_H3, (5e-5, 1e-5)), ("minimax_h3_t2av_pdd", PDD_H3, (1e-4,))],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_recipes_of_sound_compose_the_numbers_that_they_cite(name, numbers, rates):
     """The rates of adapters are ten times those of whole networks."""
