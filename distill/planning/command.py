@@ -150,13 +150,14 @@ def planned_shapes(config: Config) -> Shapes:
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
     channels, data = family.latent_channels(network), config.data
     parts = family.planning.shapes_of_clip(channels, data.num_frames, data.height, data.width, data.fps)
-    shapes = family.condition_shapes(network, parts[VIDEO], config.data.max_text_tokens)
+    images = {None: 0, "both": 2}.get(data.image, 1)
+    tokens = data.max_text_tokens + images * family.planning.picture_tokens(data.height, data.width)
+    shapes = family.condition_shapes(network, parts[VIDEO], tokens)
     # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
-    shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
-    if config.data.image is None:
+    shapes["text"] = (tokens, *shapes["text"][1:])
+    if not images:
         return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
-    images = 2 if config.data.image == "both" else 1
-    if optional := family.optional_shapes(network, parts[VIDEO], config.data.max_text_tokens, images):
+    if optional := family.optional_shapes(network, parts[VIDEO], tokens, images):
         return parts, shapes | optional
     return parts, {"image_latents": parts[VIDEO], **shapes}
 

@@ -212,7 +212,7 @@ class _Run:
 
         return Batch(
             latents=zeros(count) if self.config.data.has_clips or times else None,
-            condition=Condition(tensors, values, values),
+            condition=Condition(tensors, values, values).with_noise(lambda _, shape: torch.zeros(count, *shape)),
             latent_shapes={part: shapes[part] for part in clock},
             latent_shifts=clock,
             states=zeros(count, len(times)) if times else None,

@@ -116,6 +116,10 @@ class FamilyPlanning:
             raise UserError(f"{given}: {vae} takes {frames}k + 1 frames of multiples of {pixels} pixels")
         return {VIDEO: (channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels)}
 
+    def picture_tokens(self, height: int, width: int) -> int:
+        """Return the number of text tokens that show a given frame of this size, for families whose text does."""
+        return 0
+
     def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
         """Return ``config.json`` of each encoder, by its sub-folder: empty for the VAE's defaults and for no image
         encoder."""
