@@ -118,6 +118,7 @@ class RoleExport:
             name = videox.FILE if kind == videox.KIND else LORA_NAME
             write_file(folder, tensors, {"format": kind, **about}, name=name, config=config, **options)
             return
+        options["notes"] = [note] if (note := self.family.export_note) else []
         networks = list(self.bases())
         for i, weights in self.trained.items():
             networks[i] = merged(networks[i], weights, self.scale or 1.0)
@@ -135,7 +136,7 @@ class RoleExport:
             shapes = {own: network.shapes[name] for own, name in stored.items()}
             networks = [Weights(shapes, lambda own: network.read(stored[own]))]
             config, about = code.own_config(config), {"format": kind, **about}
-            options |= {"max_bytes": 2**62, "schedulers": {}}
+            options |= {"max_bytes": 2**62, "schedulers": {}, "notes": []}
             options["header"] = {"config": json.dumps({"transformer": config})}
         write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
 

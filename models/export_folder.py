@@ -67,6 +67,7 @@ def write_folder(
     causal: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     heads: Weights | None = None,
+    notes: Sequence[str] = (),
     move_aside: bool = False,
 ) -> None:
     """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
@@ -76,7 +77,8 @@ def write_folder(
 
     Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
     ``causal.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and ``heads``, the last
-    layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own. For ``about`` and
+    layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own, and ``notes``, after those
+    on what diffusers does not know, into ``README.md``. For ``about`` and
     ``move_aside`` see :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
@@ -100,7 +102,7 @@ def write_folder(
             (unfinished / file).parent.mkdir(exist_ok=True)
             save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
         for place, split, weights in zip(places, splits, networks, strict=True):
-            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal, heads)
+            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal, heads, notes)
         if boundaries:
             index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
             index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -152,9 +154,10 @@ def _write_texts(
     shapes: Mapping[str, tuple[int, ...]],
     causal: Mapping[str, Any] | None,
     heads: Weights | None,
+    more_notes: Sequence[str],
 ) -> None:
     """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
-    notes = []
+    notes: list[str] = []
     if heads is not None:
         steps, *_ = next(iter(heads.shapes.values()))
         notes.append(HEADS_NOTE.format(steps=steps))
@@ -164,6 +167,7 @@ def _write_texts(
     if causal is not None:
         write_causal(unfinished, causal)
         notes.append(CAUSAL_NOTE)
+    notes += more_notes
     if notes:
         (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")
     if split.is_sharded:

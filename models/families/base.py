@@ -146,6 +146,8 @@ class Family(ABC):
     """Facts that only a plan of memory and time uses."""
     takes_times: ClassVar[bool] = True
     """Whether diffusers' pipeline takes a list of times. Otherwise it cannot sample a student without a scheduler."""
+    export_note: ClassVar[str] = ""
+    """Text for ``README.md`` of an export: what diffusers' pipeline needs, where that is not its defaults."""
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False

@@ -96,6 +96,12 @@ class LTX2(FrameFamily):
     passes_times = True
     planning = LTX2Planning()
     parts = {VIDEO: 1.0, AUDIO: 1.0}
+    export_note = (
+        "Sample with LTX2Pipeline, or from a first frame with LTX2ImageToVideoPipeline, which compresses the picture by"
+        " H.264 (image_crf=33). For a few-step student set guidance_scale, audio_guidance_scale,"
+        " modality_scale and audio_modality_scale to 1.0, and stg_scale, audio_stg_scale, guidance_rescale and"
+        " audio_guidance_rescale to 0.0."
+    )
     # Lightricks' and ComfyUI's, and the only ones that diffusers (0.42) converts.
     original_matrices = {"A.weight": "lora_A.weight", "B.weight": "lora_B.weight", "B.bias": "lora_B.bias"}
 

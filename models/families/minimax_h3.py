@@ -147,6 +147,11 @@ class MiniMaxH3(DiffusersFamily):
     takes_times = False
     parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
+    export_note = (
+        "Sample with diffusers' modular pipeline: the workflow t2va from text, fl2va from keyframes (image, last_image;"
+        " the first is stretched onto the clip's size, a second one is cropped). It adds the keyframes' noise. Give it"
+        " scheduler/ and audio_scheduler/ of this run, and one more num_inference_steps than the student takes."
+    )
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
     """Layers of LightX2V's recipe: those of all blocks, the text refiner's too, without the modulation."""
 

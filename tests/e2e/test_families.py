@@ -307,6 +307,7 @@ def test_minimax_h3_with_sound(tmp_path):
     assert min(theirs(0, audio_scheduler=MiniMaxH3Scheduler(shift=6.0))) > 1e-4, "the check can tell clocks apart"
     check_commands(run, None)
     assert all((tmp_path / "out" / name / "scheduler_config.json").is_file() for name in SCHEDULERS)
+    assert "fl2va" in (run.student / "README.md").read_text()
     with av.open(str(tmp_path / "sampled" / "0.mp4")) as container:
         assert container.streams.audio[0].channels == 2
 
