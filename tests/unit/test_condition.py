@@ -43,6 +43,21 @@ def test_where_chooses_for_each_sample():
     assert torch.equal(chosen.tensors["image"], condition.tensors["image"])
 
 
+def test_given_frames_get_one_noise():
+    """Every call and branch sees it; keyframes stay in fp32 until they have it, and their places on the host."""
+    condition = make(3)
+    assert condition.with_noise(torch.ones).tensors.keys() == condition.tensors.keys()
+    given = {"keyframes": torch.randn(3, 4, 2, 5, 6), "keyframe_anchors": torch.tensor([[0, 1]] * 3)}
+    condition = Condition({**condition.tensors, **given}, condition.null_values, condition.empty_values)
+    noised = condition.with_noise(lambda name, shape: torch.full((3, *shape), 2.0))
+    assert noised.tensors["keyframe_noise"].shape == given["keyframes"].shape and "keyframe_noise" not in given
+    half = noised.to(torch.bfloat16).null[1:].repeat(2)
+    assert half.tensors["keyframes"].dtype == half.tensors["keyframe_noise"].dtype == torch.float32
+    assert (half.tensors["keyframe_noise"] == 2).all() and len(half) == 4
+    on_meta = noised.to(torch.device("meta"))
+    assert on_meta.device.type == "meta" and on_meta.tensors["keyframe_anchors"].device.type == "cpu"
+
+
 def test_only_floating_point_tensors_take_a_dtype():
     condition = make(2)
     assert condition.dtype == torch.float32 and condition.device == torch.device("cpu")

@@ -10,6 +10,7 @@ from distill.train.export import check_export
 from models.condition import Condition
 from models.export import RoleExport
 from models.families.minimax_h3 import MiniMaxH3, stream_positions
+from models.families.wan import Wan
 from models.files.checkpoint_files import inspect_checkpoint
 from models.lora.files import file_tensors
 from models.lora.plan import plan_lora
@@ -195,6 +196,28 @@ def test_data_must_have_the_sound_that_the_network_takes():
     for other in (shapes | {AUDIO: (6, 14, 1)}, shapes | {AUDIO: (5, 14, 2)}):
         with refused("teacher"):
             FAMILY.check_sample(config, other, text, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"keyframes": (4, 1, 4, 6)}, "keyframes"),
+        ({"keyframes": (24, 1, 4, 4)}, "keyframes"),
+        ({"keyframe_anchors": (2,)}, "keyframe_anchors"),
+        ({"text_tags": (TEXT + 1,)}, "text_tags"),
+        ({"first_frame": (4, 1, 4, 4)}, "first_frame"),
+    ],
+    ids=str,
+)
+def test_keyframes_must_be_those_of_the_clip(change, named):
+    config = FAMILY.defaults() | EXAMPLES["t2av"]
+    shapes = FAMILY.sample_shapes(config, (4, 2, 4, 4))
+    condition = {"text": (TEXT, config["text_dim"])} | FAMILY.optional_shapes(config, shapes[VIDEO], TEXT, 1)
+    FAMILY.check_sample(config, shapes, condition, "teacher")
+    with refused(named):
+        FAMILY.check_sample(config, shapes, condition | change, "teacher")
+    with refused("keyframes"):
+        Wan().check_sample(Wan().defaults(), {VIDEO: (16, 2, 4, 4)}, condition | {"text": (TEXT, 4096)}, "teacher")
 
 
 def test_the_recipe_adapts_the_family_s_own_targets():
