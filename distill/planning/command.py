@@ -151,13 +151,16 @@ def planned_shapes(config: Config) -> Shapes:
     channels, data = family.latent_channels(network), config.data
     parts = family.planning.shapes_of_clip(channels, data.num_frames, data.height, data.width, data.fps)
     images = {None: 0, "both": 2}.get(data.image, 1)
-    tokens = data.max_text_tokens + images * family.planning.picture_tokens(data.height, data.width)
-    shapes = family.condition_shapes(network, parts[VIDEO], tokens)
+    pictures = images * family.planning.picture_tokens(data.height, data.width)
+    if pictures >= data.max_text_tokens:
+        more = f"the text shows the images by {pictures} tokens alone; set it higher"
+        raise UserError(f"data.max_text_tokens={data.max_text_tokens}: {more}")
+    shapes = family.condition_shapes(network, parts[VIDEO], data.max_text_tokens)
     # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
-    shapes["text"] = (tokens, *shapes["text"][1:])
+    shapes["text"] = (data.max_text_tokens, *shapes["text"][1:])
     if not images:
         return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
-    if optional := family.optional_shapes(network, parts[VIDEO], tokens, images):
+    if optional := family.optional_shapes(network, parts[VIDEO], data.max_text_tokens, images):
         return parts, shapes | optional
     return parts, {"image_latents": parts[VIDEO], **shapes}
 
