@@ -57,6 +57,7 @@ class Student:
 STUDENTS = {
     "dmd2": Student(changes=("steps=1250",)),
     "dmd2 + GAN": Student(changes=("steps=1250", "method.gan_weight_student=0.03")),
+    "dmd2 + projection": Student(changes=("steps=1250", "method.projection=true")),
     "rcm": Student(method="rcm", changes=("steps=770", "method.tangent_warmup=300")),
     "scm": Student(method="scm", changes=("steps=1084", "method.tangent_warmup=500")),
     "meanflow": Student(method="meanflow", changes=("steps=1084",)),

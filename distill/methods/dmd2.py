@@ -95,9 +95,6 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data_forcing and self.gan:
-            data = f"method.data_forcing={self.data_forcing}, which has no discriminator"
-            raise UserError(f"method.gan_weight_student={self.gan_weight_student} must be 0 with {data}")
         if not 0 <= self.min_time < self.max_time <= 1:
             times = f"method.min_time={self.min_time} must be below method.max_time={self.max_time}"
             raise UserError(f"{times}, both in [0, 1]")
@@ -105,6 +102,21 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if self.fake_knows_last_step and (whole or len(self.step_list) == 1):
             hint = "leave it out, or use random rollouts for both roles and a method.step_list of several times"
             raise UserError(f"method.fake_knows_last_step=true: every rollout has the same last step; {hint}")
+        self._check_gan()
+        self._check_path()
+
+    def _check_gan(self) -> None:
+        """Check the settings of the GAN."""
+        if self.data_forcing and self.gan:
+            data = f"method.data_forcing={self.data_forcing}, which has no discriminator"
+            raise UserError(f"method.gan_weight_student={self.gan_weight_student} must be 0 with {data}")
+        if self.gan_blocks is not None:
+            blocks = list(self.gan_blocks)
+            if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
+                raise UserError(f"method.gan_blocks={blocks} must ascend from at least 0, as [15,22,29], or be null")
+
+    def _check_path(self) -> None:
+        """Check that what acts on the student's own path has one."""
         on_a_path = self.student_sampler == "ode" and self.student_input == "rollout" and not self.data_forcing
         if self.own_query and not on_a_path:
             needs = "method.student_sampler=ode, method.student_input=rollout and method.data_forcing=0"
@@ -112,10 +124,6 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if self.phased and (not on_a_path or self.own_query or self.gan or self.fake_knows_last_step):
             needs = "method.student_sampler=ode, rollouts, fresh noise, and neither GAN nor fake_knows_last_step"
             raise UserError(f"method.phased=true needs {needs}")
-        if self.gan_blocks is not None:
-            blocks = list(self.gan_blocks)
-            if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
-                raise UserError(f"method.gan_blocks={blocks} must ascend from at least 0, as [15,22,29], or be null")
 
     @property
     def own_query(self) -> str | None:
@@ -145,7 +153,8 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         if self.gan:
             last = ["lower method.gan_weight_student"]
         else:
-            last = [] if self.data_forcing else ["train on with method.data_forcing"]
+            refused = self.data_forcing or self.phased or self.own_query
+            last = [] if refused else ["train on with method.data_forcing"]
         return [faster, *super().remedies, *last]
 
 

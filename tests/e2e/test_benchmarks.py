@@ -57,10 +57,11 @@ def test_a_bound_is_kept_in_small(capsys, main, words):
         ("cp_attention", "--quick --world 2 --tokens 1024"),
         ("parity", "--steps 1"),
         ("sharding", "--world 2 --rounds 1"),
+        ("projection", "--quick --out {out}"),
     ],
 )
-def test_a_benchmark_in_small(module, words):
-    done = forked(0, f"benchmarks.{module}", *words.split()).wait()
+def test_a_benchmark_in_small(tmp_path, module, words):
+    done = forked(0, f"benchmarks.{module}", *words.format(out=tmp_path / "runs").split()).wait()
     assert done.returncode == 0 and "|" in done.stdout, done
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.projection import particles, project_other
 from distill.config import compose_config
 from distill.methods import METHODS
 from distill.methods.common.distribution_matching import MatchingSettings, project_out
@@ -113,3 +114,18 @@ def test_an_exact_fake_score_costs_signal(d, leading):
     equal = torch.ones(d, dtype=torch.float64)
     assert share_taken(signal, equal, exact) == pytest.approx(1 / d, rel=0.1)
     assert share_taken(signal, 1 / torch.arange(1, d + 1), exact) == pytest.approx(leading, abs=0.02)
+
+
+def test_particles_drift_less_from_an_error_and_come_slower_without_one():
+    for error, updates, better in ((1.0, 100, True), (0.0, 10, False)):
+        plain, projected = (particles(2, error, updates, projection=projection) for projection in (False, True))
+        assert (projected < 0.7 * plain) if better else (projected > 1.3 * plain)
+
+
+def test_the_benchmarks_other_arm_takes_the_same_share_elsewhere():
+    d, r = parts(seed=1), parts(seed=2) + 0.5 * parts(seed=1)
+    (own, share), (other, same) = project_out(d, r), project_other(d, r)
+    for part in d.parts:
+        assert torch.equal(share.parts[part], same.parts[part])
+        assert torch.allclose(inner(other.parts[part], other.parts[part]), inner(own.parts[part], own.parts[part]))
+        assert (inner(other.parts[part], r.parts[part]).abs() > 1e-3).all(), "its own r stays"
