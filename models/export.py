@@ -56,6 +56,7 @@ class RoleExport:
     config: dict[str, Any]
     boundaries: Sequence[float] = ()
     causal: Mapping[str, Any] | None = None
+    sparse: Mapping[str, Any] | None = None
     scale: float | None = None
     """``alpha / rank`` of adapters; ``None`` for a role that trained its whole network."""
     trained: Mapping[int, Weights]
@@ -138,7 +139,8 @@ class RoleExport:
             config, about = code.own_config(config), {"format": kind, **about}
             options |= {"max_bytes": 2**62, "schedulers": {}, "notes": []}
             options["header"] = {"config": json.dumps({"transformer": config})}
-        write_folder(folder, networks, config, dtype=dtype, boundaries=self.boundaries, about=about, **options)
+        options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
+        write_folder(folder, networks, config, dtype=dtype, **options)
 
     def _file(self, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, and the configuration of heads."""
@@ -241,6 +243,7 @@ def _read_role(
         config=dict(state["configs"][role]),
         boundaries=boundaries,
         causal=state.get("causal", {}).get(role),
+        sparse=state.get("sparse", {}).get(role),
         scale=None if adapters is None else adapters["scale"],
         trained=trained,
         bases=bases,
@@ -264,6 +267,8 @@ def _check_expert(exported: RoleExport, expert: str | None, kind: str | None, ho
 
 def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) -> None:
     """Refuse a format that the role's family or its weights do not have."""
+    if exported.sparse is not None and kind not in (None, "merged"):
+        raise UserError(f"--format {kind} has no gates of sparse attention, and the {role} has; leave it out")
     if kind in OWN and exported.family.name != kind:
         raise UserError(f"--format {kind} is for {kind}, and the {role} is {exported.family.name}; leave it out")
     if kind in OWN and exported.grid is not None and exported.steps != 1:

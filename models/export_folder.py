@@ -25,6 +25,8 @@ from models.causal import write_causal
 from models.export_heads import NOTE as HEADS_NOTE
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
 from models.lora.merge import Weights
+from models.sparse import NOTE as SPARSE_NOTE
+from models.sparse import write_sparse
 
 NAME = "diffusion_pytorch_model"
 MAX_BYTES = 5 * 10**9
@@ -65,6 +67,7 @@ def write_folder(
     header: Mapping[str, str] | None = None,
     about: Mapping[str, Any] | None = None,
     causal: Mapping[str, Any] | None = None,
+    sparse: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     heads: Weights | None = None,
     notes: Sequence[str] = (),
@@ -75,10 +78,10 @@ def write_folder(
     One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
     boundary in ``model_index.json`` as in pipelines.
 
-    Each tensor is read once, on every rank. ``config`` and ``causal`` are the contents of ``config.json`` and
-    ``causal.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and ``heads``, the last
-    layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own, and ``notes``, after those
-    on what diffusers does not know, into ``README.md``. For ``about`` and
+    Each tensor is read once, on every rank. ``config``, ``causal`` and ``sparse`` are the contents of ``config.json``,
+    ``causal.json`` and ``sparse.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and
+    ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own, and
+    ``notes``, after those on what diffusers does not know, into ``README.md``. For ``about`` and
     ``move_aside`` see :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
@@ -102,7 +105,9 @@ def write_folder(
             (unfinished / file).parent.mkdir(exist_ok=True)
             save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
         for place, split, weights in zip(places, splits, networks, strict=True):
-            _write_texts(unfinished / place, folder / place, config, split, weights.shapes, causal, heads, notes)
+            _write_texts(
+                unfinished / place, folder / place, config, split, weights.shapes, causal, sparse, heads, notes
+            )
         if boundaries:
             index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
             index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -153,10 +158,11 @@ def _write_texts(
     split: StateDictSplit,
     shapes: Mapping[str, tuple[int, ...]],
     causal: Mapping[str, Any] | None,
+    sparse: Mapping[str, Any] | None,
     heads: Weights | None,
     more_notes: Sequence[str],
 ) -> None:
-    """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
+    """Write ``config.json``, ``causal.json``, ``sparse.json``, an index of files, and notes on what diffusers lacks."""
     notes: list[str] = []
     if heads is not None:
         steps, *_ = next(iter(heads.shapes.values()))
@@ -167,6 +173,10 @@ def _write_texts(
     if causal is not None:
         write_causal(unfinished, causal)
         notes.append(CAUSAL_NOTE)
+    if sparse is not None:
+        write_sparse(unfinished, sparse)
+        notes.append(SPARSE_NOTE)
+        log.warning("%s has sparse attention, which a plain diffusers pipeline drops; see its README.md", folder)
     notes += more_notes
     if notes:
         (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")

@@ -2,10 +2,10 @@
 
 from functools import lru_cache
 
-from models.additions.base import ADDITIONS
+from models.additions.base import ADDITIONS, GATE
 
-_ROLE_LAYERS = ("lora_A", "lora_B")
-"""Names of peft's (0.21) dictionaries with one entry per adapter. An adapter has its role's name."""
+_ROLE_LAYERS = ("lora_A", "lora_B", GATE)
+"""Names of dictionaries with one entry per role: peft's (0.21), whose adapters have their role's name, and gates."""
 _BASE_LAYER = "base_layer"
 """Name that peft (0.21) gives a wrapped layer."""
 

@@ -5,7 +5,8 @@ folder) it uses the network in it, or both experts. It builds each network as a 
 mesh that ``--ranks`` local processes allow. It compares outputs, gradients and derivatives in float64 with those of the
 unmodified network in one process. It runs a network with optional inputs, such as a first frame, with and without them.
 A network that can be causal is also compared as a causal role with that role on one rank: with a noisy and a clean
-history, and chunk by chunk.
+history, and chunk by chunk. So is a network with sparse attention: of a folder with ``sparse.json``, or, with
+``--sparse``, of a family's examples.
 """
 
 import argparse
@@ -49,6 +50,7 @@ from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
 from models.sample import VIDEO, PartShapes, Sample
+from models.sparse import SparseSettings, file_contents, plan_sparse
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """Mesh sizes, dp_shard x cp."""
@@ -56,6 +58,8 @@ GRIDS = ((3, 3, 5), (2, 2, 4))
 """Token grids (frames, height, width): 45 tokens do not divide over 2 or 4 ranks, 16 do not divide over 3."""
 HISTORIES = ("noisy", "clean")
 """Histories of a causal role: the noisy clip, or a clean one, which is compared with the cache too."""
+EXAMPLE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
+"""Sparse attention of a family's examples: to 5 of 12 tiles of the first grid."""
 BATCH = 2
 TEXT_TOKENS = 7
 BOUND = 1e-5
@@ -212,7 +216,7 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     output = velocity(x, t)
     _inner(output, cotangent).div(BATCH).backward()
     norm = torch.tensor(grad_norm(role.parameters()), dtype=torch.float64)
-    gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
+    gradients = {name: full_tensor(p.grad) for name, p in role.named_parameters().items() if p.grad is not None}
     role.rest()
     values = {"output": _flat(output), "derivative": _flat(_derivative(velocity, x, t, direction))}
     if clean is not None:
@@ -269,7 +273,8 @@ def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool =
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
 ) -> Iterator[tuple[Case, dict[str, float], str]]:
-    """Compare on meshes of at most ``ranks`` ranks; ``causal`` compares a causal role with itself on one rank."""
+    """Compare on meshes of at most ``ranks`` ranks; ``causal`` compares a causal role with itself on one rank, as a
+    sparse role is."""
     plan = planned(folder, family, expert)
     size = sum(p.numel() for p in plan.network.parameters())
     # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.
@@ -281,7 +286,7 @@ def verify(
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
     histories = HISTORIES if causal else (None,)
     truth: dict[tuple[tuple[int, int, int], str | None], Result] = {}
-    if not causal:
+    if not causal and plan.sparse is None:
         truth = {(grid, None): plain_result(plan, grid, optional) for grid in GRIDS}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
         with RankPool(world, timeout=1800.0, preload=("torch", "models.families.registry")) as pool:
@@ -293,8 +298,8 @@ def verify(
                     )  # fmt: skip
                     with tempfile.TemporaryDirectory() as scratch:
                         ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
-                    if (grid, history) not in truth:  # a causal role on one rank, whose chunks must give the whole clip
-                        chunks = {"chunk by chunk": ours.values["output"]}
+                    if (grid, history) not in truth:  # a role on one rank; chunks of a causal one give the whole clip
+                        chunks = {"chunk by chunk": ours.values["output"]} if causal else {}
                         truth[grid, history] = ours._replace(values=ours.values | chunks)
                     yield case, *compare(ours, truth[grid, history], changed)
 
@@ -311,7 +316,7 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
         tables.append((name, {"expert": expert}))
         if optional:
             tables.append((f"{name}, {' and '.join(optional)} given", {"expert": expert, "optional": True}))
-    if experts == 1:
+    if experts == 1 and plan.sparse is None:
         with suppress(UserError):
             plan.family.check_causal(plan.config, "FOLDER")
             tables.append((f"{title}, causal", {"optional": bool(optional), "causal": True}))
@@ -335,20 +340,26 @@ def _table(title: str, folder: Path, family: str, ranks: int, *, causal: bool = 
     return good
 
 
-def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
-    """Write a network of ``config`` with random weights to a diffusers folder."""
+def write_example(folder: Path, family: str, config: Mapping[str, Any], sparse: SparseSettings | None = None) -> None:
+    """Write a network of ``config`` with random weights to a diffusers folder, with gates for ``sparse`` attention."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = family_of(family, "student").build(config, "models.verify")
+        gates = None
+        if sparse is not None:
+            gates = plan_sparse("student", sparse, [], family_of(family, "student"), config_of(network))
         for parameter in network.parameters():  # constructors set biases to 0, which would hide errors
             parameter.data += 0.05 * torch.randn_like(parameter)
-    tensors = network.state_dict()
+        tensors = network.state_dict()
+        for name, shape in {} if gates is None else gates.shapes.items():
+            tensors[name] = 0.3 * torch.randn(shape)
     weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
     named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
-    write_folder(folder, [weights], named, dtype=torch.float32)
+    marked = None if sparse is None else file_contents(sparse, sparse.sparsity or 0.0)
+    write_folder(folder, [weights], named, dtype=torch.float32, sparse=marked)
 
 
-def run(target: str, family: str | None, ranks: int) -> bool:
+def run(target: str, family: str | None, ranks: int, *, sparse: bool = False) -> bool:
     """Print the tables of a folder, or of a family's examples; return whether all errors are within the bound."""
     folder = resolve_path(str(user_path(target, "FOLDER_OR_FAMILY")), "FOLDER_OR_FAMILY", network_files)
     for name in (family, None if folder.is_dir() else target):
@@ -367,8 +378,8 @@ def run(target: str, family: str | None, ranks: int) -> bool:
     for name, config in family_of(target, "student").examples().items():
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "network"
-            write_example(folder, target, config)
-            good &= report(f"{target} {name}", folder, target, ranks)
+            write_example(folder, target, config, EXAMPLE if sparse else None)
+            good &= report(f"{target} {name}{', sparse' if sparse else ''}", folder, target, ranks)
     return good
 
 
@@ -389,6 +400,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="FOLDER_OR_FAMILY", help=f"a folder, or {', '.join(family_names())}")
     parser.add_argument("--family", help="of a folder's network; by its class by default")
     parser.add_argument("--ranks", type=int, default=4, help="local processes at most; bigger meshes are left out")
+    parser.add_argument("--sparse", action="store_true", help="a family's examples with sparse attention")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     good = False
@@ -398,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal good
         if args.ranks < 1:
             raise UserError(f"--ranks {args.ranks} must be at least 1")
-        good = run(args.target, args.family, args.ranks)
+        good = run(args.target, args.family, args.ranks, sparse=args.sparse)
         print(f"\nall within {BOUND:g}" if good else f"\nNOT exact: errors above {BOUND:g}")
 
     code = exit_code(work)

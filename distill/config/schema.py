@@ -14,9 +14,10 @@ from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import Bounds, Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
-from models.additions.base import PREFIX
+from models.additions.base import is_added
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
+from models.sparse import SparseSettings
 
 MOST = 2**20
 """Limit on numbers of samples, ranks or clips, which become lists and loops."""
@@ -83,6 +84,7 @@ class RoleSettings(ShardSettings):
     """Model family: ``wan``, ``ltx``, ``ltx2``, ``hunyuan``, ``minimax_h3``, or one that an installed package adds."""
     precision: Literal["fp32", "bf16"] = II("precision")
     """Precision of this role's compute, ``fp32`` or ``bf16``; the run's ``precision`` if not set."""
+    sparse_attention: SparseSettings = field(default_factory=SparseSettings)
 
 
 @dataclass(kw_only=True)
@@ -147,8 +149,8 @@ class OptimizerSettings(Checked):
     clip: PositiveFloat | None = None
     """Maximal norm of this role's gradient, > 0; null for ``optim.clip``."""
     additions_lr: NonNegativeFloat | None = None
-    """Peak rate of the method's additions to the network (``additions.*``: GAN heads, time of the last step, second
-    time), on the same schedule; null for ``lr``."""
+    """Peak rate of additions to the network (``additions.*``: GAN heads, time of the last step, second time; and the
+    gates of sparse attention, ``*.to_gate_compress.*``), on the same schedule; null for ``lr``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +174,7 @@ class OptimizerSettings(Checked):
             used |= {*undecayed, scaled}
             decay = 0.0 if undecayed else self.weight_decay
             scale = 1.0 if scaled is None else float(scales[scaled])
-            if self.additions_lr is not None and name.startswith(PREFIX):
+            if self.additions_lr is not None and is_added(name):
                 scale *= self.additions_lr / self.lr
             groups.setdefault(Group(decay, scale), []).append(name)
         self._refuse_unused(used, names, where)

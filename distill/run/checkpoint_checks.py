@@ -224,12 +224,19 @@ def _network_facts(role: RolePlan, state: Mapping[str, Any]) -> _Facts:
     trained = sorted(key for key in state["updates"] if key.partition(".")[0] == name)
     causal = dict(state.get("causal", {}).get(name) or {})
     causal.pop("frames", None)
+    sparse = None if role.sparse is None else asdict(role.sparse.settings)
     return {
         f"{name}.checkpoint or {name}.architecture": (built, config),
         f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
         f"{name}.experts": (trained, sorted(trained_names(name, role.boundaries, role.trained_experts))),
         f"{name}.causal": (causal, asdict(role.causal) if role.causal is not None else {}),
+        f"{name}.sparse_attention.tile or .dense_layers": (_gates(state.get("sparse", {}).get(name)), _gates(sparse)),
     }
+
+
+def _gates(sparse: Mapping[str, Any] | None) -> list[Any] | None:
+    """Return what determines a sparse role's gates and tiles; its sparsity may change."""
+    return None if sparse is None else [sparse["tile"], sparse["dense_layers"]]
 
 
 def _adapter_facts(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> _Facts:

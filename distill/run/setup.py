@@ -184,6 +184,7 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
         saved=saved,
         experts=method.experts(config, name),
         causal=None if name == "fake" else settings.causal,
+        sparse=settings.sparse_attention,
     )
     if sharding.fp8 != "none":
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]

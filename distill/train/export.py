@@ -76,6 +76,7 @@ def _student_weights(method: Method, trained: Sequence[Trained], *, averaged: bo
         config=role.config,
         boundaries=role.boundaries,
         causal=role.causal_file,
+        sparse=role.sparse_file,
         scale=None if role.adapters is None else role.adapters["scale"],
         trained={network.index: sharded(network.weights(averaged=averaged)) for network in trained},
         bases=lambda: [sharded(network.base_parameters()) for network in role.networks],

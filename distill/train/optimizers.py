@@ -144,7 +144,12 @@ class Trained:
         self.optimizer.step(self.rate(), scale)
         if self.average is not None:
             self.average.update(self.updates)
-        self.updates += 1
+        self.count(self.updates + 1)
+
+    def count(self, updates: int) -> None:
+        """Set the number of updates so far, which the ramp of a sparse role follows."""
+        self.updates = updates
+        self.single.after_updates(updates)
 
     def tensors(self) -> dict[str, Any]:
         """Return the live tensors that a checkpoint holds: weights, Adam's state, and the average."""

@@ -176,7 +176,7 @@ class Trainer:
         self.skipped, self.unlogged = state["skipped"], state["unlogged"]
         for name, count in state["updates"].items():
             network = self.trained[name]
-            network.updates = count
+            network.count(count)
             network.tried = state.get("tried", state["updates"])[name]
             network.moved = state.get("moved", state["updates"])[name]
         self.branch_of = self.branch_of or state.get("branch_of")
@@ -222,6 +222,7 @@ class Trainer:
             "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},
             "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
             "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
+            "sparse": {name: role.sparse_file for name, role in self.roles.items() if role.sparse is not None},
         }
 
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:

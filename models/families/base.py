@@ -58,6 +58,16 @@ class LastLayer(NamedTuple):
     outputs: int
 
 
+class GateLayer(NamedTuple):
+    """Gate of a block's sparse attention (models/sparse.py): a linear layer beside the unmodified network."""
+
+    parent: str
+    """Name of the module that holds the gate."""
+    inputs: int
+    outputs: int
+    bias: bool
+
+
 class Flops(NamedTuple):
     """Floating-point operations of one forward of one sample."""
 
@@ -196,6 +206,20 @@ class Family(ABC):
         """Return the last layer of each part, which heads can replace; empty for a family that takes no heads."""
         return {}
 
+    def gates(self, config: NetworkConfig) -> Sequence[GateLayer]:
+        """Return the place of each block's gate of sparse attention; empty for a family without sparse roles."""
+        return ()
+
+    def dense_rows(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes) -> Sequence[int]:
+        """Return the numbers of rows before the video in the blocks' self-attention, which stay dense."""
+        return ()
+
+    def token_grid(self, config: NetworkConfig, shapes: PartShapes) -> tuple[int, int, int]:
+        """Return the numbers of frames, rows and columns of the video's tokens."""
+        sizes = zip(shapes[VIDEO][1:], self.patch_size(config), strict=True)
+        frames, rows, columns = (size // patch for size, patch in sizes)
+        return frames, rows, columns
+
     def stacked_outputs(self, config: NetworkConfig, part: str, outputs: Tensor) -> Tensor:
         """Return P outputs of a last layer ``(B, S_local, P, out)`` as one of ``(B, S_local, P out)`` that the network
         can unpack; the default is for a network that returns rows."""
@@ -294,8 +318,7 @@ class Family(ABC):
 
     def tokens(self, config: NetworkConfig, shapes: PartShapes) -> int:
         """Return S, the tokens of the video of one sample that passed :meth:`check_sample`."""
-        sizes = zip(shapes[VIDEO][1:], self.patch_size(config), strict=True)
-        return math.prod(size // patch for size, patch in sizes)
+        return math.prod(self.token_grid(config, shapes))
 
     @abstractmethod
     def flops(

@@ -17,6 +17,7 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
+from fsdp_cp.tiles import Tiles
 from models.condition import FIRST_FRAME, KEYFRAMES, Condition
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.files.checkpoint_files import defining
@@ -188,17 +189,18 @@ def refuse(config: NetworkConfig, key: str, wanted: str, setting: str) -> None:
 
 
 def token_positions(
-    hidden_states: Tensor, patch: Sequence[int], mesh: Mesh, device: torch.device
+    hidden_states: Tensor, patch: Sequence[int], mesh: Mesh, device: torch.device, tiles: Tiles | None = None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Return frame, row and column ``(S_local,)`` of the rank's own tokens, and S, the number of all tokens.
 
     ``hidden_states`` are latents ``(B, C, T, H, W)``; ``patch`` is the size of a token: frames, height, width. Padding
-    tokens have the positions of the last token.
+    tokens have the positions of the last token. ``tiles`` are those of a sparse role, in their order.
     """
     frames, height, width = (size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True))
     total = frames * height * width
     local = local_token_count(total, mesh.cp_size)
     tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=device).clamp_max(total - 1)
+    tokens = tokens if tiles is None else tiles.order(device)[tokens]
     return (tokens // (height * width), tokens // width % height, tokens % width), total
 
 

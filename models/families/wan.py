@@ -28,6 +28,7 @@ from models.condition import FIRST_FRAME, Condition
 from models.families.base import (
     FamilyPlanning,
     Flops,
+    GateLayer,
     LastLayer,
     LatentShape,
     NetworkConfig,
@@ -46,6 +47,7 @@ from models.families.diffusers_family import (
 from models.families.wan_attention import TEXT_TOKENS, BlockArguments, WanCrossAttention, WanSelfAttention
 from models.files.originals import own_names
 from models.sample import VIDEO, PartShapes, Sample
+from models.sparse import gates_of
 
 IMAGE_TOKENS = 257
 """Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""
@@ -202,6 +204,11 @@ class Wan(FrameFamily):
         outputs = math.prod(config["patch_size"]) * self.latent_channels(config)
         return {VIDEO: LastLayer("proj_out", self.width(config), outputs)}
 
+    def gates(self, config: NetworkConfig) -> list[GateLayer]:
+        """Return FastVideo's gates: children of the blocks, with a bias, on the input of the self-attention."""
+        width = self.width(config)
+        return [GateLayer(f"blocks.{layer}", width, width, bias=True) for layer in range(self.layers(config))]
+
     def stacked_outputs(self, config: NetworkConfig, part: str, outputs: Tensor) -> Tensor:
         """Stack outputs along the channels, which are last in a patch."""
         return rearrange(outputs, "b s p (patch c) -> b s (patch p c)", c=self.latent_channels(config))
@@ -264,10 +271,10 @@ class Wan(FrameFamily):
             "patch_embedding": EmbedOwnTokens(),
             "proj_out": GatherTokens(gather_dim=1),
         }
-        parallelize_context(network, mesh=mesh, plan=plan)
         network.block_arguments = BlockArguments(network, mesh)
+        parallelize_context(network, mesh=mesh, plan=plan, tiles=network.block_arguments.tiles)
         for block in network.blocks:
-            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups))
+            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups, gates_of(block)))
             block.attn2.set_processor(WanCrossAttention(backend))
 
     def outputs(

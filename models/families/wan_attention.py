@@ -1,9 +1,9 @@
 """Wan's attention over tokens split over the mesh, and rotary tables of a rank's own tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.tiles import Tiles
 from models.families.causal_forward import Attend, CausalForward
 from models.families.diffusers_family import token_positions
+from models.sparse import SparseCall, sparse_roles
 
-RotaryTables = tuple[Tensor, Tensor, int, Attend]
-"""Tables, the number of tokens, and the attention. They are arguments of the block, so that recomputation in backward
-uses those of its own forward even if the network was called with others since."""
+RotaryTables = tuple[Tensor, Tensor, int, Attend, SparseCall | None]
+"""Tables, the number of tokens, the attention, and that of a sparse role. They are arguments of the block, so that
+recomputation in backward uses those of its own forward even if the network was called with others since."""
 TEXT_TOKENS = 512
 """Number of text tokens, the last ones of the context, in networks with image features, as in diffusers' processor."""
 
@@ -30,20 +32,21 @@ class WanSelfAttention(WanAttnProcessor):
     tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
-    def __init__(self, mesh: Mesh, backend: str, head_groups: int):
+    def __init__(self, mesh: Mesh, backend: str, head_groups: int, gates: Mapping[str, nn.Module]):
         super().__init__()
-        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+        self.mesh, self.backend, self.head_groups, self.gates = mesh, backend, head_groups, gates
 
     def __call__(
         self, attn: WanAttention, hidden_states: Tensor, text: None, mask: None, rotary_emb: RotaryTables
     ) -> Tensor:
         """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :class:`BlockArguments`."""
         assert text is None and mask is None
-        cos, sin, total, attend = rotary_emb
+        cos, sin, total, attend, sparse = rotary_emb
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k, v = _keys_values(attn, hidden_states)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         options = {"total_tokens": total, "backend": self.backend, "head_groups": self.head_groups}
+        options |= {} if sparse is None else sparse.options(self.gates, hidden_states, attn.heads)
         out = attend(q, k, v, mesh=self.mesh, **options)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
@@ -89,6 +92,7 @@ class BlockArguments:
 
     def __init__(self, network: WanTransformer3DModel, mesh: Mesh):
         self._rope, self._mesh, self._layers = network.rope, mesh, len(network.blocks)
+        self._sparse = sparse_roles(network)
         self._heads = (network.config.num_attention_heads, network.config.attention_head_dim)
         self._causal: CausalForward | None = None
         network.rope.forward = self._tables
@@ -105,34 +109,48 @@ class BlockArguments:
         finally:
             self._causal = None
 
+    def tiles(self, hidden_states: Tensor, **_: Any) -> dict[str, Tiles]:
+        """Return the tiles of the sequences that the plan splits, of latents ``(B, C, T, H, W)``; none if dense."""
+        sparse = self._sparse.call(self._grid(hidden_states), self._mesh)
+        return {} if sparse is None else dict.fromkeys(("hidden_states", "timestep"), sparse.sparse.tiles)
+
+    def _grid(self, hidden_states: Tensor) -> list[int]:
+        return [n // patch for n, patch in zip(hidden_states.shape[2:], self._rope.patch_size, strict=True)]
+
     def _tables(self, hidden_states: Tensor) -> RotaryTables:
-        causal = self._causal
-        tables = own_rotary_tables(self._rope, self._mesh, hidden_states, None if causal is None else causal.positions)
+        causal, sparse = self._causal, self._sparse.call(self._grid(hidden_states), self._mesh)
+        positions = None if causal is None else causal.positions
+        tiles = None if sparse is None else sparse.sparse.tiles
+        tables = own_rotary_tables(self._rope, self._mesh, hidden_states, positions, tiles)
         if causal is not None:
             k = hidden_states.new_empty((len(hidden_states), 0, *self._heads))
             rotate = partial(_shifted, self._rope, causal.shift)
             causal.history.begin(k, tables[2], self._layers, self._mesh, causal.shift, rotate)
-        return *tables, cast(Attend, context_parallel_attention)
+        return *tables, cast(Attend, context_parallel_attention), sparse
 
     def _of_layer(self, index: int, _block: nn.Module, args: tuple) -> tuple | None:
         """Give a block the attention to the history of its layer."""
         if self._causal is None:
             return None
         hidden, text, time, tables = args
-        return hidden, text, time, (*tables[:3], self._causal.history.layer(index))
+        return hidden, text, time, (*tables[:3], self._causal.history.layer(index), None)
 
 
 def own_rotary_tables(
-    rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, frames: Sequence[int] | None = None
+    rope: WanRotaryPosEmbed,
+    mesh: Mesh,
+    hidden_states: Tensor,
+    frames: Sequence[int] | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Return ``rope``'s cosines and sines ``(1, S_local, 1, head_dim)`` of latents ``(B, C, T, H, W)``, for the rank's
     own tokens only (padding tokens have the last token's values), and ``S``. ``frames`` are the positions of the latent
-    frames, 0 to T - 1 by default."""
+    frames, 0 to T - 1 by default; ``tiles`` the order of the tokens."""
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
     bounded = sizes if frames is None else sizes[1:]
     if max(bounded) > rope.max_seq_len:
         raise ValueError(f"{max(bounded)} positions along an axis exceed rope_max_seq_len={rope.max_seq_len}")
-    positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device)
+    positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device, tiles)
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
     tables = [list(table.split(dims, dim=1)) for table in (rope.freqs_cos, rope.freqs_sin)]
     if frames is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from models.roles.parallelize import parallelize
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 from models.sample import VIDEO, PartShapes
+from models.sparse import SparseRoles, attach_gates, gate_stream, keep_sparse_roles
 
 
 def build_role(plan: RolePlan, *, trainable: bool, **options: Any) -> Role:
@@ -89,6 +91,7 @@ def build_roles(
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
                 causal=plan.causal,
+                sparse=None if plan.sparse is None else plan.sparse.settings,
                 trained_frames=known_frames or shapes[VIDEO][1],
             )
     return {plan.name: built[plan.name] for plan in plans}
@@ -127,6 +130,10 @@ def _build_network(
     for role in plans:
         if role.additions:
             attach_additions(network, role.name, deepcopy(role.added), family, mesh, shared=len(plans) > 1)
+    sparse = {role.name: role.sparse for role in plans if role.sparse is not None}
+    for name, plan_of_gates in sparse.items():
+        attach_gates(network, name, plan_of_gates)
+    keep_sparse_roles(network, SparseRoles(sparse, trained))
     serving = Serving(network, family.blocks(network)) if adapted else None
     parallelize(network, plans, trained=trained, mesh=mesh, precision=precision)
     return Network(
@@ -157,6 +164,9 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         for plan in plans:
             if plan.additions:  # drawn, then replaced by those that the folder holds
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
+            if plan.sparse is not None:
+                initialise(module, seed=seed, stream=partial(gate_stream, plan.name))
+            if plan.additions or plan.sparse is not None:
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:

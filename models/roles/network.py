@@ -1,7 +1,7 @@
 """A network on the mesh: one sharded module with facts from its family, used by one or several roles."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from fsdp_cp.sharding.settings import Precision
 from models.families.base import Family
 from models.lora.serving import Serving
 from models.owner import owner
+from models.sparse import SparseRoles, sparse_roles
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,9 +33,16 @@ class Network:
     serving: Serving | None = None
     """Selection of a role's adapters; ``None`` without adapters."""
 
-    def serves(self, role: str) -> AbstractContextManager[None]:
+    @property
+    def sparse(self) -> SparseRoles:
+        """Roles with sparse attention."""
+        return sparse_roles(self.module)
+
+    @contextmanager
+    def serves(self, role: str) -> Iterator[None]:
         """Run calls of the module within this context for ``role``."""
-        return nullcontext() if self.serving is None else self.serving.serves(role)
+        with nullcontext() if self.serving is None else self.serving.serves(role), self.sparse.serves(role):
+            yield
 
     def _owned(self) -> Iterator[tuple[str, str | None, str, nn.Parameter]]:
         """Yield each parameter with its name in the module, its role and its public name (:func:`owner`)."""

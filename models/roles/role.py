@@ -28,6 +28,7 @@ from models.families.causal_forward import CausalForward, History, Slots
 from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
 from models.sample import VIDEO, PartShapes, Sample
+from models.sparse import SparseSettings, file_contents
 
 EXPERTS = ("high", "low")
 """Names of two experts, by the noise level of their times."""
@@ -62,6 +63,9 @@ class Call(NamedTuple):
         """Operations of one sample."""
         tensors = self.condition.tensors
         shapes = {name: tuple(value.shape[1:]) for name, value in tensors.items()}
+        if (sparse := self.network.sparse.plans.get(self.role.name)) is not None:
+            sparsity = self.network.sparse.sparsity[self.role.name]
+            return sparse.flops(self.network.family, self.network.config, self.x.shapes, shapes, sparsity)
         if self.causal is None:
             return self.network.family.flops(self.network.config, self.x.shapes, shapes)
         by_token = self.t.ndim == 2 or (FIRST_FRAME in tensors and 0 in self.causal.positions)
@@ -90,6 +94,8 @@ class Role:
     """Description of the role's adapters (:attr:`models.roles.role_plan.RolePlan.adapters`)."""
     causal: CausalSettings | None = None
     """Settings of a causal role, which has one network; ``None`` for a role that attends to all frames."""
+    sparse: SparseSettings | None = None
+    """Settings of a sparse role; ``None`` for a dense role."""
     trained_frames: int = 1
     """Number of latent frames of a clip in training, for a causal role. Sinks stay as near as in such clips."""
     network: nn.Module = field(init=False)
@@ -135,6 +141,18 @@ class Role:
     def causal_file(self) -> dict[str, Any] | None:
         """Contents of the ``causal.json`` of an export; ``None`` for a role that is not causal."""
         return None if self.causal is None else {**asdict(self.causal), "frames": self.trained_frames}
+
+    @property
+    def sparse_file(self) -> dict[str, Any] | None:
+        """Contents of the ``sparse.json`` of an export, at the present sparsity; ``None`` for a dense role."""
+        sparsities = [network.sparse.sparsity[self.name] for network in self.networks if self.sparse is not None]
+        return file_contents(self.sparse, min(sparsities)) if self.sparse is not None else None
+
+    def after_updates(self, updates: int) -> None:
+        """Set the sparsity of a sparse role's networks to that after ``updates`` of them."""
+        if self.sparse is not None:
+            for network in self.networks:
+                network.sparse.sparsity[self.name] = self.sparse.sparsity_after(updates)
 
     def expert_at(self, time: float | None) -> int:
         """Return the position of the network that serves ``time``. A boundary belongs to the network before it."""

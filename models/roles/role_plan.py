@@ -36,6 +36,7 @@ from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
 from models.roles.role import EXPERTS
 from models.sample import VIDEO, PartShapes
+from models.sparse import SparsePlan, SparseSettings, plan_sparse, saved_gates
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class RolePlan:
     """Adapters of the role; ``None`` for a role that owns the whole network."""
     causal: CausalSettings | None = None
     """Settings of a causal role; ``None`` for a role that attends to all frames."""
+    sparse: SparsePlan | None = None
+    """Sparse attention of the role; ``None`` for a dense role."""
     trained_frames: int | None = None
     """Number of latent frames of a clip in the training of a causal checkpoint (``causal.json``)."""
     network: nn.Module
@@ -106,6 +109,8 @@ class RolePlan:
             if self.causal is not None:
                 raise UserError(f"{setting} makes video with {part}, which works without causal; leave causal out")
         self.family.check_sample(self.config, shapes, condition_shapes, setting)
+        if self.sparse is not None:
+            self.sparse.name_dense(self.name, self.family.token_grid(self.config, shapes))
         if self.causal is not None:
             self.causal.chunks(shapes[VIDEO][1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
@@ -129,6 +134,7 @@ class RolePlan:
         """Shapes of the role's parameters in each network, by public name: adapters or network, and additions."""
         network = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
         shapes = network if self.lora is None else self.lora.shapes(self.network)
+        shapes |= {} if self.sparse is None else self.sparse.shapes
         return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
     def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
@@ -137,7 +143,8 @@ class RolePlan:
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
         lora = None if self.lora is None else self.lora.for_network(network)
-        return replace(self, config=config, folders=folders, network=network, added=added, lora=lora)
+        sparse = None if self.sparse is None else self.sparse.for_network(self.family, config_of(network))
+        return replace(self, config=config, folders=folders, network=network, added=added, lora=lora, sparse=sparse)
 
 
 def plan_role(
@@ -156,6 +163,7 @@ def plan_role(
     saved: Path | None = None,
     experts: str = "both",
     causal: CausalSettings | None = None,
+    sparse: SparseSettings | None = None,
 ) -> RolePlan:
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
@@ -175,13 +183,17 @@ def plan_role(
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
-    _check_files(f"{name}.checkpoint", folders, [network, *others], added)
+    paths = [folder.path for folder in folders]
+    sparse_plan = plan_sparse(name, sparse or SparseSettings(), paths, chosen, config_of(network))
+    _check_files(name, folders, [network, *others], added, sparse_plan)
     trained_experts = _trained_experts(name, experts, boundaries, saved)
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
         _check_saved_heads(name, adapters, added)
     settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network)
+    if settings is not None and sparse_plan is not None:
+        raise UserError(f"{name}.sparse_attention is not for a causal role; leave it or {name}.causal out")
     built = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in folders)
     return RolePlan(
@@ -199,6 +211,7 @@ def plan_role(
         added=added,
         lora=adapters,
         causal=settings,
+        sparse=sparse_plan,
         trained_frames=trained_frames,
         network=network,
     )
@@ -264,9 +277,15 @@ def _causal(
 
 
 def _check_files(
-    setting: str, folders: Sequence[TransformerFolder], networks: Sequence[nn.Module], added: nn.ModuleDict
+    role: str,
+    folders: Sequence[TransformerFolder],
+    networks: Sequence[nn.Module],
+    added: nn.ModuleDict,
+    sparse: SparsePlan | None,
 ) -> None:
-    """Check that experts have one configuration, and that the folders hold their tensors; additions may be missing."""
+    """Check that experts have one configuration, and that the folders hold their tensors; additions and gates may be
+    missing."""
+    setting = f"{role}.checkpoint"
     first, *others = (defining(config_of(network)) for network in networks)
     for other in others:
         if other != first:
@@ -275,7 +294,8 @@ def _check_files(
     expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
     chosen = named_additions(expected)
     for folder in folders:
-        check_tensors(folder, {key: tuple(value.shape) for key, value in networks[0].state_dict().items()}, setting)
+        of_network = {key: tuple(value.shape) for key, value in networks[0].state_dict().items()}
+        check_tensors(folder, of_network | saved_gates(role, folder, sparse), setting)
         saved = named_additions(folder.additions)
         shapes = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
         wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
@@ -292,9 +312,10 @@ def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[Ro
     without adapters. A role in ``trained`` that trains its whole network does not share it.
     """
     adapted = {plan.base for plan in plans if plan.lora is not None}
+    alone = {plan.name for plan in plans if plan.additions or plan.sparse is not None}
     groups: dict[object, list[RolePlan]] = {}
     for plan in plans:
-        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and plan.base in adapted)
+        shares = plan.lora is not None or (plan.base in adapted and plan.name not in {*trained, *alone})
         groups.setdefault(plan.base if shares else plan.name, []).append(plan)
     return list(groups.values())
 

@@ -22,6 +22,7 @@ from distill.methods.scm import ScmSettings
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
+from models.sparse import SparseSettings
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
@@ -93,6 +94,8 @@ class Setup:
     causal: CausalSettings | None = None
     """Settings of the causal roles."""
     causal_roles: tuple[str, ...] = ("student", "teacher")
+    sparse: dict[str, SparseSettings] = field(default_factory=dict)
+    """Sparse attention, by role."""
 
     @property
     def world_size(self) -> int:

@@ -69,6 +69,7 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
             lora=setup.lora.get(name),
             experts=setup.experts if name in method.trained_roles else "both",
             causal=setup.causal if name in setup.causal_roles else None,
+            sparse=setup.sparse.get(name),
         )
         for name in method.roles_needed(config.method)
     ]

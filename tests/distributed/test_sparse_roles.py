@@ -1,0 +1,118 @@
+"""Sparse roles: whole networks against attention written out in one process, ramps, resume, and shared networks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill.config.schema import EmaSettings
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.mesh import build_mesh
+from models import verify
+from models.condition import Condition
+from models.families.wan import Wan
+from models.lora.settings import LoraSettings
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role
+from models.sample import Sample
+from models.sparse import SparseSettings
+from tests.oracles.runs import METHODS, Setup, make_config
+from tests.oracles.sharded_run import make_trainer
+from tests.oracles.sparse_wan import written_out
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+
+SPARSE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
+MESHES = [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 2), (1, 3), (1, 4)))]
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+def test_wan_on_a_mesh_equals_attention_written_out(pools, tmp_path, dp_shard, cp):
+    """Output, each gradient, norm, derivative and a round trip of the gates; with recomputation and a dense layer."""
+    settings = SparseSettings(sparsity=0.6, tile=[2, 2, 2], dense_layers=[1] if cp == 3 else [])
+    example = {**Wan().examples()["t2v"], "num_attention_heads": 2}  # a ring of several ranks at cp = 3 and 4
+    verify.write_example(tmp_path / "network", "wan", example, settings)
+    for grid in verify.GRIDS[: 1 if (dp_shard, cp) == (1, 2) else 2]:
+        plan = verify.planned(tmp_path / "network", "wan")
+        truth = written_out(plan, grid)
+        case = verify.Case(
+            folder=tmp_path / "network", family="wan", dp_shard=dp_shard, cp=cp, grid=grid, checkpointing=True
+        )
+        ours, changed = pools[dp_shard * cp].run(verify.rank_result, case, tmp_path / "written")[0]
+        assert {name for name in truth.gradients if "to_gate_compress" in name} == {*plan.sparse.shapes}
+        found, worst = verify.compare(ours, truth, changed)
+        assert max(found.values()) < 1e-6, (found, worst)  # Wan norms in fp32
+
+
+def test_a_comparison_with_written_out_attention_can_fail(tmp_path):
+    verify.write_example(tmp_path / "network", "wan", Wan().examples()["t2v"], SPARSE)
+    plan = verify.planned(tmp_path / "network", "wan")
+    other = verify.write_example(tmp_path / "other", "wan", Wan().examples()["t2v"], SparseSettings(sparsity=0.0))
+    assert other is None
+    truth, dense = (
+        written_out(verify.planned(tmp_path / name, "wan"), verify.GRIDS[0]) for name in ("network", "other")
+    )
+    assert plan.sparse is not None
+    assert max(verify.compare(dense, truth, 0)[0].values()) > 1e-3
+
+
+RAMP = SparseSettings(sparsity=0.6, tile=[1, 2, 2], warmup=[0.25, 1])
+METHODS_OF_RUNS = ["dmd2", "dmd2, own path", "rcm", "scm", "meanflow", "flow_matching"]
+
+
+def _record(setup, folder, run_dir, first=0, save_at=()):
+    """Return losses and weights of a run from step ``first``, and the sparsity at its end."""
+    config = make_config(setup, folder)
+    config.run_dir = str(run_dir)
+    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
+    trainer = make_trainer(setup, folder, config, resume_from)
+    trace = trainer.record(save_at=save_at)
+    network = trainer.roles["student"].networks[0]
+    return trace.losses, trace.weights, network.sparse.sparsity, trainer.roles["student"].sparse_file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{}, {"student": LoraSettings(rank=3), "fake": LoraSettings(rank=3)}])
+def test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp(pools, checkpoints, tmp_path, lora):
+    """Gates train, are averaged and resumed; with adapters next to them on a base that the dense teacher shares."""
+    setup = Setup(cp=2, micro_batch_size=2, steps=6, ema=EmaSettings(enabled=True), sparse={"student": RAMP}, lora=lora)
+    losses, weights, sparsity, file = pools[2].run(_record, setup, checkpoints, tmp_path / "run", 0, (3,))[0]
+    again, other, *_ = pools[2].run(_record, setup, checkpoints, tmp_path / "run", 3)[0]
+    assert again == losses[3:] and sparsity == {"student": 0.6} and file["sparsity"] == 0.6
+    for name in ("student", "average of student"):
+        assert all(torch.equal(other[name][key], value) for key, value in weights[name].items())
+        gates = [value for key, value in weights[name].items() if "to_gate_compress.weight" in key]
+        assert len(gates) == 2 and all(gate.norm() > 0 for gate in gates)
+    assert not any("to_gate_compress" in key for key in weights["fake"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS_OF_RUNS)
+def test_methods_take_a_sparse_student_on_any_mesh(pools, checkpoints, tmp_path, name):
+    """In fp64 no choice flips, so the losses are those of one rank; a dense run has others."""
+    setup = Setup(method=METHODS[name], precision="fp64", steps=3, sparse={"student": SPARSE})
+    truth = pools[1].run(_record, setup, checkpoints, tmp_path / "one")[0][0]
+    on_mesh = replace(setup, cp=4, micro_batch_size=2)
+    assert pools[4].run(_record, on_mesh, checkpoints, tmp_path / "four")[0][0] == pytest.approx(truth, rel=1e-6)
+    assert all(torch.isfinite(torch.tensor(truth)))
+
+
+def _shared_base(folder, sparse):
+    """Return the velocities of a dense teacher and fake score on the base of a student with adapters."""
+    plans = [
+        plan_role(name, checkpoint=str(folder / "teacher"), lora=lora, sparse=sparse if name == "student" else None)
+        for name, lora in (("teacher", None), ("student", LoraSettings(rank=2)), ("fake", LoraSettings(rank=2)))
+    ]
+    shapes = {"shapes": {"video": LATENT_SHAPE}, "condition_shapes": CONDITION_SHAPES}
+    mesh, device = build_mesh(cp=2, heads=4, device_type="cpu"), torch.device("cpu")
+    roles = build_roles(plans, trained=("student", "fake"), mesh=mesh, device=device, **shapes)
+    generator = torch.Generator().manual_seed(2)
+    x = Sample({"video": torch.randn(1, *LATENT_SHAPE, generator=generator)})
+    condition, t = Condition({"text": torch.randn(1, *TEXT_SHAPE, generator=generator)}), torch.tensor([0.6])
+    return {name: role.velocity(x, t, condition).video.detach() for name, role in roles.items()}
+
+
+def test_other_roles_of_a_shared_base_stay_dense(pools, checkpoints):
+    sparse, dense = (pools[2].run(_shared_base, checkpoints, chosen)[0] for chosen in (SPARSE, None))
+    assert all(torch.equal(sparse[name], dense[name]) for name in ("teacher", "fake"))
+    assert not torch.allclose(sparse["student"], dense["student"], rtol=1e-3)
