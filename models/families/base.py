@@ -59,7 +59,7 @@ class LastLayer(NamedTuple):
 
 
 class GateLayer(NamedTuple):
-    """Gate of a block's sparse attention (models/sparse.py): a linear layer beside the unmodified network."""
+    """Gate of a block's sparse attention (models/sparse.py): a linear layer next to the unmodified network."""
 
     parent: str
     """Name of the module that holds the gate."""

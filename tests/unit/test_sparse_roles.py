@@ -71,7 +71,7 @@ def test_a_tile_of_the_whole_video_is_named(caplog):
 
 
 def test_operations():
-    """Those of chosen tiles, of attention between tiles, and of gates; a dense layer as before."""
+    """Operations are those of chosen tiles, of attention between tiles, and of gates; a dense layer has as before."""
     shapes, condition = {"video": (4, 4, 16, 16)}, {"text": (5, 10)}
     family, tokens, tiles = Wan(), 4 * 8 * 8, 64
     for dense_layers in ([], [1]):
