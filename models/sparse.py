@@ -36,7 +36,7 @@ FILE = "sparse.json"
 """File next to the weights of a network with sparse attention. It holds the settings without the ramp."""
 NOTE = (
     f"This network has sparse attention between tiles of the video ({FILE}). A plain diffusers pipeline drops its gates"
-    " with a warning and attends to all tokens, which is not what was trained; python -m distill.sample attends as then."
+    " with a warning and attends to all tokens, which is not what was trained; python -m distill.sample has both."
 )
 log = logging.getLogger(__name__)
 
