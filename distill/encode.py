@@ -70,10 +70,9 @@ def _source(
         source = replace(source, is_normalized=arguments.normalized == "yes", is_checked=False)
     if source is not None:
         return source, fitted_settings(settings, source, given)
-    has_images = settings.image is not None
-    if path.is_file() and has_images and settings.buckets is not None:
+    if path.is_file() and settings.image is not None and settings.buckets is not None:
         raise UserError(f"data.buckets={settings.buckets}: captions with images have one size; leave it out")
-    return own.read(path, columns, has_clips=not path.is_file(), has_images=has_images), settings
+    return own.read(path, columns, has_clips=not path.is_file(), image=settings.image), settings
 
 
 @_named_as_here()

@@ -5,8 +5,9 @@ from math import gcd
 from pathlib import Path
 
 from distill.config.schema import Config
+from distill.data.base import IMAGES
 from distill.methods import METHODS
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import UserError, counted, shown
 
 
 def check(config: Config) -> None:
@@ -72,12 +73,13 @@ def check_images(config: Config) -> None:
     images, captions = config.sample.images, config.sample.captions
     if not images:
         return
-    if getattr(config.data, "image", None) is None:
+    if (kind := getattr(config.data, "image", None)) is None:
         hint = "set data.image=first_frame, or leave them out"
         raise UserError(f"sample.images={shown(images)} are for models of images, and data.image is null; {hint}")
-    if len(images) != len(captions) or len(set(captions)) < len(captions):
-        given = f"{len(images)} images and {len(set(captions))} different captions"
-        raise UserError(f"sample.images and sample.captions must go together one by one, got {given}")
+    each = len(IMAGES[kind])
+    if len(images) != each * len(captions) or len(set(captions)) < len(captions):
+        given = f"{counted(len(images), 'image')} and {len(set(captions))} different captions"
+        raise UserError(f"sample.images must be {each} for each of sample.captions, in their order, got {given}")
     for file in images:
         if not Path(file).expanduser().is_file():
             raise UserError(f"sample.images: {file} is not a file; give an image or a video")

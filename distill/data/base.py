@@ -18,6 +18,8 @@ from models.sample import PartShapes, Sample, part_name
 
 _LARGEST_UNIT = 32
 """Largest number of pixels of a token's side, of all VAEs; the others are powers of two too."""
+IMAGES = {"first_frame": {"image": 0}, "last_frame": {"last_image": -1}, "both": {"image": 0, "last_image": -1}}
+"""Columns of a table that name images, by value of ``data.image``, and the frames of a clip that these are."""
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -49,9 +51,9 @@ class ClipSettings(Checked):
     """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
-    image: Literal["first_frame"] | None = None
-    """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
-    noisy frame); null for none."""
+    image: Literal["first_frame", "last_frame", "both"] | None = None
+    """Images for networks that take some: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX, it replaces the noisy
+    frame), and for MiniMax-H3 also ``last_frame`` or ``both``; null for none."""
     silence: Literal["zero"] | None = None
     """Clips without a sound track, for networks that make sound: ``zero`` takes them as silent; null leaves them
     out."""

@@ -175,7 +175,7 @@ class VideoFolderSettings(DataSettings, ClipSettings):
     def source(self) -> Source:
         from distill.data.sources import own
 
-        return own.read(self.path, self.columns, has_clips=self.has_clips, has_images=self.image is not None)
+        return own.read(self.path, self.columns, has_clips=self.has_clips, image=self.image)
 
     def fingerprints(self) -> dict[str, str]:
         table = hashlib.sha256(json.dumps(self.source().sizes()).encode()).hexdigest()[:32]
@@ -199,8 +199,8 @@ class CaptionsSettings(VideoFolderSettings):
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns", "fps", "vae_precision", "vae_tiling")
     name: str = "captions"
     path: str | None = None
-    """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``, and with ``image``
-    (a path from the file's folder) where images condition."""
+    """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``. Where images
+    condition, the columns ``image`` and ``last_image`` name the first and the last one, from the file's folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,6 +234,10 @@ class EncodedSettings(DataSettings):
     def has_clips(self) -> bool:  # type: ignore[override]
         """Whether the set has clips; sets of captions have none."""
         return self.path is None or "latents" in self.open().parts
+
+    @property
+    def image(self) -> str | None:
+        return self.encoding().image
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         return self.encoding().bucket_shapes()

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from distill.data import ClipDataset
-from distill.data.base import MeasuredDataset
+from distill.data.base import IMAGES, MeasuredDataset
 from distill.data.sets.encode import release_memory
 from distill.data.shares import Shares
 from distill.evaluate.comparison import (
@@ -78,6 +78,8 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
         return
     method = network.method(mesh=mesh, device=device, data=data)
     options = {"steps": network.steps, "captions": plan.captions, "data": data, "mesh": mesh, "device": device}
+    if plan.images:  # the data's rows are the prompts, of which several may have one caption
+        options["clips"] = range(len(plan.captions))
     with progress(missing, f"sampling {name}", "clip") as advance:
         for seed, finished_here in enumerate(finished):
             times = [time.perf_counter()]
@@ -181,6 +183,8 @@ def evaluate(arguments: Namespace) -> None:
         on_first_rank(lambda: _begin(plan, begun))
         options = {"seed": plan.config.seed, "device": device, "run_dir": plan.out, "captions": plan.captions}
         data = plan.config.data.build(**options)
+        if plan.images and len(data) < len(plan.captions):
+            raise UserError(f"--prompts: {len(plan.captions) - len(data)} images cannot be read (see above)")
         for name in plan.networks:
             sample_missing(plan, name, data=data, mesh=mesh, device=device)
             release_memory(device)
@@ -202,8 +206,9 @@ def evaluate(arguments: Namespace) -> None:
 
 def _begin(plan: Plan, begun: Mapping[str, Any]) -> None:
     """Write the record of an evaluation that has begun, and the table of prompts from which its data are built."""
-    images = plan.images or [None] * len(plan.captions)
-    table = [{"image": image, "caption": text} for image, text in zip(images, plan.captions, strict=True)]
+    columns = [*IMAGES.get(plan.protocol["image"], ["image"])]
+    images = iter(plan.images or [None] * len(plan.captions))
+    table = [dict(zip(columns, images, strict=False)) | {"caption": text} for text in plan.captions]
     with _written(plan):
         write_text(plan.out / PROMPTS, "".join(json.dumps(row) + "\n" for row in table))
         write_text(plan.out / BEGUN, json.dumps(begun, indent=1) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from distill.data.base import IMAGES
 from distill.evaluate.intervals import mean_interval, share_interval
 from distill.evaluate.measures import MEASURES, SHARES, TO_REFERENCE
 from fsdp_cp.errors import UserError
@@ -127,7 +128,8 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 def _is_whole(content: Mapping[str, Any]) -> bool:
     """Return whether an evaluation can be repeated and compared; raise where it cannot even be read."""
     protocol, prompts, participants = content["protocol"], content["prompts"], content["participants"]
-    by_prompt = [prompts, *(content.get(key) or prompts for key in ("captions", "images"))]
+    images = (content.get("images") or [])[:: len(IMAGES.get(protocol.get("image"), "1"))]
+    by_prompt = [prompts, content.get("captions") or prompts, images or prompts]
     for name in participants:
         by_prompt += map(_means, content["values"][name].values())
     if len(set(map(len, by_prompt))) > 1 or not prompts:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -13,6 +14,7 @@ from distill.config.checks import check
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
+from distill.data.base import IMAGES
 from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, alone
 from distill.methods import METHODS, Method, build_method
@@ -147,13 +149,20 @@ def read_prompts(text: str, setting: str) -> list[str]:
     return prompts
 
 
-def prompts_with_images(text: str, setting: str) -> dict[str, str]:
-    """Return the image of each prompt of a ``.csv`` or ``.jsonl`` file, whose images are named from its folder."""
-    found = read_as(setting, read_images, path := user_path(text, setting))
-    images = {prompt: str(path.absolute().parent / image) for image, prompt in found}
-    if len(images) < len(found):
-        raise UserError(f"{setting} {path}: {len(found) - len(images)} prompts are there twice; make them differ")
-    return images
+def prompts_with_images(text: str, setting: str, image: str) -> tuple[list[str], list[str], list[str]]:
+    """Return prompts, their captions and the images of all of them, one for each column of ``data.image``, from a
+    ``.csv`` or ``.jsonl`` file, whose images are named from its folder. A caption may have several prompts: the names
+    of those that follow its first tell their images."""
+    path = user_path(text, setting)
+    found = read_as(setting, partial(read_images, images=[*IMAGES[image]]), path)
+    prompts: list[str] = []
+    for files, caption in found:
+        prompts.append(caption if caption not in prompts else f"{caption} ({' and '.join(files)})")
+    if len(set(prompts)) < len(prompts):
+        repeated = len(prompts) - len(set(prompts))
+        raise UserError(f"{setting} {path}: {repeated} prompts are there twice, with the same images; make them differ")
+    images = [str(path.absolute().parent / file) for files, _ in found for file in files]
+    return prompts, [caption for _, caption in found], images
 
 
 def read_as(setting: str, read: Callable[[Path], Read], path: Path) -> Read:

@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
     captions: list[str]
     """Text that is sampled for each prompt: itself, or its extended prompt."""
     images: list[str]
-    """Image of each prompt, where images condition."""
+    """Images of all prompts, where images condition: one for each prompt, or two."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
     counts: dict[str, int]
     captions: list[str]
     images: list[str]
-    """Image of each prompt, where images condition."""
+    """Images of all prompts, as in :class:`Prompts`."""
     suite: Suite | None
     """Entries of VBench, if its suite is evaluated."""
     dimensions: list[str]
@@ -119,7 +119,7 @@ def plan_evaluation(arguments: Namespace) -> Plan:
     words, config = _participants_and_settings(arguments)
     out = user_path(arguments.out, "--out").absolute()
     _use_prompts(config, out / PROMPTS)
-    prompts = _prompts_of(arguments, suite, other, has_images=config.data.encoding().image is not None)
+    prompts = _prompts_of(arguments, suite, other, config.data.encoding().image)
     _check_captions(arguments, config, prompts.captions)
     if other is not None:
         _repeat(arguments, config, other["protocol"])
@@ -219,18 +219,18 @@ def _repeat(arguments: Namespace, config: Config, protocol: Mapping[str, Any]) -
 
 
 def _prompts_of(
-    arguments: Namespace, suite: Suite | None, other: Mapping[str, Any] | None, *, has_images: bool
+    arguments: Namespace, suite: Suite | None, other: Mapping[str, Any] | None, image: str | None
 ) -> Prompts:
-    if has_images and arguments.suite:
+    if image and arguments.suite:
         raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
     if other is None and suite is None:
         check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
     seeds = arguments.seeds if other is None else other["protocol"]["seeds"]
-    if has_images and arguments.prompts:  # with --like too: its images may lie elsewhere here
-        image_of = prompts_with_images(arguments.prompts, "--prompts")
-        return Prompts(dict.fromkeys(image_of, seeds), list(image_of), list(image_of.values()))
+    if image and arguments.prompts:  # with --like too: its images may lie elsewhere here
+        prompts, *of_prompts = prompts_with_images(arguments.prompts, "--prompts", image)
+        return Prompts(dict.fromkeys(prompts, seeds), *of_prompts)
     if other is not None:
-        return _repeated_prompts(arguments, suite, other, has_images=has_images)
+        return _repeated_prompts(arguments, suite, other, has_images=image is not None)
     if suite is not None:
         return _prompts_of_suite(arguments, suite)
     prompts = read_prompts(arguments.prompts, "--prompts")

@@ -213,5 +213,10 @@ def test_a_student_of_images(tmp_path, capsys):
     for wrong in ("a red square\n", head, f"{head}clips/none.mp4,a\n", f"{head}clips/clip_0.mp4,\n"):
         (tmp_path / "wrong.csv").write_text(wrong)
         refused(capsys, "--prompts" if "none" not in wrong else "none.mp4", [*words[:3], tmp_path / "wrong.csv", *new])
-    prompts.write_text(json.dumps(table[0]) + "\n" + json.dumps(table[1] | {"caption": texts[0]}))
+    prompts.write_text((json.dumps(table[0]) + "\n") * 3)
     refused(capsys, "twice", [*words, *new])
+    prompts.write_text("".join(json.dumps(row | {"caption": texts[0]}) + "\n" for row in (table[1], table[0])))
+    assert main([str(word) for word in (*words, "--out", tmp_path / "repeated")]) == 0
+    repeated = result(tmp_path, "repeated")
+    assert repeated["captions"] == [texts[0]] * 2 and repeated["images"] == [str(pictures[1]), str(pictures[0])]
+    assert repeated["prompts"] == [texts[0], f"{texts[0]} ({table[0]['image']})"]

@@ -6,10 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from diffusers import LTX2Pipeline
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from PIL import Image
 
 from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.image import as_frame, stretched
 from distill.data.encoders.ltx2 import log_mel
+from distill.data.sets.encode import Encoding
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
@@ -147,10 +150,34 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         clip_of(fps=0.0)
     with refused("data.max_text_tokens"):
         folder.condition_shapes(CLIP, 30, None)
-    with refused("x: LTX-2"):
-        folder.inspect_image("x")
     copied = shutil.copytree(folders["2.3"], tmp_path / "copy")
     shutil.rmtree(copied / "connectors")
     with refused("connectors/"):
         choose_encoders(copied)
     assert len(folder.remarks(CLIP, 256, None)) == 1 and not folder.remarks(CLIP, 1024, None)
+
+
+def test_a_first_frame_is_that_of_the_pipeline(folders, tmp_path):
+    """A picture of another shape is re-compressed, then stretched; one cut from a clip is neither."""
+    levels = torch.randint(256, (9, 7, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    picture = Image.fromarray(levels.numpy()).resize((70, 90), Image.Resampling.BILINEAR)
+    picture.save(tmp_path / "a.png")
+    (tmp_path / "table.csv").write_text("image,caption\na.png,a red square\n")
+    data = encode_source(
+        path=tmp_path / "table.csv", encoders=folders["2.3"], cache=tmp_path / "cache", has_clips=False,
+        num_frames=17, height=64, width=96, fps=24.0, max_text_tokens=32, image="first_frame",
+    )  # fmt: skip
+    pipeline = LTX2ImageToVideoPipeline.from_pretrained(folders["2.3"])
+    kept = {}
+    pipeline.prepare_latents = lambda image, *_args, **_options: kept.update(image=image) or 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pipeline(picture, prompt="a", height=64, width=96, num_frames=17, max_sequence_length=32, guidance_scale=1.0)
+    with torch.no_grad():
+        z = pipeline.vae.encode(kept["image"].float()[:, :, None]).latent_dist.mode()
+    wanted = pipeline._normalize_latents(z, pipeline.vae.latents_mean, pipeline.vae.latents_std)[0]
+    assert torch.allclose(data[0]["first_frame"], wanted, atol=1e-5) and wanted.shape == (8, 1, 2, 3)
+    plain = choose_encoders(folders["2.3"]).codec(tiling=False, dtype=torch.float32, **CPU)
+    unpacked = as_frame(stretched(torch.from_numpy(np.array(picture)), 64, 96, Image.Resampling.BILINEAR))
+    assert (plain.encode(unpacked) - wanted).abs().max() > 1e-3, "the check can tell a picture that is not compressed"
+    with refused("data.image=both"):
+        Encoding(encoders=str(folders["2.3"]), num_frames=17, height=64, width=96, image="both").inspect()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from distill.data.encoders.folder import (
     check_weight_files,
@@ -65,9 +67,18 @@ class ImageInput:
 
     latents: str
     """``first_frame``: the VAE encodes the image as a clip of one frame. ``image_latents``: the VAE encodes a clip that
-    begins with the image, and a mask tells which frames are given."""
+    begins with the image, and a mask tells which frames are given. ``keyframes``: the VAE encodes each of one or two
+    images, and the text encoder sees them."""
     encoder: ImageEncoderFolder | None = None
     """The image encoder, for networks that also get its features."""
+    processor: str | None = None
+    """Sub-folder of the processor of the text encoder, for one that sees the images."""
+
+    @property
+    def parts(self) -> list[str]:
+        """Sub-folders that the image needs."""
+        parts = [] if self.encoder is None else ["image_encoder", self.encoder.processor]
+        return parts if self.processor is None else [*parts, self.processor]
 
 
 class ImageEncoder:
@@ -94,6 +105,17 @@ class ImageEncoder:
         output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.is_clip)
         features = output.hidden_states[-2] if self.is_clip else output.last_hidden_state
         return features[0].float().cpu()
+
+
+def stretched(rgb_HWC: torch.Tensor, height: int, width: int, method: Image.Resampling) -> torch.Tensor:
+    """Resize uint8 (H, W, 3) to another size, whatever its aspect, as ``VaeImageProcessor`` does by default."""
+    made = Image.fromarray(rgb_HWC.numpy()).resize((width, height), method)
+    return torch.from_numpy(np.array(made))
+
+
+def as_frame(rgb_HWC: torch.Tensor) -> torch.Tensor:
+    """Return uint8 (H, W, 3) as fp32 (3, 1, H, W) in [-1, 1]."""
+    return (2 * (rgb_HWC.float() / 255) - 1).permute(2, 0, 1)[:, None]
 
 
 def encode_zeros(model: Any) -> None:

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from distill.data.encoders.folder import load_part, part_settings, require_class, shown, whole_number
-from distill.data.encoders.image import ImageInput
+from distill.data.encoders.image import ImageInput, as_frame, stretched
 from distill.data.encoders.ltx import LtxVideoCodec, video_sizes
 from distill.data.encoders.wan import EncoderFolder, TextEncoder
-from distill.data.videos.decode import ClipFormat, SoundFormat
+from distill.data.videos.container import VideoFile
+from distill.data.videos.decode import ClipFormat, SoundFormat, read_picture
 from fsdp_cp.errors import UserError
+from models.condition import FIRST_FRAME
 from models.families.diffusers_family import checked_arguments
 from models.sample import AUDIO, VIDEO, PartShapes
 
@@ -211,7 +214,12 @@ class Ltx2EncoderFolder(EncoderFolder):
         return SoundFormat(rate=self.rate, samples=rows * self.samples_of_row, channels=SOUND_CHANNELS)
 
     def inspect_image(self, where: str) -> ImageInput:
-        raise UserError(f"{where}: LTX-2 makes clips of text alone here; set data.image=null")
+        return ImageInput(latents=FIRST_FRAME)
+
+    def read_image(self, file: VideoFile, clip: ClipFormat, *, follows: bool = False) -> Tensor:
+        """Return an image as LTX2ImageToVideoPipeline sees it: re-compressed by H.264, then stretched."""
+        image = _recompressed(read_picture(file))
+        return as_frame(stretched(image, clip.height, clip.width, Image.Resampling.BILINEAR))
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         if max_text_tokens == PIPELINE_TOKENS:
@@ -231,6 +239,13 @@ class Ltx2EncoderFolder(EncoderFolder):
     def clip_tensors(self, clip: ClipFormat) -> dict[str, Tensor]:
         """Return ``fps`` (1,); see models/families/ltx2.py."""
         return {"fps": torch.tensor([float(clip.fps)])}
+
+
+def _recompressed(rgb_HWC: Tensor) -> Tensor:
+    """Return uint8 (H, W, 3) after H.264 as strong as that of the clips that LTX-2 was trained on (diffusers 0.42)."""
+    from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+
+    return torch.from_numpy(apply_image_conditioning_crf(rgb_HWC.numpy(), DEFAULT_IMAGE_CRF))
 
 
 def _parts() -> Any:

@@ -20,7 +20,8 @@ import torch
 from distill.data.base import to_bytes
 from distill.data.encoders.folder import load_part, part_settings, readable, shown, whole_number
 from distill.data.encoders.image import ImageInput, inspect_image_encoder
-from distill.data.videos.decode import ClipFormat, SoundFormat
+from distill.data.videos.container import VideoFile
+from distill.data.videos.decode import ClipFormat, SoundFormat, first_frame
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import parameters_of
@@ -293,6 +294,11 @@ class EncoderFolder:
         if index.get("_class_name") == "WanImageToVideoPipeline" and index.get("image_encoder") in (None, [None, None]):
             return ImageInput(latents="image_latents")
         return ImageInput(latents="image_latents", encoder=inspect_image_encoder(self.path, where))
+
+    def read_image(self, file: VideoFile, clip: ClipFormat, *, follows: bool = False) -> torch.Tensor:
+        """Return an image from a file as a frame (3, 1, H, W) in [-1, 1]: by default, cropped as clips are. The second
+        of two images ``follows`` the first. Raises ``ClipError``."""
+        return first_frame(file, clip)
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         """Return warnings: guesses about the folder, and settings that fit clips, captions or images badly."""

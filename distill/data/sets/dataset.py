@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from distill.data.base import Bucket
+from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import VideoCodec
 from distill.data.sets.encode import Encoding, encode, load_codec, release_memory
 from distill.data.sets.encoded_set import COMMAND, KINDS, Captions, EncodedSet
 from distill.data.sources.source import Source
-from distill.data.videos.decode import ClipFormat, first_frame
-from distill.data.videos.video_folder import ListedClip
+from distill.data.videos.container import ClipError
+from distill.data.videos.decode import ClipFormat
+from distill.data.videos.video_folder import listed_images
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
@@ -229,7 +231,8 @@ def open_set(
     data = EncodedDataset(encoded, settings, device=device, damaged=damaged)
     if images or any(encoded.find(caption) is None for caption in captions):
         files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
-        rows = [ListedClip(file=file, caption=caption) for file, caption in zip(files, captions, strict=True)]
+        each = len(files) // len(captions)  # the images of a caption follow each other
+        rows = [listed_images(files[i * each : (i + 1) * each], caption) for i, caption in enumerate(captions)]
         source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
         size = {name: getattr(data.clip, name) for name in ("num_frames", "height", "width")}
         their_settings = replace(settings, buckets=None, **size, image=settings.image if images else None)
@@ -272,7 +275,10 @@ def check_further(settings: Encoding, captions: Sequence[str] = (), images: Sequ
         except UnicodeEncodeError as error:  # bytes of a command line that were no UTF-8
             raise UserError(f"{what} {text!r} is not UTF-8 text; type it in a UTF-8 terminal") from error
     for file in images if settings.image is not None else ():
-        first_frame(Path(file).expanduser(), settings.clip)
+        try:
+            choose_encoders(settings.encoders).read_image(Path(file).expanduser(), settings.clip)
+        except ClipError as error:
+            raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
 
 
 def check_local(check: Any) -> Any:

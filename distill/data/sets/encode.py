@@ -11,14 +11,14 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from distill.data.base import VAE_PRECISIONS, ClipSettings, to_bytes
+from distill.data.base import IMAGES, VAE_PRECISIONS, ClipSettings, to_bytes
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
@@ -29,10 +29,11 @@ from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
 from distill.data.videos.decode import DECODER_VERSION, ClipFormat, read_clip, read_largest_part
 from distill.data.videos.sound import EARLIER_SOUND, SOUND_VERSION, end_sound_readers, read_sound
+from distill.data.videos.video_folder import ListedClip
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from models.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME, KEYFRAMES
 from models.files.checkpoint_files import fingerprint_of
 from models.sample import PartShapes, part_name
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _Read = tuple[torch.Tensor, torch.Tensor | None, int]
 """Frames (3, T, H, W) of a clip or stored latents (C, t, h, w), its sound, and its length where only one is read."""
-IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds")
+IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds", KEYFRAMES)
 """Parts of a clip that its image gives."""
 _CHECKED_CLIPS = 64
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
@@ -77,7 +78,15 @@ class Encoding(ClipSettings):
             raise UserError(f"data.vae_precision={self.vae_precision} does not fit {self.encoders}; use {fit}")
         if self.silence is not None and folder.sound_format(self.clip) is None:
             raise UserError(f"data.silence={self.silence} is for encoders of sound, not {self.encoders}; leave it out")
-        return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
+        return folder, self._inspect_image(folder)
+
+    def _inspect_image(self, folder: EncoderFolder) -> ImageInput | None:
+        if self.image is None:
+            return None
+        image = folder.inspect_image(f"data.encoders={self.encoders}")
+        if self.image != FIRST_FRAME and image.latents != KEYFRAMES:
+            raise UserError(f"data.image={self.image} is for MiniMax-H3, not {self.encoders}; use {FIRST_FRAME}")
+        return image
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, tuple[int, ...]]]]:
         """Return the shapes of the parts' latents and of the tensors of a condition, by bucket, as :meth:`inspect`."""
@@ -97,10 +106,8 @@ class Encoding(ClipSettings):
     def fingerprint(self, *, has_clips: bool = True) -> str:
         """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
         folder = choose_encoders(self.encoders)
-        image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
-        parts = [*(folder.codec_parts if has_clips else []), *folder.text_parts]
-        if image is not None and image.encoder is not None:
-            parts += ["image_encoder", image.encoder.processor]
+        image = self._inspect_image(folder)
+        parts = [*(folder.codec_parts if has_clips else []), *folder.text_parts, *(image.parts if image else ())]
         return fingerprint_of(folder.files(*parts))
 
     def described(self) -> dict[str, Any]:
@@ -254,7 +261,8 @@ class _Job:
             parts = self._codec.encode_clip(video, sound).parts
             made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
         if self.image is not None:
-            made |= self._image_tensors(video[:, :1], frames, self.image)
+            given = list(IMAGES[self.settings.image].values()) if self.source.has_latents else slice(None)
+            made |= self._image_tensors(video[:, given], frames, self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
                 where = f"{self.clips[number].name}: its {part}"
@@ -286,8 +294,11 @@ class _Job:
         return stored_text(self.source, self._stored_texts[caption], most=most, width=width)
 
     def _image_tensors(self, frame: torch.Tensor, frames: int, image: ImageInput) -> dict[str, torch.Tensor]:
-        """Return what the networks get of the first frame (3, 1, H, W) of a clip of so many ``frames``: the VAE encodes
-        it alone, or with gray frames after it; an image encoder, where there is one, gives its features."""
+        """Return what the networks get of the first frame (3, 1, H, W) of a clip of so many ``frames``, or of K
+        keyframes: the VAE encodes each alone, or one with gray frames after it; an image encoder, where there is one,
+        gives its features."""
+        if image.latents == KEYFRAMES:
+            return {KEYFRAMES: torch.cat([self._codec.encode_keyframe(one) for one in frame.split(1, dim=1)], dim=1)}
         gray = frame.new_zeros(3, frames - 1, *frame.shape[2:])
         pixels = frame if image.latents == FIRST_FRAME else torch.cat([frame, gray], dim=1)
         made = {image.latents: self._codec.encode(pixels)}
@@ -303,10 +314,11 @@ class _Job:
         try:
             if self.source.latents is not None:
                 return self._stored_latents(clip.file), None, 0
-            if clip.file not in self.source.videos and not (there := self.source.folder / clip.file).is_file():
-                return "is not a file" if there.exists() else "is missing"  # a pipe would never end
+            for name in clip.files:
+                if name not in self.source.videos and not (there := self.source.folder / name).is_file():
+                    return "is not a file" if there.exists() else "is missing"  # a pipe would never end
             if not self.source.has_latents:
-                return read_clip(file, replace(self.clip, num_frames=1)), None, self.clip.num_frames
+                return read_images(self.folder, self.source, clip, self.clip), None, self.clip.num_frames
             size = self.clip
             if self.settings.buckets is None:
                 video = read_clip(file, size)
@@ -346,6 +358,12 @@ class _Job:
             raise UserError("the text encoder's output is not finite; give weights in fp32")
         made = {name: text.to(self.folder.text_dtype) for name, text in made.items()}
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
+
+
+def read_images(folder: EncoderFolder, source: Source, row: ListedClip, clip: ClipFormat) -> torch.Tensor:
+    """Return the image of a row, or both, (3, K, H, W) in [-1, 1], as the pipeline of ``folder`` sees them."""
+    files = [source.folder / name for name in row.files]
+    return torch.cat([folder.read_image(file, clip, follows=i > 0) for i, file in enumerate(files)], dim=1)
 
 
 def load_codec(folder: EncoderFolder, settings: Encoding, device: torch.device) -> VideoCodec:

@@ -1,28 +1,29 @@
 """Our tables: a folder of videos with ``metadata.csv``, ``metadata.jsonl`` or ``.txt`` files, a file of captions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distill.data.base import IMAGES
 from distill.data.sources.source import Source
 from distill.data.videos.table import read_captions, read_images
-from distill.data.videos.video_folder import ListedClip, read_metadata
+from distill.data.videos.video_folder import ListedClip, listed_images, read_metadata
 
 
 def read(
-    path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool, has_images: bool = False
+    path: str | Path, columns: Mapping[str, str] | None = None, *, has_clips: bool, image: str | None = None
 ) -> Source:
-    """Read a folder of videos, or a file of captions, with images from the file's folder if they condition."""
+    """Read a folder of videos, or a file of captions, with the images of ``data.image`` from the file's folder."""
     path = Path(path).expanduser()
     if has_clips:
         folder, rows = path, read_metadata(path, columns)
-    elif has_images:
+    elif image is not None:
         folder = path.absolute().parent
-        rows = [_with_image(folder, image, caption) for image, caption in read_images(path, columns)]
+        rows = [_with_images(folder, *row) for row in read_images(path, columns, images=[*IMAGES[image]])]
     else:
         folder, rows = None, [ListedClip(file="", caption=caption) for caption in read_captions(path, columns)]
     return Source(name=f"data.path={path}", rows=rows, folder=folder, has_latents=has_clips)
 
 
-def _with_image(folder: Path, image: str, caption: str) -> ListedClip:
-    problem = "" if (folder / image).is_file() else "is missing"
-    return ListedClip(file=image, caption=caption, problem=problem)
+def _with_images(folder: Path, files: Sequence[str], caption: str) -> ListedClip:
+    problem = "" if all((folder / file).is_file() for file in files) else "is missing"
+    return listed_images(files, caption, problem)

@@ -76,11 +76,16 @@ class Source:
         captions."""
         if self.folder is None:
             return [row.caption for row in self.rows]
-        return [(*_size(self.folder / row.file), row.caption, *(row.span or ())) for row in self.rows]
+        sizes = []
+        for row in self.rows:
+            files = [value for file in row.files for value in _size(self.folder / file)]
+            sizes.append((*files, row.caption, *(row.span or ())))
+        return sizes
 
     def fingerprint(self) -> str:
         """Return a hash of the rows and of samples of every file's bytes; a collective, shared by all ranks."""
-        files = self.files or [self.folder / name for name in dict.fromkeys(clip.file for clip in self.clips)]
+        names = dict.fromkeys(name for clip in self.clips for name in clip.files)
+        files = self.files or [self.folder / name for name in names]
 
         def look(i: int) -> str:
             file = files[i]
@@ -93,7 +98,7 @@ class Source:
         return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
 
     def table_hash(self) -> str:
-        rows = [(row.file, row.caption, row.problem, *(row.span or ())) for row in self.rows]
+        rows = [(*row.files, row.caption, row.problem, *(row.span or ())) for row in self.rows]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 

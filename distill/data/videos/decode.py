@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from distill.data.videos.colors import is_turned, other_colors, to_bt709, upright
 from distill.data.videos.container import MOST_B_FRAMES, ClipError, TimesError, VideoFile, opened, timed_frames
 from fsdp_cp.choices import Bounds, Checked
-from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
     import av
@@ -130,7 +128,8 @@ def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
                 colors = other_colors(frame)
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
-                last, small = frame, _resized(_in_bt709(frame, conversions) if colors else frame, clip, stream)
+                rgb, aspect = _to_rgb(_in_bt709(frame, conversions) if colors else frame, stream)
+                last, small = frame, crop_and_resize(rgb, clip.height, clip.width, aspect)
             frames.append(small)
         if stream.average_rate and stream.average_rate < clip.fps * 0.999:
             rate = float(stream.average_rate)
@@ -166,24 +165,32 @@ def _in_bt709(frame: av.VideoFrame, conversions: _Conversions) -> av.VideoFrame:
     return convert(frame)
 
 
-def _resized(shown: av.VideoFrame, clip: ClipFormat, stream: av.VideoStream) -> torch.Tensor:
-    """Return a frame upright, cropped and resized: float32 (3, H, W) in [-1, 1]."""
+def _to_rgb(shown: av.VideoFrame, stream: av.VideoStream) -> tuple[torch.Tensor, Fraction]:
+    """Return a frame upright, uint8 (H, W, 3), and the width of a pixel over its height."""
     from av.video.reformatter import Interpolation as To
 
     # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
     to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
     rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
-    aspect = Fraction(stream.sample_aspect_ratio or 1)  # width of one pixel over its height
+    aspect = Fraction(stream.sample_aspect_ratio or 1)
     aspect = 1 / aspect if is_turned(shown) else aspect
-    return crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
+    return upright(rgb_HWC, shown), aspect
 
 
-def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
+def first_frame(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
     """Return a video's first frame, or an image, resized and cropped by :func:`read_clip`: (3, 1, H, W) in [-1, 1]."""
-    try:
-        return read_clip(file, replace(clip, num_frames=1))
-    except ClipError as error:
-        raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
+    return read_clip(file, replace(clip, num_frames=1))
+
+
+def read_picture(file: VideoFile) -> torch.Tensor:
+    """Return a video's first frame, or an image, in its own size: uint8 (H, W, 3). Raises ``ClipError``."""
+    with opened(file) as (container, stream):
+        frame, time = next(timed_frames(file, container, stream, in_order=True), (None, Fraction(0)))
+        if frame is None:
+            raise ClipError("holds no frame that can be decoded")
+        _check_decoded(frame, time)
+        _check_shape(frame, frame, stream)
+        return _to_rgb(_in_bt709(frame, {}) if other_colors(frame) else frame, stream)[0]
 
 
 def _pick(

@@ -139,20 +139,21 @@ def _lines(path: Path, column: str, where: str) -> list[str]:
     return lines
 
 
-def read_images(path: Path, columns: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """Return images and captions: the columns ``image`` and ``caption`` of a ``.csv`` or ``.jsonl`` file."""
-    names = column_names(("image", "caption"), columns)
+def read_images(
+    path: Path, columns: Mapping[str, str] | None = None, *, images: Sequence[str]
+) -> list[tuple[list[str], str]]:
+    """Return the images of each caption: the columns ``images`` and ``caption`` of a ``.csv`` or ``.jsonl`` file."""
+    names = column_names((*images, "caption"), columns)
     if path.suffix.lower() not in (".csv", ".jsonl") or not path.is_file():
         kind = f"a .csv or .jsonl file with the columns {','.join(names)}"
         raise UserError(f"data.path={path} must be {kind}, since images condition (data.image)")
     rows = []
     for line, values in read_table(path, names, f"data.path={path}"):
-        image, caption = ((value or "").strip() for value in values)
-        if not (image and caption):
-            raise UserError(
-                f"data.path={path} has no image or no caption in line {line}; give both, or remove the line"
-            )
-        rows.append((image, caption))
+        *files, caption = ((value or "").strip() for value in values)
+        if not (all(files) and caption):
+            lacks = f"lacks {' or '.join(names)} in line {line}"
+            raise UserError(f"data.path={path} {lacks}; fill them in, or remove the line")
+        rows.append((files, caption))
     if not rows:
         raise UserError(f"data.path={path} has no rows; write an image and a caption in each")
     return rows

@@ -28,11 +28,22 @@ class ListedClip:
     """Reason to leave the clip out before it is read."""
     span: Span | None = None
     """Part of the file that is the clip; ``None`` for its beginning."""
+    last: str = ""
+    """File of the last image, where ``file`` is the first of two."""
+
+    @property
+    def files(self) -> list[str]:
+        return [self.file, self.last] if self.last else [self.file]
 
     @property
     def name(self) -> str:
-        """File and part: rows with the same name have the same clip."""
-        return self.file if self.span is None else f"{self.file} ({self.span})"
+        """Files and part: rows with the same name have the same clip."""
+        return " and ".join(self.files) if self.span is None else f"{self.file} ({self.span})"
+
+
+def listed_images(files: Sequence[str], caption: str, problem: str = "") -> ListedClip:
+    """Return the row of a caption with one image or two, in the order of their frames."""
+    return ListedClip(file=files[0], caption=caption, problem=problem, last="".join(files[1:]))
 
 
 def table_of(path: Path) -> Path | None:
