@@ -42,6 +42,7 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from fsdp_cp.rng import StepRandom
+from models.condition import TEXT_TAGS
 from models.roles.role import Role
 from models.sample import Sample, part_name
 
@@ -82,7 +83,10 @@ class _Sampling:
     def write(self, writer: SetWriter, *, teacher: Role, mesh: Mesh, device: torch.device) -> None:
         """Write the set, or the part of it that is missing. A collective."""
         captions = [self.data.caption(i) for i in range(min(self.count, len(self.data)))]
-        rows = [(i, captions[i % len(captions)]) for i in range(self.count)]
+        # A text that shows images is that of its item.
+        is_shown = TEXT_TAGS in self.data.condition_shapes
+        items = [i % len(captions) for i in range(self.count)]
+        rows = [(i, (captions[item], item if is_shown else -1)) for i, item in enumerate(items)]
         texts = texts_of(rows, self.settings.negative_prompt)
         bytes_per_clip = self.settings.clip_bytes(1 + len(self.arguments.states))
         log.info("%s take about %.3g GB", counted(self.count, "clip"), self.count * bytes_per_clip / 1e9)
@@ -100,10 +104,14 @@ class _Sampling:
                 advance(min(chunk, len(numbers) - start))
 
         def copy_texts(numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
-            Shares().run(len(numbers), lambda i: save(numbers[i], self.data.embeddings(texts[numbers[i]]), {}), advance)
+            def copy(number: int) -> None:
+                caption, item = texts[number]
+                save(number, self.data.embeddings(caption, *([item] if is_shown else [])), {})
+
+            Shares().run(len(numbers), lambda i: copy(numbers[i]), advance)
 
         writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
-        text = self.data.embeddings("")
+        text = self.data.embeddings(captions[0])
         bytes_per_text = sum(self.settings.max_text_tokens * t.shape[1] * t.itemsize for t in text.values())
         writer.write("texts", len(texts), bytes_per_text, "caption", copy_texts)
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)

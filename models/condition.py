@@ -84,7 +84,8 @@ class Condition:
 
     @property
     def null(self) -> Condition:
-        """Condition that guidance subtracts, for the same samples: the negative prompt's text and the same image."""
+        """Condition that guidance subtracts, for the same samples: the negative prompt's text and the same images. Of a
+        text that shows the images, it is the rows up to the last of these."""
         return self._replaced(self.null_values)
 
     @property
@@ -134,6 +135,10 @@ class Condition:
         missing = values.keys() - self.tensors.keys()
         assert not missing, f"the condition has no {sorted(missing)}"
         replaced = {name: value.expand(len(self), *value.shape) for name, value in values.items()}
+        if (shown := self.tensors.get(TEXT_TAGS)) is not None:
+            # A causal text encoder's rows of pictures, which come first, are the same without the caption after them.
+            rows = torch.arange(1, shown.shape[1] + 1)
+            replaced[TEXT_LENGTH] = (shown.cpu() * rows).amax(dim=1)
         return self._with({**self.tensors, **replaced})
 
     def _with(self, tensors: Mapping[str, Tensor]) -> Condition:

@@ -18,6 +18,7 @@ from tests.tiny_pipeline import new_folder
 
 CHANNELS, SOUND_CHANNELS = 24, 32
 """Channels of the video's latents and the sound's, constants of the steps that denoise, which have no VAE."""
+VISION_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"]
 TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": 4, "attention_head_dim": 12, "hidden_size": 40, "num_layers": 2, "num_refiner_layers": 1,
     "ffn_dim": 24, "in_channels": CHANNELS, "audio_in_channels": SOUND_CHANNELS, "text_dim": 24, "freq_dim": 16,
@@ -27,7 +28,7 @@ TRANSFORMER: dict[str, Any] = {
 
 
 def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
-    """Write vae/, audio_vae/, text_encoder/, tokenizer/, transformer/ and two schedulers; returns the folder.
+    """Write both VAEs, text_encoder/, tokenizer/, processor/, transformer/ and two schedulers; returns the folder.
 
     Video 24 channels, 16x in space, 17 frames a chunk. Sound at 8 kHz, 40 latents a second of 32 channels. Statistics
     of both VAEs are those of noise. Qwen3-VL of 53 layers, of which 51 count. Transformer of 2 layers of 4 heads.
@@ -38,9 +39,11 @@ def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
         MiniMaxH3Scheduler,
         MiniMaxH3Transformer3DModel,
     )
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     folder, tokenizer = Path(folder), _tokenizer()
+    tokenizer.add_tokens(VISION_TOKENS, special_tokens=True)
+    begin, image, clip, end = tokenizer.convert_tokens_to_ids(VISION_TOKENS)
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLMiniMaxH3(
@@ -77,10 +80,15 @@ def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
                     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 1, "out_hidden_size": 24,
                     "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
                 },
+                image_token_id=image, video_token_id=clip, vision_start_token_id=begin, vision_end_token_id=end,
             )
         ).eval()  # fmt: skip
         transformer = MiniMaxH3Transformer3DModel(**TRANSFORMER).eval()
     parts = {"vae": vae, "audio_vae": audio_vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    # Released with 65536 pixels at least; patches of 16 pixels, of which four are a row.
+    parts["processor"] = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 1024, "longest_edge": 65536}, patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
     parts |= {"scheduler": MiniMaxH3Scheduler(), "audio_scheduler": MiniMaxH3Scheduler(shift=3.0)}
     for name, part in ({"transformer": transformer} | parts).items():
         part.save_pretrained(folder / name)

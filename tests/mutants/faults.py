@@ -900,6 +900,20 @@ FAULTS = (
         killed_by="unit/test_video_folder.py::test_clips_of_several_sizes",
     ),
     Fault(
+        name="text_of_another_image",
+        harm="a caption with several images has the text of the first of them",
+        old="rows.append((clip, (row.caption, clip if is_shown else -1)))",
+        new="rows.append((clip, (row.caption, 0 if is_shown else -1)))",
+        killed_by="unit/test_minimax_h3_encoders.py::test_keyframes_of_a_table_are_those_of_the_pipeline[both]",
+    ),
+    Fault(
+        name="image_row_tagged_as_text",
+        harm="MiniMax-H3's last row of an image in the text is modulated as text",
+        old="tags += [0.0] * len(label) + [1.0] * len(rows)",
+        new="tags += [0.0] * len(label) + [1.0] * len(rows[1:]) + [0.0]",
+        killed_by="unit/test_minimax_h3_encoders.py::test_keyframes_of_a_table_are_those_of_the_pipeline[both]",
+    ),
+    Fault(
         name="stored_text_not_finite",
         harm="an embedding with NaN of another project's set goes into training",
         old=" or not text.isfinite().all()",

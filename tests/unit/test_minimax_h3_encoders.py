@@ -4,26 +4,32 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.modular_pipelines.minimax_h3 import before_encoder as before
 from diffusers.modular_pipelines.minimax_h3 import encoders as theirs
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
     MiniMaxH3ModularPipeline,
     audio_latent_num_frames,
     video_latent_num_frames,
 )
-from transformers import Qwen3VLForConditionalGeneration
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
+from distill.data.base import IMAGES
 from distill.data.encoders.choose import choose_encoders
 from distill.data.sets.encode import Encoding
 from distill.data.sets.encoded_set import EncodedSet
-from distill.data.videos.decode import ClipFormat
+from distill.data.videos.decode import ClipFormat, read_clip
 from distill.encode import main as encode
 from fsdp_cp.errors import UserError
-from tests.encoded import encode_source
+from tests.encoded import encode_source, open_set
 from tests.tiers import parametrize
 from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
+from tests.tiny_pipeline import render_clips
 from tests.unit.refused import refusal, refused
 
 CPU = {"device": torch.device("cpu")}
@@ -179,10 +185,115 @@ def test_what_does_not_fit_is_refused(path, setting, value, shown):
     assert f"data.{setting}" in line and shown in line
 
 
-def test_keyframes_and_bf16_are_refused(path):
-    sizes = {"encoders": str(path), "num_frames": 22, "height": 32, "width": 64, "fps": 24.0}
-    for setting in ({"image": "first_frame"}, {"vae_precision": "bf16"}):
-        with refused(f"data.{'encoders' if 'image' in setting else 'vae_precision'}"):
-            Encoding(**sizes, **setting).inspect()
+def test_bf16_and_keyframes_without_a_processor_are_refused(path, tmp_path):
+    sizes = {"num_frames": 22, "height": 32, "width": 64, "fps": 24.0}
+    with refused("data.vae_precision"):
+        Encoding(encoders=str(path), **sizes, vae_precision="bf16").inspect()
+    copied = shutil.copytree(path, tmp_path / "copy")
+    shutil.rmtree(copied / "processor")
+    with refused("processor/"):
+        Encoding(encoders=str(copied), **sizes, image="both").inspect()
     folder = choose_encoders(path)
     assert not folder.remarks(clip_of(num_frames=124), 32, None) and len(folder.remarks(clip_of(), 32, None)) == 1
+
+
+def _presentation(path, pictures, caption):
+    """Return the embedding and the tags that diffusers' step makes of pictures and a caption."""
+    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    whole = Qwen3VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=torch.bfloat16).eval()
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    processor = SimpleNamespace(
+        image_processor=AutoImageProcessor.from_pretrained(path / "processor"),
+        create_mm_token_type_ids=lambda ids: [[int(i == pad) for i in one] for one in ids],
+    )
+    components = SimpleNamespace(
+        tokenizer=tokenizer, processor=processor, text_encoder=whole, text_tag=1, video_tag=0, text_encoder_layer=50,
+        _execution_device=torch.device("cpu"),
+    )  # fmt: skip
+    state = SimpleNamespace(prompt=caption, keyframes=pictures)
+    step = theirs.MiniMaxH3FL2VATextEncoderStep()
+    step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
+    step(components, None)
+    return state.prompt_embeds[0].float(), state.text_token_tags == 0
+
+
+def _on_canvas(first, last, height, width):
+    """Return the pictures as diffusers' step fits them to a canvas."""
+    step = before.MiniMaxH3ResizeStep()
+    state = SimpleNamespace(image=first, last_image=last, height=height, width=width)
+    step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
+    step(SimpleNamespace(image_processor=VaeImageProcessor(vae_scale_factor=16)), None)
+    return state.keyframes
+
+
+def _picture(seed, size):
+    levels = torch.randint(256, (5, 7, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(levels.numpy()).resize(size, Image.Resampling.BILINEAR)
+
+
+@parametrize("image", ["both", "first_frame", "last_frame"], quick=1)
+def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
+    """Embeddings, tags and latents bit by bit, of pictures of other shapes. A caption has a text for each image."""
+    pictures = {f"{i}.png": _picture(i, size) for i, size in enumerate([(70, 90), (64, 32), (50, 31)])}
+    for name, picture in pictures.items():
+        picture.save(tmp_path / name)
+    columns = [*IMAGES[image]]
+    rows = [[f"{(i + k) % 3}.png" for k in range(len(columns))] for i in range(3)]
+    captions = ["a red square", "a red square", "a blue square"]
+    lines = [",".join([*row, caption]) for row, caption in zip(rows, captions, strict=True)]
+    (tmp_path / "table.csv").write_text("\n".join([",".join([*columns, "caption"]), *lines]))
+    options = {
+        "path": tmp_path / "table.csv", "encoders": path, "cache": tmp_path / "cache", "has_clips": False,
+        "num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 64, "image": image,
+    }  # fmt: skip
+    data = encode_source(**options)
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(path / "vae")
+    colors = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
+    for i, row in enumerate(rows):
+        shown = _on_canvas(*(pictures[name] for name in row), *[None] * (2 - len(row)), 32, 64)
+        text, tags = _presentation(path, shown, captions[i])
+        item, length = data[i], len(text)
+        assert item["text_length"] == length and torch.equal(item["text"][:length], text)
+        assert torch.equal(item["text_tags"][:length], tags) and not item["text_tags"][length:].any()
+        levels = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None] for picture in shown]
+        with torch.no_grad():
+            wanted = [theirs.encode_vae_condition(vae, one, *colors.values())[0] for one in levels]
+        assert torch.equal(item["keyframes"], torch.cat(wanted, dim=1))
+        assert item["keyframe_anchors"].tolist() == {"first_frame": [0], "last_frame": [1], "both": [0, 1]}[image]
+        bare = _presentation(path, shown, "")[0]
+        null = data.condition([captions[i]], [i]).null.tensors
+        assert null["text_length"].tolist() == [len(bare)]
+        assert torch.allclose(null["text"][0, : len(bare)], bare, rtol=2e-2, atol=2e-2), "the rows of images are causal"
+    assert list(data.captions()) == ["a red square", "a blue square"] and data.set.about["format"] == 3
+    assert not torch.equal(data[0]["text"], data[1]["text"]), "a text of another image"
+    chosen = data.condition(captions, clips=[1, 0, 2]).tensors
+    assert torch.equal(chosen["text"][0], data[1]["text"]) and torch.equal(chosen["keyframes"][1], data[0]["keyframes"])
+    assert torch.equal(data.condition(["a red square"]).tensors["keyframes"][0], data[0]["keyframes"])
+    own = [str(tmp_path / name) for name in rows[2]]
+    data = encode_source(**options, captions=["a red square"], images=own)
+    given = data.condition(["a red square"]).tensors
+    assert torch.equal(given["keyframes"][0], data[2]["keyframes"]) and given["text_length"] == data[0]["text_length"]
+    for wrong in ({"max_text_tokens": 2}, {"negative_prompt": "ugly"}):
+        with refused(f"data.{[*wrong][0]}"):
+            encode_source(**options | wrong)
+
+
+@pytest.mark.slow
+def test_keyframes_of_clips_are_their_first_and_last_frames(path, tmp_path):
+    """The set is verified, and opens with what training needs; clips without a text of their own are none."""
+    clips = render_clips(tmp_path / "clips", 2, frames=30, fps=24, height=32, width=64)
+    options = {"num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 64, "silence": "zero"}
+    data = encode_source(path=clips, encoders=path, cache=tmp_path / "cache", image="both", **options)
+    folder = choose_encoders(path)
+    codec = folder.codec(tiling=False, dtype=torch.float32, **CPU)
+    encoder = folder.text_encoder(data._image, max_tokens=64, dtype=torch.bfloat16, **CPU)
+    for i in range(2):
+        video = read_clip(clips / f"clip_{i}.mp4", clip_of())
+        frames = video[:, [0, -1]]
+        item, made = data[i], encoder.embeddings(data.caption(i), frames)
+        assert torch.equal(item["keyframes"], torch.cat([codec.encode_keyframe(f) for f in frames.split(1, 1)], 1))
+        assert torch.equal(item["text"][: len(made["text"])], made["text"]) and item["latents"].shape == (24, 7, 2, 4)
+        assert item["text_tags"].sum() == made["tags"].sum() == 2 * (2 + 2)
+    assert encode(["--verify", str(data.set.path)]) == 0
+    opened = open_set(data.set.path, cache=tmp_path / "other")
+    assert all(torch.equal(opened[1][name], data[1][name]) for name in data[1] if name != "caption")

@@ -23,7 +23,7 @@ from distill.data.encoders.image import ImageInput, inspect_image_encoder
 from distill.data.videos.container import VideoFile
 from distill.data.videos.decode import ClipFormat, SoundFormat, first_frame
 from fsdp_cp.errors import UserError
-from models.condition import FIRST_FRAME
+from models.condition import FIRST_FRAME, KEYFRAME_ANCHORS, KEYFRAMES, TEXT_TAGS
 from models.families.diffusers_family import parameters_of
 from models.files.checkpoint_files import SUFFIXES
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
@@ -66,6 +66,10 @@ class VideoCodec:
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
         return self.normalized(self._latents(video[None].to(self.device)).float())[0].cpu()
+
+    def encode_keyframe(self, frame: torch.Tensor) -> torch.Tensor:
+        """Encode a given frame (3, 1, H, W) in [-1, 1] to latents (C, 1, h, w), of networks that take several."""
+        raise NotImplementedError
 
     def normalized(self, z: torch.Tensor) -> torch.Tensor:
         """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
@@ -274,6 +278,10 @@ class EncoderFolder:
             channels, *sizes = self.latent_shape(clip)
             if image.latents == FIRST_FRAME:
                 shapes[FIRST_FRAME] = (channels, 1, *sizes[1:])
+            elif image.latents == KEYFRAMES:
+                count = len(image.anchors)
+                shapes |= {KEYFRAMES: (channels, count, *sizes[1:]), KEYFRAME_ANCHORS: (count,)}
+                shapes[TEXT_TAGS] = (max_text_tokens,)
             else:
                 shapes |= {"image_latents": (channels, *sizes), "image_mask": (self.temporal, *sizes)}
             if image.encoder is not None:
@@ -307,8 +315,9 @@ class EncoderFolder:
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
         return self.codec_class(self, device=device, dtype=dtype, tiling=tiling)
 
-    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        return self.text_class(self, max_tokens=max_tokens, device=device, dtype=dtype)
+    def text_encoder(self, image: ImageInput | None = None, **options: Any) -> TextEncoder:
+        """Load the text encoder; with an ``image`` that it sees, its vision too."""
+        return self.text_class(self, **options)
 
     def text_key(self) -> dict[str, Any]:
         """Return whatever else decides an embedding, in addition to files and the number of tokens."""

@@ -26,7 +26,7 @@ from distill.data.videos.video_folder import listed_images
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from models.condition import Condition
+from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, Condition
 from models.sample import AUDIO, VIDEO, Sample, part_name
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class EncodedDataset:
         self._bucket, self.clip, self.condition_shapes, first = buckets[0]
         self.buckets, self.latent_shapes = [bucket for *_, bucket in buckets], first.latent_shapes
         self.clip_tensors = self.encoders.clip_tensors(self.clip)
-        self.null, self.empty = (self._text_tensors(encoded, text) for text in (encoded.negative, encoded.empty))
+        without = (encoded.negative, encoded.empty)  # none in a set whose texts show images
+        self.null, self.empty = ({} if text is None else self._text_tensors(encoded, text) for text in without)
         decides = [encoded.fingerprint(), rows, {name: value.tolist() for name, value in self.clip_tensors.items()}]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
@@ -121,8 +122,8 @@ class EncodedDataset:
         data._states = states_at(self.set, times)
         return data
 
-    def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        where, text = self._find(caption)
+    def embeddings(self, caption: str, item: int | None = None) -> dict[str, torch.Tensor]:
+        where, text = self._find(caption) if item is None else (self.set, self.set.text_of(self._rows[item]))
         return where.text(text)
 
     def caption(self, index: int) -> str:
@@ -138,14 +139,15 @@ class EncodedDataset:
         """Return the condition of n samples: ``text`` fp32 (n, L, D), and whatever else the encoders give. Images are
         those of the items ``clips``, or given with the caption, or of the first item with the caption."""
         rows = []
+        leave = [part_name("latents", part) for part in self.latent_shapes] + self._states_names
         for i, caption in enumerate(captions):
-            where, text = self._find(caption)
-            tensors = self._text_tensors(where, text) | self.clip_tensors
-            if self._image is not None:
-                image = self.image_of(caption) if clips is None else (self.set, self.set.clip_of(self._rows[clips[i]]))
-                latents = [part_name("latents", part) for part in self.latent_shapes]
-                tensors |= self._clip_tensors(*image, leave=(*latents, *self._states_names))
-            rows.append(tensors)
+            if self._image is None:
+                where, text = self._find(caption)
+                rows.append(self._text_tensors(where, text) | self.clip_tensors)
+                continue
+            where, row = self.image_of(caption) if clips is None else (self.set, self._rows[clips[i]])
+            tensors = self._text_tensors(where, where.text_of(row)) | self.clip_tensors
+            rows.append(tensors | self._clip_tensors(where, where.clip_of(row), leave=leave))
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
 
     def _find(self, caption: str) -> tuple[EncodedSet, int]:
@@ -157,12 +159,11 @@ class EncodedDataset:
         raise UserError(f"the caption '{caption}' has no embedding, and the text encoder is freed; use {known}")
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
-        """Return the set and the clip with the image of a caption. A caption without one raises ``UserError``."""
+        """Return the set and the row with the image of a caption. A caption without one raises ``UserError``."""
         for where in (self.further, self.set):
-            text = None if where is None else where.find(caption)
-            row = None if text is None else where.first_row(text, self._bucket if where is self.set else 0)
+            row = None if where is None else where.first_row(caption, self._bucket if where is self.set else 0)
             if row is not None and where.clip_of(row) >= 0:
-                return where, where.clip_of(row)
+                return where, row
         where = f"of no clip of {self.set.where}"
         raise UserError(f"the caption '{caption}' is {where}; give it an image (sample.images, or --image)")
 
@@ -173,6 +174,8 @@ class EncodedDataset:
     def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return latents and image tensors; image latents come with the mask of the frames that are given."""
         tensors = where.clip(clip, leave=leave)
+        if KEYFRAMES in tensors:
+            tensors[KEYFRAME_ANCHORS] = torch.tensor(self._image.anchors)
         if "image_latents" in tensors:
             mask = torch.zeros(self.condition_shapes["image_mask"][0], *tensors["image_latents"].shape[1:])
             mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import ImageEncoder, ImageInput
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.sets.stored import check_deviation, check_texts, rate_of, stored_text
-from distill.data.sets.write_set import Save, SetWriter, texts_of
+from distill.data.sets.write_set import Row, Save, SetWriter, Text, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
@@ -86,7 +86,10 @@ class Encoding(ClipSettings):
         image = folder.inspect_image(f"data.encoders={self.encoders}")
         if self.image != FIRST_FRAME and image.latents != KEYFRAMES:
             raise UserError(f"data.image={self.image} is for MiniMax-H3, not {self.encoders}; use {FIRST_FRAME}")
-        return image
+        if image.processor is not None and self.negative_prompt:
+            alone = "a text that shows images has none but them"
+            raise UserError(f"data.negative_prompt={self.negative_prompt!r} must be empty: {alone}")
+        return replace(image, anchors=tuple(-frame for frame in IMAGES[self.image].values()))
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, tuple[int, ...]]]]:
         """Return the shapes of the parts' latents and of the tensors of a condition, by bucket, as :meth:`inspect`."""
@@ -177,7 +180,8 @@ class _Job:
             text = "%s and %s take about %.2f GB; a million clips take %.3g TB, a million captions at most %.3g TB"
             counts, sizes = (len(self.clips), "clip"), (self._clip_bytes / 1e6, self._text_bytes / 1e6)
             logger.info(text, counted(*counts), counted(captions, "caption"), total / 1e9, *sizes)
-        self._texts: list[str] = []
+        self._texts: list[Text] = []
+        self._kept: list[int] = []
 
     @cached_property
     def _codec(self) -> VideoCodec:
@@ -191,7 +195,8 @@ class _Job:
     @cached_property
     def _text_encoder(self) -> TextEncoder:
         tokens = self.settings.max_text_tokens
-        return self.folder.text_encoder(max_tokens=tokens, device=self.device, dtype=self.folder.text_dtype)
+        options = {"max_tokens": tokens, "device": self.device, "dtype": self.folder.text_dtype}
+        return self.folder.text_encoder(self.image, **options)
 
     @cached_property
     def _stored_texts(self) -> dict[str, str]:
@@ -213,7 +218,7 @@ class _Job:
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
         self._free_encoders()
-        left_out += [(self._texts[number], reason) for number, reason in writer.notes("texts", "cut").items()]
+        left_out += [(self._texts[number][0], reason) for number, reason in writer.notes("texts", "cut").items()]
         writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
         if rank() == 0:
             what = counted(len(rows), "clip" if self.clips else "caption")
@@ -221,17 +226,19 @@ class _Job:
             if left_out:
                 logger.warning("left_out.csv names what is left out or cut: %d of them", len(left_out))
 
-    def _kept_rows(self) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
-        """Return clip (-1: none) and caption of the rows that can be used, and the names and reasons of the others."""
+    def _kept_rows(self) -> tuple[list[Row], list[tuple[str, str]]]:
+        """Return the rows that can be used, and the names and reasons of the others."""
         reasons = {self.clips[number].name: why for number, why in self.writer.notes("clips", "left_out").items()}
-        whole = [clip.name for clip in self.clips if clip.name not in reasons]
-        numbers = {name: number for number, name in enumerate(whole)}
+        self._kept = [number for number, clip in enumerate(self.clips) if clip.name not in reasons]
+        numbers = {self.clips[kept].name: number for number, kept in enumerate(self._kept)}
+        is_shown = self.image is not None and self.image.processor is not None
         rows, left_out = [], []
         for row in self.source.rows:
             if reason := row.problem or reasons.get(row.name):
                 left_out.append((row.name, reason))
             else:
-                rows.append((numbers.get(row.name, -1), row.caption))
+                clip = numbers.get(row.name, -1)
+                rows.append((clip, (row.caption, clip if is_shown else -1)))
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
@@ -261,13 +268,16 @@ class _Job:
             parts = self._codec.encode_clip(video, sound).parts
             made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
         if self.image is not None:
-            given = list(IMAGES[self.settings.image].values()) if self.source.has_latents else slice(None)
-            made |= self._image_tensors(video[:, given], frames, self.image)
+            made |= self._image_tensors(self._given(video), frames, self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
                 where = f"{self.clips[number].name}: its {part}"
                 raise UserError(f"{where} are not finite in {self._codec.dtype}; set data.vae_precision=fp32")
         return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
+
+    def _given(self, video: torch.Tensor) -> torch.Tensor:
+        """Return the images (3, K, H, W) of a clip; without clips these are all."""
+        return video[:, list(IMAGES[self.settings.image].values())] if self.source.has_latents else video
 
     def _stored_as_latents(self, stored: torch.Tensor) -> torch.Tensor:
         """Return stored latents (C, t, h, w) as the transformer takes them."""
@@ -307,8 +317,8 @@ class _Job:
             made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
-    def _read(self, number: int) -> _Read | str:
-        """Read a file, or return the reason to leave it out."""
+    def _read(self, number: int, *, has_sound: bool = True) -> _Read | str:
+        """Read a file, with its sound if it ``has_sound``, or return the reason to leave it out."""
         clip = self.clips[number]
         file = self.source.video(clip)
         try:
@@ -325,7 +335,7 @@ class _Job:
             else:
                 video, size = read_largest_part(file, self.settings.clips)
             form, silence = self.folder.sound_format(size), self.settings.silence == "zero"
-            sound = None if form is None else read_sound(file, form, silence=silence)
+            sound = None if form is None or not has_sound else read_sound(file, form, silence=silence)
             return video, sound, size.num_frames
         except ClipError as error:
             return str(error)
@@ -349,15 +359,26 @@ class _Job:
         Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
 
     def _encode_text(self, number: int) -> Made:
-        caption = self._texts[number]
+        caption, clip = self._texts[number]
         if caption in self._stored_texts:
             return {"text": self._stored_text(caption).to(self.folder.text_dtype)}, {}
         encoder = self._text_encoder
-        made = encoder.embeddings(caption)
+        made = encoder.embeddings(caption, *self._shown(clip))
         if not all(text.isfinite().all() for text in made.values()):
             raise UserError("the text encoder's output is not finite; give weights in fp32")
         made = {name: text.to(self.folder.text_dtype) for name, text in made.items()}
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
+
+    def _shown(self, clip: int) -> list[torch.Tensor]:
+        """Return the images that a text shows, of a clip that was encoded before; none for -1."""
+        if clip < 0:
+            return []
+        number = self._kept[clip]
+        found = self._read(number, has_sound=False)
+        if isinstance(found, str):
+            what = f"{self.clips[number].name} {found}, after its clip was encoded"
+            raise UserError(f"{self.source.name}: {what}; put it back, and start again")
+        return [self._given(found[0])]
 
 
 def read_images(folder: EncoderFolder, source: Source, row: ListedClip, clip: ClipFormat) -> torch.Tensor:

@@ -21,8 +21,10 @@ import torch
 from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
 from fsdp_cp.errors import UserError
 
-FORMATS = (1, 2)
-"""Format of a set whose clips have one size, and of one whose clips have several."""
+FORMATS = (1, 2, 3)
+"""Format of a set whose clips have one size, of one whose clips have several, and of one whose texts show the images of
+their rows: they have no negative and no empty text, and a caption has a text for each of its images."""
+SHOWN = 3
 SET, INDEX, DAMAGED, LEFT_OUT = "set.json", "index.safetensors", "damaged.json", "left_out.csv"
 KINDS = ("clips", "texts")
 COMMAND = "python -m distill.encode"
@@ -95,11 +97,15 @@ class EncodedSet:
         return self._columns.part("caption", ends[text - 1] if text else 0, ends[text]).decode()
 
     def find(self, caption: str) -> int | None:
-        """Return the text with this caption, or ``None``."""
+        """Return the first text with this caption, or ``None``."""
+        return next(iter(self._texts_with(caption)), None)
+
+    def _texts_with(self, caption: str) -> list[int]:
         order = self._columns["caption.order"]
-        position = bisect_left(order, caption.encode(), key=lambda text: self.caption(text).encode())
-        found = position < len(order) and self.caption(order[position]) == caption
-        return int(order[position]) if found else None
+        first = last = bisect_left(order, caption.encode(), key=lambda text: self.caption(text).encode())
+        while last < len(order) and self.caption(order[last]) == caption:
+            last += 1
+        return order[first:last].tolist()
 
     def clip_of(self, row: int) -> int:
         return int(self._columns["row.clip"][row])
@@ -107,9 +113,9 @@ class EncodedSet:
     def text_of(self, row: int) -> int:
         return int(self._columns["row.text"][row])
 
-    def first_row(self, text: int, bucket: int = 0) -> int | None:
-        """Return the first row with this text and a clip of this bucket, or ``None``."""
-        rows = np.flatnonzero(self.row_texts() == text)
+    def first_row(self, caption: str, bucket: int = 0) -> int | None:
+        """Return the first row with this caption and a clip of this bucket, or ``None``."""
+        rows = np.flatnonzero(np.isin(self.row_texts(), self._texts_with(caption)))
         return next((int(row) for row in rows if self.bucket_of(self.clip_of(row)) == bucket), None)
 
     def row_texts(self) -> np.ndarray:
@@ -119,7 +125,7 @@ class EncodedSet:
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
         clips = self._columns["row.clip"]
-        return self._columns["clip.bucket"][clips] if self.about["format"] == 2 else np.zeros_like(clips)
+        return self._columns["clip.bucket"][clips] if "clip.bucket" in self._columns else np.zeros_like(clips)
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -128,7 +134,7 @@ class EncodedSet:
 
     def bucket_of(self, clip: int) -> int:
         """Return the bucket of a clip, in the order of :attr:`parts`."""
-        return int(self._columns["clip.bucket"][clip]) if self.about["format"] == 2 else 0
+        return int(self._columns["clip.bucket"][clip]) if "clip.bucket" in self._columns else 0
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""

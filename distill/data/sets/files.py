@@ -140,6 +140,9 @@ class Columns:
             self._kept[name] = np.frombuffer(data, {"I64": np.int64, "U8": np.uint8}[place.dtype])
         return self._kept[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
     def check(self) -> None:
         """Read every column, which checks all bytes."""
         for name in self._places:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distill.data.sets.encoded_set import DAMAGED, FORMATS, INDEX, KINDS, LEFT_OUT, SET, EncodedSet, shard_name
+from distill.data.sets.encoded_set import DAMAGED, FORMATS, INDEX, KINDS, LEFT_OUT, SET, SHOWN, EncodedSet, shard_name
 from distill.data.sets.files import Damaged, Place, packed, publish, read_header, read_tensors, write_json
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
@@ -43,6 +43,10 @@ SHARD_BYTES = 256 << 20
 """Bytes of a shard, about."""
 _BEGUN, _UNFINISHED = "encoding.json", "unfinished"
 
+Text = tuple[str, int]
+"""Caption, and the number of the clip whose images its embedding shows: -1 for none."""
+Row = tuple[int, Text]
+"""Number of a clip (-1: none) with its text."""
 Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], None]
 """Stores number, tensors by part and notes of a clip or text: ``left_out`` (a reason; then no tensors) or ``cut``."""
 Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
@@ -160,31 +164,34 @@ class SetWriter:
 
     def finish(
         self,
-        rows: Sequence[tuple[int, str]],
+        rows: Sequence[Row],
         negative: str,
         *,
         encoders: str | Path,
         left_out: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs. ``rows``
-        are clip (-1: none) and caption; ``left_out`` has names and reasons."""
+        """Write the index, ``left_out.csv`` (names and reasons) and ``set.json``, and remove what only an unfinished
+        set needs."""
         texts = texts_of(rows, negative)
         known = {text: number for number, text in enumerate(texts)}
 
         def work() -> None:
-            columns, clip_parts, text_widths = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
+            captions = [caption for caption, _ in texts]
+            columns, clip_parts, text_widths = self._columns([(clip, known[text]) for clip, text in rows], captions)
             content = packed(columns, {})
             table = io.StringIO(newline="")
             csv.writer(table, lineterminator="\n").writerows([("name", "reason"), *left_out])
-            counts = {"rows": len(rows), "captions": len({caption for _, caption in rows}), "left_out": len(left_out)}
+            distinct = {caption for _, (caption, _) in rows}
+            counts = {"rows": len(rows), "captions": len(distinct), "left_out": len(left_out)}
+            has_shown = any(clip >= 0 for _, clip in texts)
             counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
             description = {
                 "encoders": encoders if parse_hub_name(encoders) else str(find_shipped(encoders).absolute()),
-                "format": FORMATS["clip.bucket" in columns],
+                "format": SHOWN if has_shown else FORMATS["clip.bucket" in columns],
                 "parts": {part: [places[0].dtype, *(p.shape for p in places)] for part, places in clip_parts.items()},
                 "text_widths": text_widths,
-                "negative": known[negative],
-                "empty": known[""],
+                "negative": known.get((negative, -1)),
+                "empty": known.get(("", -1)),
                 "counts": counts,
                 "index": hashlib.sha256(content).hexdigest(),
                 "settings": self.settings,
@@ -265,9 +272,16 @@ def refuse_other_set(path: Path, where: str, settings: Mapping[str, Any] | None 
             raise UserError(f"{where} was made with {key}={before}, not {after}; use that, or another folder")
 
 
-def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
-    """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one."""
-    return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
+def texts_of(rows: Sequence[Row], negative: str) -> list[Text]:
+    """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one. Of
+    texts that show images, those whose caption another one has come last, and there is no negative or empty one."""
+    texts = list(dict.fromkeys(text for _, text in rows))
+    if all(clip < 0 for _, clip in texts):
+        return list(dict.fromkeys([*texts, (negative, -1), ("", -1)]))
+    first: dict[str, Text] = {}
+    for text in texts:
+        first.setdefault(text[0], text)
+    return list(dict.fromkeys([*first.values(), *texts]))
 
 
 def written(where: str) -> AbstractContextManager[None]:
