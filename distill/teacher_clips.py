@@ -112,7 +112,7 @@ class _Sampling:
 
         writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
         text = self.data.embeddings(captions[0])
-        bytes_per_text = sum(self.settings.max_text_tokens * t.shape[1] * t.itemsize for t in text.values())
+        bytes_per_text = sum(self.data.condition_shapes["text"][0] * t.shape[1] * t.itemsize for t in text.values())
         writer.write("texts", len(texts), bytes_per_text, "caption", copy_texts)
         writer.finish(rows, self.settings.negative_prompt, encoders=self.settings.encoders)
 

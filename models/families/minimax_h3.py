@@ -122,8 +122,9 @@ class MiniMaxH3Planning(FamilyPlanning):
     vae = {"_class_name": "AutoencoderKLMiniMaxH3"}
 
     def picture_tokens(self, height: int, width: int) -> int:
-        """Return the number of Qwen3-VL's tokens of a picture: one for 32 x 32 pixels, its ends and its label."""
-        return (height // 32) * (width // 32) + 2 + 6
+        """Return the number of Qwen3-VL's tokens of a picture: one for 32 x 32 pixels, and its ends. Those of its label
+        count as the caption's."""
+        return (height // 32) * (width // 32) + 2
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         frames = latent_frames(num_frames, fps)

@@ -273,7 +273,8 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
     data = encode_source(**options, captions=["a red square"], images=own)
     given = data.condition(["a red square"]).tensors
     assert torch.equal(given["keyframes"][0], data[2]["keyframes"]) and given["text_length"] == data[0]["text_length"]
-    for wrong in ({"max_text_tokens": 2}, {"negative_prompt": "ugly"}):
+    assert data[0]["text"].shape == (64 + len(columns) * 4, 24)
+    for wrong in ({"max_text_tokens": 9}, {"negative_prompt": "ugly"}):
         with refused(f"data.{[*wrong][0]}"):
             encode_source(**options | wrong)
 

@@ -12,7 +12,7 @@ an embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,13 @@ from distill.data.videos.decode import ClipFormat, SoundFormat, read_picture
 from fsdp_cp.errors import UserError
 from models.condition import KEYFRAMES, TEXT_LENGTH, TEXT_TAGS
 from models.families.diffusers_family import checked_arguments
-from models.families.minimax_h3 import AUDIO_RATE, CHUNK, FRAMES, SIDES, audio_latents, latent_frames
+from models.families.minimax_h3 import AUDIO_RATE, CHUNK, FRAMES, SIDES, MiniMaxH3, audio_latents, latent_frames
 from models.sample import AUDIO, VIDEO, PartShapes
 
 TEXT_LAYER = 50
 """Layer whose output is the embedding. The last layer's output is normalized, so one more layer is loaded."""
 PROCESSOR = "processor"
 """Sub-folder of Qwen3-VL's processor of images."""
-PATCH = 32
-"""Pixels of a side of the part of an image that is one row of the text."""
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's statistics of colors in [0, 1], by which the VAE's frames are normalized."""
 
@@ -166,8 +164,8 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
             ids += label + rows
             tags += [0.0] * len(label) + [1.0] * len(rows)
         if len(ids) >= self.max_tokens:
-            more = f"the images alone take {len(ids)} rows of the text; set it higher"
-            raise UserError(f"data.max_text_tokens={self.max_tokens}: {more}")
+            lacks = f"{len(ids) - self.max_tokens} more tokens than data.max_text_tokens and their size leave"
+            raise UserError(f"the images take {lacks}; set data.max_text_tokens higher")
         words = self._ids(caption)
         self._check_words(ids + words, self.model, "tokenizer", "text_encoder")
         self.report_cut(caption, "images and caption", len(ids + words), self.max_tokens, "data.max_text_tokens=")
@@ -262,13 +260,10 @@ class MiniMaxH3EncoderFolder(EncoderFolder):
         image, size = read_picture(file), (clip.height, clip.width)
         return as_frame(covering(image, *size) if follows else stretched(image, *size, Image.Resampling.LANCZOS))
 
-    def condition_shapes(
-        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
-    ) -> dict[str, tuple[int, ...]]:
-        rows = 0 if image is None else len(image.anchors) * (clip.height // PATCH) * (clip.width // PATCH)
-        if rows >= max_text_tokens:
-            raise UserError(f"data.max_text_tokens={max_text_tokens}: the images alone take {rows} rows; set it higher")
-        return EncoderFolder.condition_shapes(self, clip, max_text_tokens, image)
+    def text_tokens(self, clips: Sequence[ClipFormat], max_text_tokens: int, image: ImageInput | None) -> int:
+        """Add the rows of the images, of the largest clips."""
+        rows = max(MiniMaxH3.planning.picture_tokens(clip.height, clip.width) for clip in clips)
+        return max_text_tokens + (0 if image is None else len(image.anchors) * rows)
 
     def text_encoder(self, image: ImageInput | None = None, **options: Any) -> TextEncoder:
         return (self.text_class if image is None else MiniMaxH3VisionEncoder)(self, **options)

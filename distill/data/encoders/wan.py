@@ -327,6 +327,10 @@ class EncoderFolder:
         """Return the greatest number of tokens and the width of each embedding of a caption, by name."""
         return {"text": (max_tokens, self.text_width)}
 
+    def text_tokens(self, clips: Sequence[ClipFormat], max_text_tokens: int, image: ImageInput | None) -> int:
+        """Return the most tokens of a text, of clips of these formats: those of a caption, and of images in it."""
+        return max_text_tokens
+
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
         """Return the text tensors of a condition from the embeddings of a caption (:meth:`text_sizes`), and masks."""
         tensors = {}

@@ -94,7 +94,7 @@ class Encoding(ClipSettings):
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, tuple[int, ...]]]]:
         """Return the shapes of the parts' latents and of the tensors of a condition, by bucket, as :meth:`inspect`."""
         folder, image = self.inspect()
-        most = self.max_text_tokens
+        most = folder.text_tokens(self.clips, self.max_text_tokens, image)
         return [(folder.latent_shapes(clip), folder.condition_shapes(clip, most, image)) for clip in self.clips]
 
     def clip_bytes(self, latents: int = 1) -> int:
@@ -169,7 +169,8 @@ class _Job:
         self.folder, self.image = settings.inspect()
         self.clip = settings.clip
         self._clip_bytes = settings.clip_bytes(latents=int(source.has_latents))
-        sizes = self.folder.text_sizes(settings.max_text_tokens)
+        self._most_tokens = self.folder.text_tokens(settings.clips, settings.max_text_tokens, self.image)
+        sizes = self.folder.text_sizes(self._most_tokens)
         self._text_bytes = sum(self.folder.text_dtype.itemsize * most * width for most, width in sizes.values())
         self.clips = source.clips if source.has_latents or self.image is not None else []
         if rank() == 0:
@@ -194,8 +195,7 @@ class _Job:
 
     @cached_property
     def _text_encoder(self) -> TextEncoder:
-        tokens = self.settings.max_text_tokens
-        options = {"max_tokens": tokens, "device": self.device, "dtype": self.folder.text_dtype}
+        options = {"max_tokens": self._most_tokens, "device": self.device, "dtype": self.folder.text_dtype}
         return self.folder.text_encoder(self.image, **options)
 
     @cached_property
