@@ -193,15 +193,10 @@ def evaluate(arguments: Namespace) -> None:
         on_first_rank(lambda: _write(plan, data, found, begun))
         data.release()
     if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait
+        clips = {name: (plan.folder("clips", name).name, plan.clips_of(name)) for name in plan.networks}
+        options = {"entries": plan.suite, "python": python, "dimensions": dimensions, "device": device.type}
         with _written(plan):
-            run_suite(
-                plan.out,
-                {name: (plan.folder("clips", name).name, plan.clips_of(name)) for name in plan.networks},
-                entries=plan.suite,
-                python=python,
-                dimensions=dimensions,
-                device=device.type,
-            )
+            run_suite(plan.out, clips, **options)
 
 
 def _begin(plan: Plan, begun: Mapping[str, Any]) -> None:

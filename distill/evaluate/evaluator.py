@@ -162,12 +162,10 @@ class Evaluator:
             labeled = [(f"{role}, {_steps(n)}", clips.frames) for (role, n), clips in rows.items()]
             with _written(folder):
                 sheet = contact_sheet(path, labeled, captions=captions, title=f"step {step}")
-            measured = rows if isinstance(self.data, MeasuredDataset) else {}
-            measures = {
-                f"validation/{role}_{n}steps/{key}": measure.value
-                for (role, n), clips in measured.items()
-                for key, measure in clips.measured(self.data, captions).items()
-            }
+            measures = {}
+            for (role, n), clips in rows.items() if isinstance(self.data, MeasuredDataset) else ():
+                measured = clips.measured(self.data, captions)
+                measures |= {f"validation/{role}_{n}steps/{key}": measure.value for key, measure in measured.items()}
             shown = Shown(sheet, videos, measures)
             log.info("wrote the samples of step %d to %s", step, path)
         self.data.release()

@@ -276,11 +276,11 @@ class Guard:
     def _health(self, latents: Sample, before: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return the health of the game: metrics of training, the student's pace, the fake score's error."""
         state, health = self.state, {}
-        moved = [
-            abs(value - old) / state.limits[name][1]
-            for name, value in state.values.items()
-            if value is not None and (old := before.get(name)) is not None
-        ]
+        moved = []
+        for name, value in state.values.items():
+            old = before.get(name)
+            if value is not None and old is not None:
+                moved.append(abs(value - old) / state.limits[name][1])
         if moved:  # not at the first look
             health["pace"] = float(np.mean(moved))
         seen = state.observed

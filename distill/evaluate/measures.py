@@ -107,8 +107,9 @@ def _divide_diversity(result: dict[str, dict[str, list[float]]], reference: str 
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    pairs = zip(torch.from_numpy(a), torch.from_numpy(b), strict=True)
-    return float(np.mean([float((x.float() - y.float()).square().mean()) for x, y in pairs]) ** 0.5 / 255)
+    pairs = zip(torch.from_numpy(a), torch.from_numpy(b), strict=True)  # frame by frame
+    squares = [float((x.float() - y.float()).square().mean()) for x, y in pairs]
+    return float(np.mean(squares) ** 0.5 / 255)
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> float:

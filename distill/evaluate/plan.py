@@ -103,11 +103,10 @@ class Plan:
 
     def clips_of(self, name: str) -> dict[tuple[str, int], Path]:
         """Return the file of each clip of a participant, by prompt and seed."""
-        return {
-            (prompt, seed): self.clip_file(name, i, seed)
-            for i, (prompt, count) in enumerate(self.counts.items())
-            for seed in range(count)
-        }
+        files = {}
+        for i, (prompt, count) in enumerate(self.counts.items()):
+            files |= {(prompt, seed): self.clip_file(name, i, seed) for seed in range(count)}
+        return files
 
 
 @paths_of_the_user()
@@ -291,8 +290,9 @@ def _networks(words: Sequence[str], config: Config, arguments: Namespace) -> dic
         if name in networks:
             raise UserError(f"{word} is there twice; leave one out")
         networks[name] = network
-    families = {name: network.plan.roles[0].family.name for name, network in networks.items()}
-    precisions = {name: network.plan.roles[0].sharding.precision for name, network in networks.items()}
+    roles = {name: network.plan.roles[0] for name, network in networks.items()}
+    families = {name: role.family.name for name, role in roles.items()}
+    precisions = {name: role.sharding.precision for name, role in roles.items()}
     _check_alike("family", families, "evaluate them apart")
     _check_alike("precision", precisions, "give --precision")
     return networks

@@ -57,10 +57,10 @@ def sample_captions(data: ClipDataset, count: int) -> list[str]:
     """Return ``count`` captions, all equally often if ``count`` is a multiple of their number. Strides near the golden
     section show many kinds in few captions."""
     captions = data.captions()
-    stride = next(
-        s for s in range(round(0.618 * len(captions)) or 1, 2 * len(captions)) if math.gcd(s, len(captions)) == 1
-    )
-    return [captions[i * stride % len(captions)] for i in range(count)]
+    total = len(captions)
+    strides = range(round(0.618 * total) or 1, 2 * total)
+    stride = next(s for s in strides if math.gcd(s, total) == 1)
+    return [captions[i * stride % total] for i in range(count)]
 
 
 class Clips(NamedTuple):

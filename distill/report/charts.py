@@ -67,9 +67,9 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """Return at each point the mean of the finite ones among the last `window` points; NaN stays NaN."""
     finite = np.isfinite(values)
     # Differences of cumulative sums would be faster, but are only noise after one loss of 1e20.
-    sums, counts = (
-        np.convolve(x, np.ones(window))[: len(values)] for x in (np.where(finite, values, 0.0), finite.astype(float))
-    )
+    ones, total = np.ones(window), len(values)
+    sums = np.convolve(np.where(finite, values, 0.0), ones)[:total]
+    counts = np.convolve(finite.astype(float), ones)[:total]
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(finite, sums / counts, np.nan)
 
