@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--steps", type=int, help="sampling steps; by default the most that the run samples the network with")
     add("--caption", action="append", help="what to show (of moving_shapes, words that it knows); also several times")
     add("--captions", metavar="FILE", help="file with a caption per line, or .csv or .jsonl with a column caption")
-    add("--image", action="append", help="of an image-to-video student: a file for each --caption, in their order")
+    add("--image", action="append", help="of a student of images: a file (of both frames: two) for each --caption")
     add("--count", type=int, default=4, help="clips, where no caption is given")
     own = "whose times and sampler: those that the student's export records (the default), or those of the run"
     add("--sampling", choices=("student", "run"), default="student", help=own)

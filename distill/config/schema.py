@@ -278,8 +278,8 @@ class SampleSettings(Checked):
     captions: list[str] = field(default_factory=list)
     """Captions to sample instead, one clip each; the data set must contain them."""
     images: list[str] = field(default_factory=list)
-    """Paths to images, or to videos for their first frame, in the order of ``captions``, for image-to-video models;
-    empty for the data set's images."""
+    """Paths to images, or to videos for their first frame, in the order of ``captions``, for image-to-video models: one
+    of each caption, with ``data.image=both`` two; empty for the data set's images."""
     student_steps: list[Number] = field(default_factory=lambda: [4])
     """Numbers of sampling steps of the student; one set of samples for each."""
     teacher_steps: list[Number] = field(default_factory=list)
