@@ -238,15 +238,19 @@ def report(cases: Sequence[Case]) -> bool:
 RESULTS = Path(__file__).parent / "results"
 SPLITS = {124: (1, 2, 4, 8), 243: (2, 4, 8), 345: (2, 4, 8)}
 """Frames, and the values of cp that were planned; with cp=2, 345 frames need H200."""
+KEYFRAMES = ((124, 8), (345, 8))
+"""Frames and cp that were planned with two keyframes too, for the text of docs/models.md."""
 
 
 def plan_minimax_h3(file: Path) -> dict[str, dict[str, float]]:
     """Return memory in training (GiB) and seconds a step on 8 H20, by frames and cp; plan what ``file`` has not."""
     plans = json.loads(file.read_text()) if file.exists() else {}
-    for frames, cp in [(frames, cp) for frames, ranks in SPLITS.items() for cp in ranks]:
-        name = f"{frames} frames, cp={cp}"
+    clips = [(f"{frames} frames, cp={cp}", frames, cp, "null") for frames, ranks in SPLITS.items() for cp in ranks]
+    clips += [(f"{frames} frames, cp={cp}, two keyframes", frames, cp, "both") for frames, cp in KEYFRAMES]
+    for name, frames, cp, image in clips:
         if name not in plans:
             sizes = [f"data.num_frames={frames}", f"mesh.cp={cp}", f"batch_size={8 // cp}", "planning.hardware=h20"]
+            sizes.append(f"data.image={image}")
             plan = planned(["experiment=minimax_h3_t2av_dmd2", "plan=true", "world=8", *sizes])
             added = sum(plan["device_gib_of"][part] for part in ("cuda_context", "nccl"))
             device = (1 + FRAGMENTATION) * plan["allocated_gib"] + added

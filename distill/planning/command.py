@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distill.config import Config
-from distill.data.base import ClipSettings
+from distill.data.base import IMAGES, ClipSettings
 from distill.data.settings import EncodedSettings
 from distill.methods import METHODS
 from distill.planning.encoders import encoder_peaks
@@ -150,17 +150,14 @@ def planned_shapes(config: Config) -> Shapes:
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
     channels, data = family.latent_channels(network), config.data
     parts = family.planning.shapes_of_clip(channels, data.num_frames, data.height, data.width, data.fps)
-    images = {None: 0, "both": 2}.get(data.image, 1)
-    pictures = images * family.planning.picture_tokens(data.height, data.width)
-    if pictures >= data.max_text_tokens:
-        more = f"the text shows the images by {pictures} tokens alone; set it higher"
-        raise UserError(f"data.max_text_tokens={data.max_text_tokens}: {more}")
-    shapes = family.condition_shapes(network, parts[VIDEO], data.max_text_tokens)
+    images = len(IMAGES.get(data.image, ()))
+    tokens = data.max_text_tokens + images * family.planning.picture_tokens(data.height, data.width)
+    shapes = family.condition_shapes(network, parts[VIDEO], tokens)
     # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
-    shapes["text"] = (data.max_text_tokens, *shapes["text"][1:])
+    shapes["text"] = (tokens, *shapes["text"][1:])
     if not images:
         return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
-    if optional := family.optional_shapes(network, parts[VIDEO], data.max_text_tokens, images):
+    if optional := family.optional_shapes(network, parts[VIDEO], tokens, images):
         return parts, shapes | optional
     return parts, {"image_latents": parts[VIDEO], **shapes}
 

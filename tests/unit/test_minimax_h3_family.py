@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from distill.config import compose_config
-from distill.planning.command import plan_without_gpus
+from distill.planning.command import plan_without_gpus, planned_shapes
 from distill.train.export import check_export
 from models.condition import Condition
 from models.export import RoleExport
@@ -227,6 +227,15 @@ def test_the_recipe_adapts_the_family_s_own_targets():
         plan_lora(network, FAMILY, LoraSettings(rank=2, targets=each), "student").targets for each in ([], targets)
     )
     assert set(ours) == set(recipe)
+
+
+@pytest.mark.parametrize(("image", "count"), [("both", 2), ("last_frame", 1)])
+def test_a_plan_knows_keyframes_and_the_rows_that_show_them(image, count):
+    config = compose_config(["experiment=minimax_h3_t2av_dmd2", *TINY, f"data.image={image}"])
+    config.student.architecture = FAMILY.defaults() | {"num_layers": 1}
+    shapes = planned_shapes(config)[1]
+    assert shapes["keyframes"] == (24, count, 48, 84) and shapes["keyframe_anchors"] == (count,)
+    assert shapes["text"][0] == shapes["text_tags"][0] == 512 + count * (24 * 42 + 2)
 
 
 @parametrize(
