@@ -32,12 +32,12 @@ def write_state_set(
     teacher = {"states": list(times)} | ({"causal": asdict(causal)} if causal else {})
     about = {"clips": count, "rows": "", "teacher": teacher}
     writer = SetWriter(path, f"OUT={path}", settings.described() | about)
-    rows = [(i, data.caption(i)) for i in range(count)]
+    rows = [(i, (data.caption(i), -1)) for i in range(count)]
     texts = texts_of(rows, "")
     with writer.begun():
         size = SHARD_BYTES // per_shard
         writer.write("clips", count, size, "clip", lambda ns, save, _: [save(n, stored(n, times), {}) for n in ns])
         writer.write(
-            "texts", len(texts), 1, "text", lambda ns, save, _: [save(n, data.embeddings(texts[n]), {}) for n in ns]
+            "texts", len(texts), 1, "text", lambda ns, save, _: [save(n, data.embeddings(texts[n][0]), {}) for n in ns]
         )
         writer.finish(rows, "", encoders=settings.encoders)
