@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import av
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from distill import sample
 from distill.evaluate.command import main
+from distill.evaluate.comparison import differing
+from distill.evaluate.plan import Prompts, _deciding, plan_evaluation
 from tests.e2e.launch import forked
 from tests.oracles.clips import write_dino, write_lpips
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
@@ -46,6 +51,44 @@ def refused(capsys, named, arguments):
     assert main([str(word) for word in arguments]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and named in line, line
+
+
+def planned(tmp_path, *what, **options):
+    """Return the plan of an evaluation, without sampling."""
+    names = "prompts like suite extended vbench_python dimensions lpips dino precision device".split()
+    values = dict.fromkeys(names) | {"seeds": 2, "cp": 1, "out": str(tmp_path / "out")} | options
+    return plan_evaluation(Namespace(what=[str(word) for word in what], **values))
+
+
+def test_a_plan_takes_the_protocol_of_another_evaluation_and_tells_other_weights_apart(tmp_path):
+    run = write_run(tmp_path / "run", TEACHER)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    first = planned(tmp_path, run, prompts=str(tmp_path / "prompts.txt"), precision="bf16", seeds=3)
+    values = {name: {"motion": [[0.1] * 3] * 3} for name in first.participants()}
+    content = {"protocol": first.protocol, "participants": first.participants(), "values": values}
+    content |= {"made": {"commit": "1"}, "prompts": first.prompts}
+    (tmp_path / "evaluation.json").write_text(json.dumps(content))
+    again = planned(tmp_path, run, like=str(tmp_path / "evaluation.json"))
+    assert again.protocol == first.protocol and first.protocol["precision"] == "bf16"
+    assert planned(tmp_path, run, prompts=str(tmp_path / "prompts.txt")).protocol["precision"] == "fp32"
+    adapters, weights = tmp_path / "adapters", []
+    adapters.mkdir()
+    for value in (0.1, 0.2):
+        shapes = {"lora_A": (2, 128), "lora_B": (128, 2)}
+        named = {f"transformer.blocks.0.attn1.to_q.{x}.weight": torch.full(shape, value) for x, shape in shapes.items()}
+        save_file(named, adapters / "pytorch_lora_weights.safetensors")
+        plan = planned(tmp_path, adapters, run, prompts=str(tmp_path / "prompts.txt"))
+        weights.append({name: facts["weights"] for name, facts in plan.participants().items()})
+    changed, student, teacher = differing(*weights), *list(weights[0])[1:]
+    assert changed == [f"{adapters}, 4 steps"] and weights[0][student] == weights[0][teacher]
+
+
+def test_a_protocol_has_the_content_of_images(tmp_path):
+    image, decide = tmp_path / "image.png", []
+    for content in (b"one", b"two!"):
+        image.write_bytes(content)
+        decide.append([*_deciding(Prompts({"a": 1}, ["a"], [str(image)]))])
+    assert decide[0][0] == decide[1][0] == "a" and decide[0] != decide[1]
 
 
 @pytest.mark.slow

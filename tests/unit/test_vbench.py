@@ -111,6 +111,7 @@ def test_a_suite_is_sampled_and_scored(tmp_path, monkeypatch, capsys):
     assert {path.name for path in standard.iterdir()} == {f"a red circle growing-{i}.mp4" for i in range(5)}
     assert {path.name for path in flickering.iterdir()} == {f"a blue square falling-{i}.mp4" for i in range(25)}
     assert all(path.resolve().is_file() for path in standard.iterdir())
+    assert len([*(out / "latents").glob("0_*/*")]) == 30, "prompts of five seeds have no more"
     found = json.loads((out / "vbench.json").read_text())[f"{run}, 1 step"]
     assert json.loads((out / "evaluation.json").read_text())["protocol"]["seeds"] == [5, 25]
     assert json.loads((out / "evaluation.json").read_text())["captions"] == [
