@@ -80,7 +80,7 @@ def test_weights_and_packages_that_are_missing(tmp_path, monkeypatch, caplog):
 
 
 def test_a_dimension_of_right_and_wrong_has_the_interval_of_a_share(tmp_path):
-    """Where all clips are right, a mean has no width; a share has, and stays at most 1."""
+    """If all clips are right, a mean has no width; a share has, and stays at most 1."""
     clips = [{"video_path": f"prompt {i}-{seed}.mp4", "video_results": 1.0} for i in range(10) for seed in range(5)]
     found = {}
     for dimension in ("human_action", "aesthetic_quality"):
