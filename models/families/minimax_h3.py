@@ -20,7 +20,7 @@ Shape legend: B samples, C T H W latents of the video, A L 2 channels, latents a
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -40,6 +40,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sequence_lengths import split_names
+from fsdp_cp.tiles import Tiles
 from models.condition import (
     KEYFRAME_ANCHORS,
     KEYFRAME_NOISE,
@@ -51,6 +52,7 @@ from models.condition import (
 from models.families.base import (
     FamilyPlanning,
     Flops,
+    GateLayer,
     LastLayer,
     LatentShape,
     NetworkConfig,
@@ -62,6 +64,7 @@ from models.families.base import (
 from models.families.diffusers_family import DiffusersFamily
 from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
+from models.sparse import SparseCall, SparseRoles, gates_of, sparse_roles
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
 VIDEO_ROWS, KEYFRAME_ROWS, AUDIO_ROWS = "hidden_states[0]", "hidden_states[1]", "audio_hidden_states"
@@ -274,6 +277,15 @@ class MiniMaxH3(DiffusersFamily):
             AUDIO: LastLayer("audio_proj_out", width, config["audio_in_channels"]),
         }
 
+    def gates(self, config: NetworkConfig) -> list[GateLayer]:
+        """Return FastVideo's gates: children of the attention, without a bias."""
+        sizes, layers = (self.width(config), super().width(config)), range(self.layers(config))
+        return [GateLayer(f"transformer_blocks.{layer}.attn", *sizes, bias=False) for layer in layers]
+
+    def dense_rows(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes) -> list[int]:
+        given = [self.tokens(config, {VIDEO: condition[KEYFRAMES]})] if KEYFRAMES in condition else []
+        return [condition["text"][0], *given, SIDES * shapes[AUDIO][1]]
+
     def width(self, config: NetworkConfig) -> int:
         return config["hidden_size"]
 
@@ -317,7 +329,7 @@ class MiniMaxH3(DiffusersFamily):
                 f" {shapes[AUDIO]}; use data with sound of the encoders that the checkpoint is from"
             )
 
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
         given = 0
         if KEYFRAMES in condition:
@@ -331,7 +343,7 @@ class MiniMaxH3(DiffusersFamily):
         video_row = config["in_channels"] * math.prod(self.patch_size(config))
         # Both output layers run over all rows.
         ends = width * ((video + given + rows) * video_row + (audio + rows) * config["audio_in_channels"])
-        own, of_text = 2 * rows**2 * heads * layers, 2 * text**2 * heads * refiners
+        own, of_text = 2 * (rows**2 if pairs is None else pairs) * heads * layers, 2 * text**2 * heads * refiners
         others = layers * rows * row + (3 if given else 2) * (modulations + embedder) + ends
         still = text * (config["text_dim"] * width + refiners * row) + of_text
         return Flops.from_products(own, others, still, 2 * (own + of_text))
@@ -342,9 +354,11 @@ class MiniMaxH3(DiffusersFamily):
             "": {"hidden_states": SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
             "token_refiner": {0: SplitTokens(split_dim=1, split_output=True)},
         }
-        parallelize_context(network, mesh=mesh, plan=plan)
+        calls = SparseRows(sparse_roles(network), mesh)
+        parallelize_context(network, mesh=mesh, plan=plan, tiles=calls.tiles)
         network.register_forward_pre_hook(join_video_rows, with_kwargs=True)
-        vars(network)["mesh_of_rows"] = mesh
+        network.rope.register_forward_hook(calls.add_to_tables)
+        vars(network)["mesh_of_rows"], vars(network)["sparse_rows"] = mesh, calls
         for block in self.blocks(network):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
 
@@ -368,9 +382,11 @@ class MiniMaxH3(DiffusersFamily):
         mesh = vars(network).get("mesh_of_rows")
         _, p, q = self.patch_size(config_of(network))
         streams, times = packed_streams(sample, t, tensors, (p, q))
-        own = streams
+        own, tiles = streams, None
         if mesh is not None:
-            own = {name: stream.split(mesh) for name, stream in streams.items()}
+            grid = self.token_grid(config_of(network), {VIDEO: tuple(sample.video.shape[1:])})
+            tiles = vars(network)["sparse_rows"].begin(grid, [len(stream.positions) for stream in streams.values()])
+            own = {name: stream.split(mesh, tiles if name == VIDEO else None) for name, stream in streams.items()}
         counts = [len(stream.positions) for stream in own.values()]
         places = dict(zip(own, torch.arange(sum(counts), device=t.device).split(counts), strict=True))
         of_video = [name for name in (VIDEO, KEYFRAMES) if name in streams]
@@ -391,10 +407,11 @@ class MiniMaxH3(DiffusersFamily):
         v = v[:, -len(places[VIDEO]) :]
         if mesh is not None:
             v = gather_tokens(v, mesh, streams[VIDEO].rows.shape[1])
+            v = v if tiles is None else tiles.restore(v, 1)
             audio_v = gather_tokens(audio_v, mesh, streams[AUDIO].rows.shape[1])
         video, audio = sample.video, sample.parts[AUDIO]
-        grid = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
-        v = rearrange(v, "1 (t h w) (n c p q) -> n c t (h p) (w q)", c=video.shape[1], **grid)
+        sizes = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
+        v = rearrange(v, "1 (t h w) (n c p q) -> n c t (h p) (w q)", c=video.shape[1], **sizes)
         audio_v = rearrange(audio_v, "1 (s l) (n a) -> n a l s", s=SIDES, a=audio.shape[1])
         return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
 
@@ -411,11 +428,33 @@ class Stream(NamedTuple):
     time: int
     """Position of the rows' time in those of the sample."""
 
-    def split(self, mesh: Mesh) -> "Stream":
-        """Return the stream with the positions and tags of the rank's own rows; the plan splits the rows."""
-        return self._replace(
-            positions=split_tokens(self.positions, mesh, dim=0), tags=split_tokens(self.tags, mesh, dim=0)
-        )
+    def split(self, mesh: Mesh, tiles: Tiles | None = None) -> "Stream":
+        """Return the stream with the positions and tags of the rank's own rows, in the order of ``tiles`` if given; the
+        plan splits the rows."""
+        positions = self.positions if tiles is None else tiles.reorder(self.positions, 0)
+        return self._replace(positions=split_tokens(positions, mesh, dim=0), tags=split_tokens(self.tags, mesh, dim=0))
+
+
+class SparseRows:
+    """Sparse attention of the network's current call, which its blocks get with the rotary tables."""
+
+    def __init__(self, roles: SparseRoles, mesh: Mesh):
+        self.roles, self.mesh = roles, mesh
+        self.call: SparseCall | None = None
+        self.segments: tuple[int, ...] = ()
+
+    def begin(self, grid: Sequence[int], segments: Sequence[int]) -> Tiles | None:
+        """Begin a call with a video of ``grid`` and streams of ``segments`` rows, the video last; return the tiles."""
+        self.call, self.segments = self.roles.call(grid, self.mesh), tuple(segments)
+        return None if self.call is None else self.call.sparse.tiles
+
+    def tiles(self, *_args: Any, **_kwargs: Any) -> dict[str, Tiles]:
+        """Return the tiles of the streams that the plan splits."""
+        return {} if self.call is None else {VIDEO_ROWS: self.call.sparse.tiles}
+
+    def add_to_tables(self, _rope: nn.Module, _args: tuple, tables: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+        """Return the rotary tables with the attention of a sparse role."""
+        return tables if self.call is None else (*tables, self.call, self.segments)
 
 
 def packed_streams(
@@ -548,7 +587,7 @@ class MiniMaxH3SplitAttention:
         self,
         attn: MiniMaxH3Attention,
         hidden_states: Tensor,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        rotary_emb: tuple[Any, ...] | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend from ``(1, S_local, width)`` with the rotary tables of the rank's own rows, or within a whole text."""
@@ -559,11 +598,15 @@ class MiniMaxH3SplitAttention:
             # total_keys states that the text is not split, since it can have as many tokens as a rank's share.
             out = cross_attention(q, k, v, backend=self.backend, total_keys=k.shape[1])
         else:
-            q, k = _apply_rotary_emb(q, *rotary_emb), _apply_rotary_emb(k, *rotary_emb)
+            cos, sin, *sparse = rotary_emb
+            q, k = _apply_rotary_emb(q, cos, sin), _apply_rotary_emb(k, cos, sin)
             streams = None
             if self.mesh.cp_size > 1:
                 streams = split_names((TEXT_ROWS, KEYFRAME_ROWS, AUDIO_ROWS, VIDEO_ROWS), self.mesh.context)
             options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
+            if sparse:
+                call, streams = sparse
+                options |= call.options(gates_of(attn), hidden_states, attn.heads)
             whole = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=streams, **options)
             out = cast(Tensor, whole)  # no joint text
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))

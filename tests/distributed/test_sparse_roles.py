@@ -11,6 +11,7 @@ from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from models import verify
 from models.condition import Condition
+from models.families.minimax_h3 import MiniMaxH3
 from models.families.wan import Wan
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
@@ -19,7 +20,7 @@ from models.sample import Sample
 from models.sparse import SparseSettings
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.sparse_wan import written_out
+from tests.oracles.sparse_networks import written_out
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 SPARSE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
@@ -42,6 +43,22 @@ def test_wan_on_a_mesh_equals_attention_written_out(pools, tmp_path, dp_shard, c
         assert {name for name in truth.gradients if "to_gate_compress" in name} == {*plan.sparse.shapes}
         found, worst = verify.compare(ours, truth, changed)
         assert max(found.values()) < 1e-6, (found, worst)  # Wan norms in fp32
+
+
+@pytest.mark.parametrize("cp", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+def test_minimax_h3_on_a_mesh_equals_attention_written_out(pools, tmp_path, cp):
+    """Text, keyframes and sound are dense rows; the video is in tile order on a ring."""
+    example = {**MiniMaxH3().examples()["t2av"], "num_attention_heads": 2}
+    verify.write_example(tmp_path / "network", "minimax_h3", example, SPARSE)
+    plan = verify.planned(tmp_path / "network", "minimax_h3")
+    for optional in (False, True):
+        case = verify.Case(
+            folder=tmp_path / "network", family="minimax_h3", dp_shard=1, cp=cp, grid=verify.GRIDS[0],
+            checkpointing=True, optional=optional,
+        )  # fmt: skip
+        ours, changed = pools[cp].run(verify.rank_result, case, tmp_path / "written")[0]
+        found, worst = verify.compare(ours, written_out(plan, case.grid, optional=optional), changed)
+        assert max(found.values()) < 1e-6, (found, worst)
 
 
 def test_a_comparison_with_written_out_attention_can_fail(tmp_path):

@@ -26,6 +26,12 @@ SELF_FORCING = {
     "method.guidance_scale": (3.0, ADDED), "steps": (NONE, NO_END), "batch_size": (64, ONE_NODE),
     "method.fake_updates_per_student_update": 5, "method.step_list": [1.0, 0.9375, 0.8333, 0.625],
 }  # fmt: skip
+SPARSE = {
+    "optim.student.lr": 2e-6, "optim.fake.lr": (NONE, "ours"), "optim.clip": (NONE, "ours"), "steps": (NONE, "ours"),
+    "method.guidance_scale": (NONE, "ours"), "batch_size": (NONE, "ours"), "method.step_list": [1.0, 0.757, 0.522],
+    "method.fake_updates_per_student_update": 5, "student.sparse_attention.sparsity": 0.8,
+    "student.sparse_attention.tile": [4, 4, 4],
+}  # fmt: skip
 RCM = {
     "optim.student.lr": 2e-6, "optim.fake.lr": 4e-7, "optim.clip": None, "method.shift": 5.0,
     "method.guidance_scale": 5.0, "steps": (100_000, BUDGET), "batch_size": (NONE, PER_GPU),
@@ -52,6 +58,8 @@ CITED = {
         "optim.student.lr": 1e-5, "optim.fake.lr": 1e-5, "method.guidance_scale": 5.0, "steps": 100, "batch_size": 16,
         "method.fake_updates_per_student_update": 4, "method.data_forcing": 0.5, "method.student_input": "clips",
     },
+    "wan2_1_t2v_1_3b_sparse_dmd2": SPARSE,
+    "wan2_1_t2v_14b_sparse_dmd2": SPARSE | {"student.sparse_attention.sparsity": 0.9},
     "wan2_1_t2v_1_3b_pdmd": SELF_FORCING | {
         "optim.student.lr": 4e-7, "optim.fake.lr": 8e-8, "method.guidance_scale": 5.0, "method.projection": True,
         "method.fake_updates_per_student_update": 1,
@@ -142,7 +150,7 @@ PDD_H3 = {
     "optim.clip": (1.0, "of .5 + .5 times the parts' errors, half of our loss"), "student.ema.decay": 0.99,
     "student.lora.rank": 64, "student.lora.scale": 1.0, "data.num_frames": 124, "data.height": 768, "data.width": 1344,
 }  # fmt: skip
-ALIASES = {"teacher": "flow_matching", "dfd": "dmd2", "pdmd": "dmd2", "phased_dmd": "dmd2"}
+ALIASES = {"teacher": "flow_matching", "dfd": "dmd2", "pdmd": "dmd2", "sparse_dmd2": "dmd2", "phased_dmd": "dmd2"}
 """Methods of the recipes that are not named after theirs."""
 ALL = {"optim.student.lr", "optim.clip", "method.guidance_scale", "steps", "batch_size"}
 
