@@ -304,7 +304,8 @@ class Wan(FrameFamily):
                 encoder_hidden_states_image=tensors.get("image_embeds"),
                 return_dict=False,
             )
-        v = rearrange(v, "b (p c) t h w -> (p b) c t h w", c=x.shape[1])  # p velocities of fused heads, or one
+        channels = self.latent_channels(config_of(network))
+        v = rearrange(v, "b (p c) t h w -> (p b) c t h w", c=channels)  # p velocities of fused heads, or one
         v = self.hold(v, x, t, condition) if causal is None else v
         return Outputs(Sample({VIDEO: v}), tuple(others))
 

@@ -362,7 +362,7 @@ FAULTS = (
     Fault(
         name="resume_forgets_updates",
         harm="after a resume warm-up, cosine and EMA schedule start over, and the next checkpoint has the wrong counts",
-        old="            network.updates = count\n",
+        old="            network.count(count)\n",
         new="            pass\n",
         killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
     ),
@@ -1087,5 +1087,19 @@ FAULTS = (
         old="weights = torch.tensor(rows[part], dtype=torch.float32, device=differences.device)",
         new="weights = torch.tensor(rows[part][:1] * steps, dtype=torch.float32, device=differences.device)",
         killed_by="e2e/test_families.py::test_minimax_h3_by_heads",
+    ),
+    Fault(
+        name="first_values_of_gates_reach_the_network",
+        harm="a sparse role from a checkpoint: its network's own weights are drawn again from the seed",
+        old='return name if is_gate(name) and owner(f"{name}.weight")[0] == role else None',
+        new="return name",
+        killed_by="distributed/test_sparse_roles.py::test_wan_on_a_mesh_equals_attention_written_out[1-2]",
+    ),
+    Fault(
+        name="ramp_begins_again",
+        harm="a resumed run of a sparse role begins its ramp again, at dense attention",
+        old="        self.single.after_updates(updates)\n",
+        new="",
+        killed_by="distributed/test_sparse_roles.py::test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp[lora0]",
     ),
 )
