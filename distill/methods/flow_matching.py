@@ -2,12 +2,15 @@
 
 A causal student draws one time per chunk. Its history is clean (teacher forcing), or noisy at the earlier chunks' times
 (diffusion forcing, Chen et al. 2024, arXiv:2407.01392). The parallel pass trains what sampling by chunks computes.
+
+A base whose guidance is built in predicts ``u + s (c - u)``, where plain fits would train ``c``. ``built_in_guidance``
+fits ``(v_c + (s - 1) sg v_u) / s`` instead (musubi-tuner, docs/minimax_h3.md), whose optimum keeps the guidance.
 """
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.sampling import Sampler, guided_states
 from distill.methods.common.schedules import add_noise
-from fsdp_cp.choices import PositiveFloat, Share
+from fsdp_cp.choices import Bounds, NonNegativeFloat, PositiveFloat, Share
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -52,10 +55,43 @@ class FlowMatchingSettings(PartSettings):
     history: Literal["clean", "noisy"] = "noisy"
     """Earlier chunks that a causal student sees in training: ``clean`` (teacher forcing, as in sampling), or ``noisy``
     at their own times (diffusion forcing). A bidirectional student has one chunk and no history."""
+    built_in_guidance: Annotated[float, Bounds(least=1)] = 1.0
+    """Guidance scale ``s`` that was distilled into the base, and stays in the student; 1 for none, at least 1."""
+    null: Literal["frozen", "live"] = "frozen"
+    """Unconditional branch under ``built_in_guidance``: ``frozen``, that of the role ``teacher``, which is the base; or
+    ``live``, the student's own, which drifts without an anchor."""
+    anchor_weight: NonNegativeFloat = 0.0
+    """Weight of a loss that holds the student's unconditional branch at that of ``teacher``, the base; 0 for none."""
+    anchor_min_time: Share = 0.9
+    """Least time of the anchor's loss, 0 to 1."""
+    guidance_min_time: Share = 0.0
+    """Least time of a fit under ``built_in_guidance``, 0 to 1; the fit below is plain, without a second forward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        built_in = self.built_in_guidance
+        if built_in == 1.0:
+            if self.anchor_weight:
+                hint = "set method.built_in_guidance above 1, or leave it out"
+                raise UserError(f"method.anchor_weight={self.anchor_weight} is for built-in guidance; {hint}")
+            return
+        wanted = {"caption_dropout": (0.0,), **dict.fromkeys(self.guidance_scales, (1.0, None))}
+        for name, allowed in wanted.items():
+            if (value := getattr(self, name)) not in allowed:
+                why = f"with method.built_in_guidance={built_in}, which the student keeps"
+                raise UserError(f"method.{name}={value} must be {allowed[0]:g} {why}")
+
+    @property
+    def time_bounds(self) -> list[float]:
+        """Times between which a step runs the same forwards."""
+        if self.built_in_guidance == 1.0:
+            return []
+        return [self.guidance_min_time, *([self.anchor_min_time] if self.anchor_weight else [])]
 
 
 class FlowMatching(Method):
-    """Flow matching with one role, ``student``. The loss is ``mean w(t) (v(x_t, t, c) - (e - x0))^2``."""
+    """Flow matching of the role ``student``. The loss is ``mean w(t) (v(x_t, t, c) - (e - x0))^2``. Built-in guidance
+    may need its base, the role ``teacher``; adapters share that network."""
 
     required_roles = ("student",)
     trained_roles = ("student",)
@@ -64,6 +100,14 @@ class FlowMatching(Method):
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         times = self._times(batch, random)
         yield Loss("flow_matching", lambda: self._loss(batch, times, random), at=times.at)
+        weight = self.settings.anchor_weight
+        if weight and times.at >= self.settings.anchor_min_time:
+            yield Loss("anchor", lambda: self._anchor(batch, times, random), weight, times.at)
+
+    @classmethod
+    def roles_needed(cls, settings: Any) -> tuple[str, ...]:
+        frozen = settings.built_in_guidance > 1 and settings.null == "frozen"
+        return ("teacher", "student") if frozen or settings.anchor_weight else cls.required_roles
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -78,6 +122,8 @@ class FlowMatching(Method):
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         if settings.history == "clean" and causal["student"] is None:
             raise UserError("method.history=clean is for a causal student; set student.causal.chunk, or use noisy")
+        if settings.built_in_guidance > 1 and any(causal.values()):
+            raise UserError(f"method.built_in_guidance={settings.built_in_guidance} is not for causal roles; use 1")
 
     def _draw(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
@@ -90,16 +136,35 @@ class FlowMatching(Method):
         clean = None
         if self.settings.history == "clean":
             clean = clean_history(student, x0, random, "flow_matching/context")
-        v = student.velocity(add_noise(x0, noise, t), t, condition, at=at, clean=clean)
+        x, s = add_noise(x0, noise, t), self.settings
+        guided = s.built_in_guidance > 1 and at >= s.guidance_min_time
+        null = self._null("teacher" if s.null == "frozen" else "student", x, batch, times) if guided else None
+        v = student.velocity(x, t, condition, at=at, clean=clean)
+        if null is not None:
+            v = (v + null * (s.built_in_guidance - 1)) / s.built_in_guidance
         errors = self.total("loss", squared_error(v, noise - x0, t))
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
         return errors.mean() if self.settings.weight == "none" else (gaussian(t, self.settings.shift) * errors).mean()
 
+    @torch.no_grad()
+    def _null(self, role: str, x: Sample, batch: Batch, times: Times) -> Sample:
+        """Return the unconditional branch of ``role`` at the states ``x``, without gradient."""
+        return self.roles[role].velocity(x, times.t, batch.condition.null, at=times.at)
+
+    def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
+        """Return the squared distance of the student's unconditional branch from the base's."""
+        student = self.roles["student"]
+        x = add_noise(batch.latents, batch.noise(random, "flow_matching/noise", student), times.t)
+        target = self._null("teacher", x, batch, times)
+        v = student.velocity(x, times.t, batch.condition.null, at=times.at)
+        return self.total("anchor", squared_error(v, target)).mean()
+
     def _times(self, batch: Batch, random: StepRandom) -> Times:
         student, purpose = self.roles["student"], "flow_matching/time"
         if student.causal is None:
-            return draw_times(self._draw, random, purpose, batch.dtype, [(student,)], student)[0]
+            roles, bounds = tuple(self.roles.values()), self.settings.time_bounds
+            return draw_times(self._draw, random, purpose, batch.dtype, [roles], student, bounds)[0]
         return Times(chunk_draws(student, batch.frames, lambda name: self._draw(random, name, batch.dtype)[0], purpose))
 
     def evaluations(self, role: str, steps: int) -> int:

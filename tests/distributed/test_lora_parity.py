@@ -77,7 +77,11 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
 
 
 @pytest.mark.parametrize(
-    "method", [*(pytest.param(name, marks=long) for name in ("dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching"))]
+    "method",
+    [
+        *(pytest.param(name, marks=long) for name in ("dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching")),
+        "flow_matching, built-in guidance",
+    ],
 )
 def test_methods(pools, checkpoints, method):
     """Methods with forward-mode derivatives, and a loss through the fake score with its own heads and second time.

@@ -26,7 +26,16 @@ RING = {"cp": 3, "micro_batch_size": 4}
     [
         *(
             pytest.param(name, FAST, marks=slow)
-            for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "dmd2, own path", "meanflow", "dcm")
+            for name in (
+                "flow_matching",
+                "flow_matching, built-in guidance",
+                "scm",
+                "rcm",
+                "dmd2, GAN",
+                "dmd2, own path",
+                "meanflow",
+                "dcm",
+            )  # fmt: skip
         ),
         *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
         *(

@@ -53,6 +53,10 @@ METHODS: dict[str, Any] = {
     "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=_TIMES),
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=_TIMES),
     "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
+    "flow_matching, built-in guidance": FlowMatchingSettings(
+        caption_dropout=0.0, guidance_scale=1.0, shift=3.0, built_in_guidance=3.0, null="live", anchor_weight=0.5,
+        anchor_min_time=0.7, guidance_min_time=0.4,
+    ),
 }  # fmt: skip
 """Settings with which three steps train every role and pass a warm-up. ode_regression needs files."""
 

@@ -16,6 +16,7 @@ class Stub:
     """Stand-in for a role of one network. Subclasses define ``of_video(x, t, condition, r, clean)`` for tensors."""
 
     has_experts, causal, kept_gathered, boundaries = False, None, nullcontext, ()
+    trains_at = staticmethod(lambda time: True)
 
     def velocity(self, x, t, condition, r=None, *, at=None, clean=None):
         """Take samples of the video alone, as methods call it, and tensors too."""

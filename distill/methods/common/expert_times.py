@@ -9,7 +9,7 @@ so gradients vary more from step to step than with a separate range per sample (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +30,7 @@ class Times(NamedTuple):
     t: Tensor
     """Times ``(B,)``."""
     at: float | None = None
-    """Time in the same range as all of ``t``, known on the host; ``None`` without experts."""
+    """Time in the same range as all of ``t``, known on the host; ``None`` without ranges."""
 
 
 _TRIES = 10_000
@@ -47,19 +47,24 @@ def draw_times(
     dtype: torch.dtype,
     roles: Sequence[Sequence[Role]],
     trains: Role | None = None,
+    bounds: Collection[float] = (),
 ) -> list[Times]:
     """Draw times by ``draw``, a pure function of streams and purpose, each in one range of the ``roles`` that are
     evaluated at it. Redraws are named ``PURPOSE/again_N``. ``trains`` is the role that trains at the last of the times,
-    perhaps only some of its experts."""
-    if not any(role.has_experts for group in roles for role in group):
+    perhaps only some of its experts. ``bounds`` are times that divide ranges too: forwards that run only beyond them
+    then run on every rank or on none."""
+    if not bounds and not any(role.has_experts for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
     pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
     wanted = [
-        _ranges(torch.tensor([time], dtype=torch.float64), group) for time, group in zip(pilot, roles, strict=True)
+        _ranges(torch.tensor([time], dtype=torch.float64), group, bounds)
+        for time, group in zip(pilot, roles, strict=True)
     ]
     times = list(draw(host, purpose, dtype))
     for attempt in count(1):
-        outside = torch.stack([_ranges(t, group) != w for t, group, w in zip(times, roles, wanted, strict=True)])
+        outside = torch.stack(
+            [_ranges(t, group, bounds) != w for t, group, w in zip(times, roles, wanted, strict=True)]
+        )
         again = outside.any(0)
         if not again.any():
             break
@@ -79,10 +84,10 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
     raise UserError(f"{trains.name}.experts: {never}; use other times, or {trains.name}.experts=both")
 
 
-def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
-    """Return the range of each of ``t`` ``(B,)`` between all boundaries of ``roles``, on the CPU."""
+def _ranges(t: Tensor, roles: Sequence[Role], bounds: Collection[float] = ()) -> Tensor:
+    """Return the range of each of ``t`` ``(B,)`` between ``bounds`` and all boundaries of ``roles``, on the CPU."""
     from models.roles.role import ROUNDING
 
     t = t.double() + ROUNDING
-    boundaries = {boundary for role in roles for boundary in role.boundaries}
+    boundaries = {*bounds, *(boundary for role in roles for boundary in role.boundaries)}
     return sum(((t < boundary).long() for boundary in boundaries), torch.zeros(t.shape, dtype=torch.long))

@@ -1,0 +1,120 @@
+"""flow_matching for a base whose guidance is built in, in fp64 against closed forms and written-out networks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from distill.methods import build_method
+from distill.methods.common.schedules import add_noise
+from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
+from models.causal import CausalSettings
+from tests.oracles.samples import Stub
+from tests.oracles.tiny_wan import text_condition
+from tests.unit.method_roles import TEXT, Net, close, gradients, make_batch, null_text_of, random_at, text_of
+from tests.unit.refused import refused, refuses_all
+
+SCALE = 3.0
+PLAIN = {"caption_dropout": 0.0, "guidance_scale": 1.0}
+
+
+def fine_tuning(student, teacher, **settings):
+    chosen = FlowMatchingSettings(**PLAIN | {"built_in_guidance": SCALE} | settings)
+    roles = {"teacher": teacher, "student": student}
+    return build_method(chosen, {name: roles[name] for name in FlowMatching.roles_needed(chosen)})
+
+
+class Linear(Stub, nn.Module):
+    """Velocity ``b + k text``: ``u`` is b for the empty text, 0, and ``c`` is b + k for the caption, 1."""
+
+    def __init__(self, b, k):
+        super().__init__()
+        self.b, self.k = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (b, k))
+
+    def of_video(self, x, t, condition, **_):
+        return (self.b + self.k * condition.tensors["text"][:, 0, 0]).view(-1, 1, 1, 1, 1).expand_as(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drifts"),
+    [
+        ({"null": "frozen"}, False),
+        ({"null": "live"}, True),
+        ({"null": "live", "anchor_weight": 0.5, "anchor_min_time": 0.0}, False),
+    ],
+    ids=["frozen", "live", "anchor"],
+)
+def test_the_optimum_keeps_the_guidance_unless_a_live_null_drifts(settings, drifts):
+    u, k, count = 0.3, 1.5, 4
+    student = Linear(u, k)
+    method = fine_tuning(student, Linear(u, k), **settings)
+    ones, zeros = (torch.full((*n, *TEXT), x, dtype=torch.float64) for n, x in (((count,), 1.0), ((), 0.0)))
+    batch = replace(make_batch(), condition=text_condition(ones, zeros, zeros))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.4)
+    for _ in range(400):  # the same draws, so that the optimum is known
+        optimizer.zero_grad()
+        for loss in method.losses(0, batch, random_at(0)):
+            (loss.weight * loss.closure()).backward()
+        optimizer.step()
+    v = (batch.noise(random_at(0), "flow_matching/noise") - batch.latents).video.mean()
+    drift = (SCALE * (v - u) - k) / (SCALE + 1) if drifts else 0.0  # b and k have the same gradient
+    conditional = u + k + 2 * drift if drifts else u + SCALE * (v - u)
+    assert abs(v - u - k / SCALE) > 0.1, "there is something to learn"
+    assert (student.b + student.k).item() == pytest.approx(float(conditional), rel=1e-6)
+    if settings["null"] == "live":
+        assert student.b.item() == pytest.approx(float(u + drift), rel=1e-6)
+
+
+@pytest.mark.parametrize("null", ["frozen", "live"])
+def test_a_step_equals_plain_networks_and_all_ranks_run_the_same_forwards(null):
+    settings = {"null": null, "anchor_weight": 0.5, "anchor_min_time": 0.8, "guidance_min_time": 0.5}
+    student, base, batch, seen = Net(5), Net(6), make_batch(), set()
+    method = fine_tuning(student, base, time="uniform", **settings)
+    for step in range(16):
+        random, kinds = random_at(step), []
+        student.zero_grad(), student.calls.clear(), base.calls.clear()
+        losses = [*method.losses(step, batch, random)]
+        for loss in losses:
+            (loss.weight * loss.closure()).backward()
+        ours, (t, *_) = gradients(student), [call.t for call in student.calls]
+        guided, anchored = t >= 0.5, t >= 0.8
+        for part in ([0, 2], [3]):  # of other ranks
+            few = [*method.losses(step, make_batch(part), random_at(step, part))]
+            kinds.append([loss.name for loss in few])
+        assert kinds == [[loss.name for loss in losses]] * 2 and guided.unique().numel() == 1
+        assert ("anchor" in kinds[0]) == anchored.all() == anchored.any()
+        is_guided, is_anchored, own = guided[0].item(), anchored[0].item(), null == "live"
+        assert len(base.calls) == is_anchored + (is_guided and not own)
+        assert len(student.calls) == 1 + is_anchored + (is_guided and own)
+
+        student.zero_grad()
+        noise, x0 = batch.noise(random, "flow_matching/noise"), batch.latents
+        x, texts = add_noise(x0, noise, t).video, (text_of(batch), null_text_of(batch))
+        v, u = (student.formula(x, t, text) for text in texts)
+        held = base.formula(x, t, texts[1]).detach()
+        branch = held if null == "frozen" else u.detach()
+        fitted = (v + (SCALE - 1) * branch) / SCALE if is_guided else v
+        total = (fitted - (noise - x0).video).square().mean() + 0.5 * (u - held).square().mean() * is_anchored
+        total.backward()
+        assert all(close(ours[name], g) for name, g in gradients(student).items()) and not gradients(base)
+        seen.add((is_guided, is_anchored))
+    assert len(seen) == 3, "each range is drawn"
+
+
+def test_settings_that_do_not_fit_are_refused():
+    s = {"built_in_guidance": 3.0}
+    refuses_all(
+        FlowMatchingSettings,
+        {"built_in_guidance": 0.5},
+        {"anchor_weight": 1.0},
+        {**s, "guidance_scale": 1.0, "caption_dropout": 0.1},
+        {**s, "caption_dropout": 0.0, "guidance_scale": 4.0},
+        {**s, **PLAIN, "audio_guidance_scale": 4.0},
+        {**s, **PLAIN, "null": "own"},
+        {**s, **PLAIN, "guidance_min_time": 1.5},
+    )
+    settings = FlowMatchingSettings(**s, **PLAIN, null="live")
+    assert FlowMatching.roles_needed(settings) == ("student",)
+    with refused("method.built_in_guidance"):
+        FlowMatching.check_causal(settings, {"student": CausalSettings(chunk=1)})
