@@ -35,7 +35,7 @@ RING = {"cp": 3, "micro_batch_size": 4}
                 "dmd2, own path",
                 "meanflow",
                 "dcm",
-            )  # fmt: skip
+            )
         ),
         *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
         *(
