@@ -1040,6 +1040,20 @@ FAULTS = (
         killed_by="e2e/test_never_moved.py::test_a_student_that_never_moved_ends_the_run_without_an_export",
     ),
     Fault(
+        name="null_branch_trains",
+        harm="flow_matching, built_in_guidance, null=live: the fit trains the unconditional branch too",
+        old="    @torch.no_grad()\n    def _null(",
+        new="    def _null(",
+        killed_by="unit/test_built_in_guidance.py::test_a_step_equals_plain_networks_on_all_ranks[live]",
+    ),
+    Fault(
+        name="ranges_of_times_without_bounds",
+        harm="flow_matching, guidance_min_time: samples on both sides of it in one step get one form of the fit",
+        old="boundaries = {*bounds, *(boundary",
+        new="boundaries = {*(boundary",
+        killed_by="unit/test_built_in_guidance.py::test_a_step_equals_plain_networks_on_all_ranks[live]",
+    ),
+    Fault(
         name="pdd_target_has_a_gradient",
         harm="pdd, blocks=all: a block's loss trains through the student's earlier blocks, whose graphs are gone",
         old="self._moved(x, span, velocities[span].detach())",

@@ -67,7 +67,7 @@ def test_the_optimum_keeps_the_guidance_unless_a_live_null_drifts(settings, drif
 
 
 @pytest.mark.parametrize("null", ["frozen", "live"])
-def test_a_step_equals_plain_networks_and_all_ranks_run_the_same_forwards(null):
+def test_a_step_equals_plain_networks_on_all_ranks(null):
     settings = {"null": null, "anchor_weight": 0.5, "anchor_min_time": 0.8, "guidance_min_time": 0.5}
     student, base, batch, seen = Net(5), Net(6), make_batch(), set()
     method = fine_tuning(student, base, time="uniform", **settings)
