@@ -15,6 +15,7 @@ from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
 from models.causal import CausalSettings
+from models.sample import VIDEO, Sample
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
 from tests.tiers import parametrize
@@ -39,7 +40,7 @@ class Recorder(Stub, nn.Module):
 
     def __init__(self, causal):
         super().__init__()
-        self.causal = causal
+        self.causal, self.family = causal, SimpleNamespace(parts={VIDEO: 1.0})
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
@@ -47,6 +48,11 @@ class Recorder(Stub, nn.Module):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
+
+    def velocity(self, *inputs, heads=None, **options):
+        """Repeat the velocity for each mean of last layers, as ``method=pdd`` asks for them."""
+        v = super().velocity(*inputs, **options)
+        return v if heads is None else Sample.cat([v] * len(heads[VIDEO]))
 
     def logits(self, x, t, condition, r=None, at=None):
         return (x.video * self.scale).flatten(1)
@@ -92,11 +98,12 @@ def training_times(settings):
 
 def sampled_intervals(settings):
     """Return (t, next t) of every step of every sampler that the student may use."""
-    method = build_method(settings, {})
+    method = build_method(settings, {"student": Recorder(None)})
     if settings.name == "flow_matching":  # a teacher takes any number of steps; the last of many matter little
         lists = [euler_times(steps, settings.shift)[:-1] for steps in range(1, 9)]
     else:
-        lists = [method.sampling_times(steps) for steps in range(1, len(settings.student_times()) + 1)]
+        counts = getattr(settings, "steps", range(1, len(settings.student_times()) + 1))
+        lists = [method.sampling_times(steps) for steps in counts]
     return sorted({pair for times in lists for pair in pairwise([*times, 0.0])}, reverse=True)
 
 
