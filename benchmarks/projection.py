@@ -79,15 +79,16 @@ def particles(d: int, error: float, updates: int, *, projection: bool, seed: int
 
 
 def project_other(d: Sample, r: Sample) -> tuple[Sample, Sample]:
-    """Take the share of :func:`project_out` out of ``d``, along a direction between ``d`` and the ``r`` of the next
-    sample of the micro-batch."""
+    """Take the share of :func:`project_out` out of ``d``, turning it as that does, but towards the ``r`` of the next
+    sample of the micro-batch in place of its own."""
     _, share = project_out(d, r)
+    sign = d.map(lambda part, other: (part * other).flatten(1).sum(1).sign(), r)
     kept, _ = project_out(r[torch.arange(len(d)).roll(1)], d)  # the part of the other's r that is orthogonal to d
 
     def length(x: Sample) -> Sample:
         return x.map(lambda part: part.flatten(1).norm(dim=1).clamp_min(1e-12))
 
-    aside = (share * (share * -1 + 1)).map(Tensor.sqrt) * length(d) / length(kept)
+    aside = sign * (share * (share * -1 + 1)).map(Tensor.sqrt) * length(d) / length(kept)
     return d - per_sample(share, d) * d - per_sample(aside, d) * kept, share
 
 

@@ -338,9 +338,10 @@ class Dmd2(FewStepMethod):
 
     @property
     def phase(self) -> Phase:
-        """Phase in which scores are compared: one that ends at the border while the high expert trains."""
+        """Phase in which scores are compared: one that ends at the border while the high expert trains. A plan, which
+        simulates one expert as one network, has none."""
         student = self.roles["student"]
-        if not self.settings.phased or 0 not in student.trained_experts:
+        if not (self.settings.phased and student.has_experts and 0 in student.trained_experts):
             return CLEAN
         return Phase(self.settings.border(student.boundaries[0]))
 
@@ -379,8 +380,8 @@ class Dmd2(FewStepMethod):
         """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``; in a phase, only
         those within its range."""
         settings, t = self.settings, random.uniform(purpose, dtype)
-        if settings.phased:
-            student = self.roles["student"]
+        student = self.roles["student"]
+        if settings.phased and student.has_experts:
             border, high = settings.border(student.boundaries[0]), 0 in student.trained_experts
             low, top = (shift_time(t, 1 / settings.shift) for t in settings.score_range(border, high=high))
             return [shift_time(low + (top - low) * t, settings.shift)]

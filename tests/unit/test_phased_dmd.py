@@ -192,6 +192,13 @@ def test_the_low_phase_is_dmd2_below_the_border():
     assert plain.phase is CLEAN
 
 
+def test_a_plan_runs_an_expert_as_one_network():
+    method = dmd2(phased=True, student_sampler="ode")
+    assert method.phase is CLEAN
+    for step in (0, 1):
+        assert run_loss(method, step).isfinite()
+
+
 def test_the_border_is_the_first_time_below_the_boundary():
     settings = Dmd2Settings()
     assert settings.border(0.875) == 0.8333
