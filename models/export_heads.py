@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from models.additions.base import PREFIX, network_tensors
+from models.additions.base import network_tensors
 from models.additions.heads import NAME, Grid
 from models.families.base import LastLayer
 from models.files.checkpoint_files import HEADS_FILE
 from models.lora.merge import Weights
+from models.owner import PREFIX
 
 NOTE = f'''This network makes a clip in {{steps}} steps, each with last layers of its own. {HEADS_FILE} holds their
 weights `(steps, out, in)` and biases, and a plain pipeline loads the network without them. This function,

@@ -2,8 +2,11 @@
 
 from functools import lru_cache
 
-from models.additions.base import ADDITIONS, GATE
-
+ADDITIONS = "additions"
+"""Name of the module of a network that holds the additions of its roles."""
+PREFIX = f"{ADDITIONS}."
+GATE = "to_gate_compress"
+"""FastVideo's name of a sparse block's gate (models/sparse.py)."""
 _ROLE_LAYERS = ("lora_A", "lora_B", GATE)
 """Names of dictionaries with one entry per role: peft's (0.21), whose adapters have their role's name, and gates."""
 _BASE_LAYER = "base_layer"
@@ -28,3 +31,13 @@ def owner(name: str) -> tuple[str | None, str]:
             role = next(rest)
         public.append(component)
     return role, ".".join(public)
+
+
+def is_added(name: str) -> bool:
+    """Return whether a role added the whole tensor ``name`` to its network: of an addition, or of a gate."""
+    return name.startswith(PREFIX) or is_gate(name)
+
+
+def is_gate(name: str) -> bool:
+    """Return whether a tensor or module with this name belongs to a gate of sparse attention."""
+    return GATE in name.split(".")

@@ -46,11 +46,12 @@ from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, TransformerFolder, defining, inspect_checkpoint, tensor_reader
 from models.files.hub import network_files, resolve_path
 from models.lora.merge import Weights
+from models.roles.gates import plan_sparse
 from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
 from models.sample import VIDEO, PartShapes, Sample
-from models.sparse import SparseSettings, file_contents, plan_sparse
+from models.sparse import SparseSettings, file_contents
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """Mesh sizes, dp_shard x cp."""

@@ -14,9 +14,9 @@ from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import Bounds, Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
-from models.additions.base import is_added
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
+from models.owner import is_added
 from models.sparse import SparseSettings
 
 MOST = 2**20

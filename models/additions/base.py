@@ -11,12 +11,8 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from models.families.base import Family
+from models.owner import ADDITIONS, PREFIX
 
-ADDITIONS = "additions"
-"""Name of the module of a network that holds the additions of its roles."""
-PREFIX = f"{ADDITIONS}."
-GATE = "to_gate_compress"
-"""FastVideo's name of a sparse block's gate (models/sparse.py)."""
 T = TypeVar("T")
 Chosen = Sequence[str] | Mapping[str, Mapping[str, Any]]
 """Names of additions, or their names with keyword arguments for each."""
@@ -48,16 +44,6 @@ class Addition(nn.Module):
         FSDP begins its backward at the network's outputs, so a result that enters a loss must be one of them.
         """
         raise NotImplementedError
-
-
-def is_added(name: str) -> bool:
-    """Return whether a role added the whole tensor ``name`` to its network: of an addition, or of a gate."""
-    return name.startswith(PREFIX) or is_gate(name)
-
-
-def is_gate(name: str) -> bool:
-    """Return whether a tensor or module with this name belongs to a gate of sparse attention."""
-    return GATE in name.split(".")
 
 
 def named_additions(tensors: Iterable[str]) -> set[str]:

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fsdp_cp.errors import UserError, one_line
-from models.additions.base import PREFIX
 from models.additions.heads import NAME as HEADS
 from models.additions.heads import Grid
 from models.families.base import LastLayer
+from models.owner import PREFIX
 
 KIND = "videox-pdd"
 FILE, CONFIG = "pdd.safetensors", "pdd_config.json"

@@ -25,12 +25,13 @@ from models.families.base import Shape
 from models.lora.serving import Serving
 from models.lora.videox import base_names
 from models.owner import owner
+from models.roles.gates import attach_gates, gate_stream
 from models.roles.network import Network
 from models.roles.parallelize import parallelize
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 from models.sample import VIDEO, PartShapes
-from models.sparse import SparseRoles, attach_gates, gate_stream, keep_sparse_roles
+from models.sparse import SparseRoles, keep_sparse_roles
 
 
 def build_role(plan: RolePlan, *, trainable: bool, **options: Any) -> Role:

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.sharding.settings import TRAINED_ONLY, ShardSettings
-from models.additions.base import PREFIX, Addition, Chosen, named_additions
+from models.additions.base import Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.heads import Heads
 from models.additions.time_conditioning import LastStep, SecondTime
@@ -34,9 +34,11 @@ from models.files.checkpoint_files import (
 )
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
+from models.owner import PREFIX
+from models.roles.gates import SparsePlan, plan_sparse, saved_gates
 from models.roles.role import EXPERTS
 from models.sample import VIDEO, PartShapes
-from models.sparse import SparsePlan, SparseSettings, plan_sparse, saved_gates
+from models.sparse import SparseSettings
 
 log = logging.getLogger(__name__)
 

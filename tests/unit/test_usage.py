@@ -12,7 +12,7 @@ from distill.data import DATA
 from distill.methods import METHODS
 from tests.unit.refused import refused
 
-LINES, COLUMNS = 165, 120
+LINES, COLUMNS = 180, 120
 
 
 def test_the_help_of_a_method_fits_three_screens():

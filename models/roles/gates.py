@@ -1,0 +1,126 @@
+"""Gates of sparse roles: their plan, checked against network and checkpoint, and their modules."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.tiles import sparse_tiles
+from models.families.base import Family, Flops, GateLayer, NetworkConfig, Shapes
+from models.files.checkpoint_files import TransformerFolder
+from models.owner import GATE, is_gate, owner
+from models.sample import PartShapes
+from models.sparse import SparseSettings, read_sparse
+
+log = logging.getLogger(__name__)
+
+
+class Gate(nn.Linear):
+    """Gate of one block, zero at the start."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+@dataclass(frozen=True)
+class SparsePlan:
+    """Sparse attention of a role, checked against its network."""
+
+    settings: SparseSettings
+    gates: tuple[GateLayer, ...]
+    """Gates of the blocks that are not dense."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the gates' parameters, by public name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for gate in self.gates:
+            shapes[f"{gate.parent}.{GATE}.weight"] = (gate.outputs, gate.inputs)
+            if gate.bias:
+                shapes[f"{gate.parent}.{GATE}.bias"] = (gate.outputs,)
+        return shapes
+
+    def for_network(self, family: Family, config: NetworkConfig) -> SparsePlan:
+        """Return the plan for another network of the family."""
+        gates = enumerate(family.gates(config))
+        return replace(self, gates=tuple(gate for layer, gate in gates if layer not in self.settings.dense_layers))
+
+    def name_dense(self, role: str, grid: Sequence[int]) -> None:
+        """Warn of a video of one tile, to which attention is dense."""
+        if self.settings.tiles(grid).count == 1 and rank() == 0:
+            text = "%s.sparse_attention.tile=%s holds the whole video of %s tokens: its attention is dense"
+            log.warning(text, role, self.settings.tile, "x".join(map(str, grid)))
+
+    def flops(
+        self, family: Family, config: NetworkConfig, shapes: PartShapes, condition: Shapes, sparsity: float
+    ) -> Flops:
+        """Return the operations of one forward of one sample at a ``sparsity``: those of chosen tiles, of attention
+        between tiles, and of gates."""
+        grid, layers = family.token_grid(config, shapes), family.layers(config)
+        segments = (*family.dense_rows(config, shapes, condition), math.prod(grid))
+        tiles = self.settings.tiles(grid)
+        sparse_pairs = sum(tiles.pairs(segments, int(sparse_tiles(tiles, sparsity).kept)))
+        dense_layers = layers - len(self.gates)
+        pairs = (len(self.gates) * sparse_pairs + dense_layers * sum(segments) ** 2) // layers
+        flops = family.flops(config, shapes, condition, pairs)
+        of_gates = 2 * sum(segments) * sum(gate.inputs * gate.outputs for gate in self.gates)
+        return flops._replace(forward=flops.forward + of_gates, tangent=flops.tangent + of_gates)
+
+
+def plan_sparse(
+    role: str, settings: SparseSettings, folders: Collection[Path], family: Family, config: NetworkConfig
+) -> SparsePlan | None:
+    """Return the sparse attention of ``role``, by its settings or else by ``sparse.json`` in one of its ``folders``."""
+    where = f"{role}.sparse_attention."
+    if not settings.enabled:
+        if settings != SparseSettings():
+            raise UserError(f"{where}sparsity is not set, so the other {where}* have no effect; set it, as to 0.9")
+        saved = (read_sparse(folder, f"{role}.checkpoint={folder}") for folder in folders)
+        settings = next((found for found in saved if found is not None), settings)
+    if not settings.enabled:
+        return None
+    setting, layers = f"{where}sparsity={settings.sparsity}", family.gates(config)
+    if not layers:
+        raise UserError(f"{setting}: the family {family.name} has no sparse attention; leave it out")
+    if missing := [layer for layer in settings.dense_layers if layer >= len(layers)]:
+        raise UserError(f"{where}dense_layers has {missing[0]}, but the {role} has blocks 0 to {len(layers) - 1}")
+    return SparsePlan(settings, ()).for_network(family, config)
+
+
+def saved_gates(role: str, folder: TransformerFolder, plan: SparsePlan | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of those gates of a role that its ``folder`` holds; others begin at zero.
+
+    Gates of a dense role are refused: without them the network would compute something else.
+    """
+    held = [name for name in folder.shapes if is_gate(name)]
+    if held and plan is None:
+        advice = f"set {role}.sparse_attention.sparsity (and .tile) to what it was trained with, as to 0.8 or 0.9"
+        raise UserError(
+            f"{role}.checkpoint={folder.path} was trained with sparse attention (it has {held[0]}); {advice}"
+        )
+    return {} if plan is None else {name: shape for name, shape in plan.shapes.items() if name in held}
+
+
+def attach_gates(network: nn.Module, role: str, plan: SparsePlan) -> None:
+    """Add the gates of ``role`` to a network on the meta device, in place, before it is sharded."""
+    with torch.device("meta"):
+        for layer in plan.gates:
+            parent = network.get_submodule(layer.parent)
+            if not hasattr(parent, GATE):
+                setattr(parent, GATE, nn.ModuleDict())
+            parent.get_submodule(GATE)[role] = Gate(layer.inputs, layer.outputs, layer.bias)  # type: ignore[operator]
+
+
+def gate_stream(role: str, name: str) -> str | None:
+    """Return ``name`` if that module of a network is a gate of ``role``: only those get their first values."""
+    return name if is_gate(name) and owner(f"{name}.weight")[0] == role else None
