@@ -51,10 +51,14 @@ class PddSettings(FewStepSettings):
     solver: Literal["euler", "midpoint"] = "midpoint"
     """Teacher's step over an interval: ``euler``, or ``midpoint``, two calls with an error of higher order."""
     student_sampler: StudentSampler = "ode"
-    """No effect for this method: the student crosses its blocks without noise."""
+    """Only ``ode``: the student crosses its blocks without noise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.student_sampler != "ode":
+            raise UserError(
+                f"method.student_sampler={self.student_sampler} must be ode: blocks are crossed without noise"
+            )
         if not self.steps or self.steps != sorted(set(self.steps)):
             raise UserError(f"method.steps={shown(self.steps)} must be numbers of steps, ascending, as [1,2,4]")
         for steps in self.steps:

@@ -73,14 +73,14 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     if runs_here and not config.dry_run:  # a dry run may be on another machine
         _check_tools(sharding, device)
     roles = [_plan_role(config, name, method, settings) for name, settings in sharding.items()]
+    for role in roles:
+        _check_files(config, role, trained=role.name in method.trained_roles)
     check_together(roles, method.trained_roles)
     method.check_roles(config, {role.name: role for role in roles})
     _check_expert_draws(config, roles)
     if runs_here:
         _name_few_step_teacher(roles, method)
         method.check_files(config, {role.name: role.causal for role in roles})
-    for role in roles:
-        _check_files(config, role, trained=role.name in method.trained_roles)
     first, *others = _shapes_with_tokens(config, roles, shapes)
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     mesh = _mesh(config, sharding, heads)

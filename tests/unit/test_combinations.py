@@ -125,7 +125,9 @@ def numbers(path):
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""
-    if "causal" in name or name.endswith(("dfd", "phased_dmd")):  # a stage of training, which its experiment chooses
+    if "causal" in name or name.endswith(
+        ("dfd", "phased_dmd", "sparse_dmd2")
+    ):  # a stage of training, which its experiment chooses
         config = composed(f"experiment={name}")
     elif name.endswith("pdmd"):
         model = name.removesuffix("_pdmd")

@@ -242,6 +242,8 @@ class _Job:
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
+        if not left_out and not rows:
+            raise UserError(f"{self.source.name} has no clip; give a folder with clips")
         if not rows:
             name, reason = left_out[0]
             why = f"{self.source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"

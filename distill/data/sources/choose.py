@@ -1,14 +1,16 @@
 """The format of a data set of another project, recognized by its files. Our own formats are in ``own.py``."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from distill.data.sources import archives, fastvideo, lightx2v, lists
-from distill.data.sources.source import Source
+from distill.data.sources.source import Source, files_ending
 from distill.data.videos.video_folder import TABLES, has_text_files, read_metadata
 from fsdp_cp.errors import UserError
 
+log = logging.getLogger(__name__)
 READERS = (lists.read_array, lists.read_lines, fastvideo.read, archives.read)
 """Readers of a format of another project each, in their order."""
 
@@ -31,9 +33,12 @@ def read_outside(path: Path, columns: Mapping[str, str] | None = None) -> Source
 
 def _clips_and_archives(path: Path) -> Source | None:
     """Read archives of videos together with the clips next to them; ``None`` if there are no archives."""
-    archived = archives.read(path)
-    if archived is None:
+    if not files_ending(path, ".tar"):
+        for file in files_ending(path, *archives.COMPRESSED):
+            log.warning("%s is compressed and was not read; unpack it to .tar if it holds clips", file)
         return None
+    archived = archives.read(path)
+    assert archived is not None
     if archived.latents is not None:
         raise UserError(f"data.path={path} has clips, and archives of latents; give a folder of one kind")
     clips = read_metadata(path)

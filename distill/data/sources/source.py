@@ -107,8 +107,9 @@ def _size(file: Path) -> tuple[str, int | None]:
 
 
 def files_ending(path: Path, *suffixes: str) -> list[Path]:
-    """Return the files with these endings in a folder and its sub-folders, or ``path`` itself, if it is one."""
-    files = path.rglob("*") if path.is_dir() else [path]
+    """Return the files with these endings in a folder and its sub-folders, but hidden ones, or ``path`` itself, if it
+    is one."""
+    files = path.rglob("[!.]*") if path.is_dir() else [path]
     return sorted(file for file in files if file.name.endswith(suffixes))
 
 

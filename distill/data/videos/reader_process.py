@@ -55,7 +55,8 @@ class ReaderProcesses:
             return payload, answer["value"]
         if signal_number == signal.SIGALRM:
             raise ClipError(f"cannot be read in {self.seconds} s")
-        raise ClipError(f"ends its reader ({signal.strsignal(signal_number) or signal_number})")
+        how = signal.strsignal(signal_number) if signal_number > 0 else f"exit code {-signal_number}"
+        raise ClipError(f"ends its reader ({how})")
 
     def close(self) -> None:
         """End the processes. A later call starts others."""
