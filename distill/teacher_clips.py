@@ -76,6 +76,8 @@ class _Sampling:
         (role,) = self.plan.roles
         if role.causal is not None:
             teacher["causal"] = asdict(role.causal)
+        if role.sparse is not None:
+            teacher["sparse"] = asdict(role.sparse.settings)
         # A refusal names the first difference. "rows" comes last: it is a hash, and says less than the seed.
         made = {"clips": self.count, "teacher": teacher, "rows": self.data.fingerprint}
         return json.loads(json.dumps(self.settings.described() | made))

@@ -56,7 +56,10 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     """Plan to sample the network in ``folder``, the ``role`` of a finished run, on a mesh of ``mesh.cp``."""
     trained, name = getattr(config, role), config.method.name
     kept = {key: getattr(trained, key) for key in ("family", "causal", "strategy", "precision", "offload")}
-    kept |= {"config": trained.config if role == "teacher" else None}  # of one file; an export has its own
+    if role == "teacher":
+        kept |= {key: getattr(trained, key) for key in ("config", "sparse_attention")}
+    else:
+        kept["config"] = None  # an export has its own, and its sparse.json
     if role == "student" and find_adapters(str(folder)):
         kept["experts"] = trained.experts  # the one that the adapters are of
     mesh = MeshSettings(cp=config.mesh.cp)
@@ -132,6 +135,11 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
     sampled = config.sample.student_steps if role == "student" else config.sample.teacher_steps or [TEACHER_STEPS]
     steps = min(most, max(sampled)) if steps is None else steps
     check_number(setting, steps, 1, most)
+    if role == "student":
+        try:
+            config.method.check_steps([steps])
+        except UserError as error:
+            raise UserError(str(error).replace(f"sample.student_steps=[{steps}]", f"{setting} {steps}")) from None
     return steps
 
 

@@ -345,6 +345,8 @@ def _facts(network: SampledNetwork) -> dict[str, Any]:
     else:
         sampler = sampling_in_words(method)
     facts = {"role": network.role, "family": role.family.name, "steps": network.steps, "sampler": sampler}
+    if role.sparse is not None:  # earlier evaluations lack the key
+        facts["sparse"] = asdict(role.sparse.settings)
     return facts | {"causal": role.causal and asdict(role.causal), "weights": " ".join(weights)}
 
 

@@ -28,6 +28,7 @@ BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "da
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
 _OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
+_OF_TRAINING += tuple(f"{role}.sparse_attention." for role in ("teacher", "student", "fake"))
 """Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
 _NEUTRAL = (None, False, 1.0, "auto", "own", "default", [], {})
 """Values of settings without effect: a removed setting that had one changes nothing."""

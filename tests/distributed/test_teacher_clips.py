@@ -8,10 +8,14 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill import teacher_clips
+from distill.config import compose_config
 from distill.data.sets.encoded_set import EncodedSet
 from distill.data.sets.write_set import SetWriter
+from distill.evaluate.sampling import alone
+from distill.methods.common.few_step import FewStepMethod
 from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegressionSettings
+from distill.run.setup import plan_run
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -164,6 +168,17 @@ def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_p
     assert made == sorted(set(range(COUNT)) - {int(name[6:14]) for name in kept})
     _check(folder, truth)
     assert write() == [[]] * size
+
+
+@pytest.mark.parametrize("words", [{}, {"causal": "chunk=2"}, {"sparse_attention": "sparsity=0.5"}], ids=str)
+def test_a_set_says_how_its_teacher_attends(words):
+    settings = [f"teacher.{group}.{setting}" for group, setting in words.items()]
+    config = compose_config(["experiment=quickstart", "device=cpu", "mesh.cp=1", *settings])
+    arguments = SimpleNamespace(clips=2, latents="fp32", steps=4, states=[])
+    plan = plan_run(config, alone(FewStepMethod, "teacher"))
+    sampling = teacher_clips._Sampling(config, arguments, plan, SimpleNamespace(fingerprint=""))
+    described = sampling.described()["teacher"]
+    assert {"causal", "sparse"} & described.keys() == {group.partition("_")[0] for group in words}
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def test_a_plan_takes_the_protocol_of_another_evaluation_and_tells_other_weights
     again = planned(tmp_path, run, like=str(tmp_path / "evaluation.json"))
     assert again.protocol == first.protocol and first.protocol["precision"] == "bf16"
     assert planned(tmp_path, run, prompts=str(tmp_path / "prompts.txt")).protocol["precision"] == "fp32"
+    sparse = write_run(tmp_path / "sparse", TEACHER, "teacher.sparse_attention.sparsity=0.5")
+    facts = planned(tmp_path, sparse, "teacher", prompts=str(tmp_path / "prompts.txt")).participants().values()
+    assert [role.get("sparse", {}).get("sparsity") for role in facts] == [None, 0.5]
     adapters, weights = tmp_path / "adapters", []
     adapters.mkdir()
     for value in (0.1, 0.2):

@@ -109,6 +109,15 @@ def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
     assert {key for key, found in outcomes.items() if "ignored" in found} == OF_A_START
 
 
+@pytest.mark.parametrize("key", ["optim.student.lr", *(f"{r}.sparse_attention.sparsity" for r in ("student", "fake"))])
+def test_a_finished_run_keeps_its_settings_of_training(tmp_path, key):
+    config = _config()
+    checkpoint = _checkpoint(tmp_path / "step_00000005", config, step=config.steps)
+    check_resume(config, checkpoint, (), _sources(config))
+    with refused(key):
+        check_resume(_changed(config, key), checkpoint, (), _sources(config))
+
+
 def test_a_difference_is_accepted_by_name_and_recorded(tmp_path):
     config = _config()
     checkpoint = _checkpoint(tmp_path / "step_00000003", config)

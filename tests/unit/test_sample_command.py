@@ -249,6 +249,8 @@ def test_arguments_that_do_not_fit(run_dir, capsys):
     ):
         check_refused(capsys, "student.checkpoint" if name == "--student" else name, run_dir, name, value)
     assert snapshot(run_dir) == before
+    several = write_run(run_dir / "several", TEACHER, experiment="quickstart_pdd")
+    check_refused(capsys, "--steps 3 must be among method.steps=[1, 2, 4]", several, "--steps", "3")
 
 
 def test_folders_that_are_no_run(run_dir, tmp_path, capsys):
