@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class StepRandom:
     device: torch.device | str = "cpu"
     part: int = 0
     """Index of the batch's part that the samples belong to. Each part has separate draws that its samples share."""
+    has_values: ClassVar[bool] = True
+    """Whether draws have values; those of a plan have shapes alone."""
 
     @property
     def shared(self) -> StepRandom:

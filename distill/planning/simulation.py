@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -105,6 +105,7 @@ class _Draws(StepRandom):
     """Random streams without values; ``lengths`` sets the integers."""
 
     lengths: _Lengths
+    has_values: ClassVar[bool] = False
 
     def normal(self, purpose: str, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(len(self.positions), *shape, dtype=dtype)

@@ -205,3 +205,13 @@ def test_a_deep_network_is_told_from_two_shallow_ones():
 def test_registered_buffers_are_not_planned():
     words = ("mesh.cp=1", "device=cuda", "teacher.communication_buffers=process_group")
     assert _planned(2, words)[0].teacher.communication_buffers == "default"
+
+
+@slow
+def test_built_in_guidance_is_planned_with_all_its_forwards():
+    words = ("mesh.cp=1", "method=flow_matching", "method.guidance_scale=1", "method.caption_dropout=0")
+    settings = ("null=live", "guidance_min_time=1", "anchor_weight=0.5", "anchor_min_time=1", "built_in_guidance=3")
+    plain, guided = (simulate(*_planned(1, (*words, *more))) for more in ((), [f"method.{one}" for one in settings]))
+    assert "student/anchor/backward" in guided.peaks
+    # 3 for a forward with its backward: the fit and its second forward, the anchor and its target.
+    assert guided.steps["student"].flops / plain.steps["student"].flops == pytest.approx((3 + 1 + 3 + 1) / 3)

@@ -52,9 +52,11 @@ def draw_times(
     """Draw times by ``draw``, a pure function of streams and purpose, each in one range of the ``roles`` that are
     evaluated at it. Redraws are named ``PURPOSE/again_N``. ``trains`` is the role that trains at the last of the times,
     perhaps only some of its experts. ``bounds`` are times that divide ranges too: forwards that run only beyond them
-    then run on every rank or on none."""
+    then run on every rank or on none. A plan takes the latest range, in which all of these forwards run."""
     if not bounds and not any(role.has_experts for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
+    if not random.has_values:
+        return [Times(t, at=1.0) for t in draw(random, purpose, dtype)]
     pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
     wanted = [
         _ranges(torch.tensor([time], dtype=torch.float64), group, bounds)
