@@ -71,15 +71,22 @@ class FlowMatchingSettings(PartSettings):
         super().__post_init__()
         built_in = self.built_in_guidance
         if built_in == 1.0:
-            if self.anchor_weight:
-                hint = "set method.built_in_guidance above 1, or leave it out"
-                raise UserError(f"method.anchor_weight={self.anchor_weight} is for built-in guidance; {hint}")
+            names = ("null", "anchor_weight", "anchor_min_time", "guidance_min_time")
+            self._refuse_changed(names, "built_in_guidance above 1")
             return
+        if self.anchor_weight == 0.0:
+            self._refuse_changed(("anchor_min_time",), "anchor_weight above 0")
         wanted = {"caption_dropout": (0.0,), **dict.fromkeys(self.guidance_scales, (1.0, None))}
         for name, allowed in wanted.items():
             if (value := getattr(self, name)) not in allowed:
                 why = f"with method.built_in_guidance={built_in}, which the student keeps"
                 raise UserError(f"method.{name}={value} must be {allowed[0]:g} {why}")
+
+    def _refuse_changed(self, names: Collection[str], wanted: str) -> None:
+        """Refuse settings ``names`` with other values than their defaults, which are read only with ``wanted``."""
+        for name in names:
+            if (value := getattr(self, name)) != getattr(FlowMatchingSettings, name):
+                raise UserError(f"method.{name}={value} is for method.{wanted}; set it, or leave {name} out")
 
     @property
     def time_bounds(self) -> list[float]:
@@ -108,6 +115,13 @@ class FlowMatching(Method):
     def roles_needed(cls, settings: Any) -> tuple[str, ...]:
         frozen = settings.built_in_guidance > 1 and settings.null == "frozen"
         return ("teacher", "student") if frozen or settings.anchor_weight else cls.required_roles
+
+    @classmethod
+    def check_given(cls, config: Any) -> None:
+        s, base = config.method, config.teacher
+        if "teacher" in cls.roles_needed(s) and base.checkpoint is None and base.architecture is None:
+            needs = "null=frozen" if s.null == "frozen" else f"anchor_weight={s.anchor_weight}"
+            raise UserError(f"method.{needs} needs the base as the role teacher; set teacher.checkpoint")
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from distill.config import compose_config
 from distill.methods import build_method
 from distill.methods.common.schedules import add_noise
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
+from distill.run.setup import plan_run
 from models.causal import CausalSettings
 from tests.oracles.samples import Stub
 from tests.oracles.tiny_wan import text_condition
@@ -108,6 +110,10 @@ def test_settings_that_do_not_fit_are_refused():
         FlowMatchingSettings,
         {"built_in_guidance": 0.5},
         {"anchor_weight": 1.0},
+        {"null": "live"},
+        {"anchor_min_time": 0.8},
+        {"guidance_min_time": 0.5},
+        {**s, **PLAIN, "anchor_min_time": 0.8},
         {**s, "guidance_scale": 1.0, "caption_dropout": 0.1},
         {**s, "caption_dropout": 0.0, "guidance_scale": 4.0},
         {**s, **PLAIN, "audio_guidance_scale": 4.0},
@@ -118,3 +124,10 @@ def test_settings_that_do_not_fit_are_refused():
     assert FlowMatching.roles_needed(settings) == ("student",)
     with refused("method.built_in_guidance"):
         FlowMatching.check_causal(settings, {"student": CausalSettings(chunk=1)})
+
+
+@pytest.mark.parametrize("needing", [["method.null=frozen"], ["method.anchor_weight=0.5", "method.null=live"]])
+def test_a_missing_base_is_refused_by_the_setting_that_needs_it(needing):
+    words = ("method.built_in_guidance=3", "method.guidance_scale=1", "method.caption_dropout=0", *needing)
+    with refused(needing[0]):
+        plan_run(compose_config(["experiment=quickstart_teacher", "device=cpu", *words]))
