@@ -133,7 +133,7 @@ def test_parts_of_a_batch_draw_for_themselves():
 
 @pytest.mark.slow
 def test_scores_are_compared_in_the_common_refinement():
-    method = build_method(Dmd2Settings(shift=1.0), {})
+    method = build_method(Dmd2Settings(shift=1.0), {"student": role("student")})
     teacher, fake = role("teacher", 0.8), role("fake", 0.3)
     seen = set()
     for step in range(100):
