@@ -20,7 +20,8 @@ def check(config: Config) -> None:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     if config.profile.steps and config.profile.steps[1] > config.steps:
         raise UserError(f"profile.steps={shown(config.profile.steps)} must be at most steps={config.steps}")
-    config.method.check_steps(config.sample.student_steps)  # samples would otherwise fail after training
+    counts = config.sample.student_steps
+    config.method.check_steps(counts, f"sample.student_steps={shown(counts)}")  # samples would fail after training
     check_allocator(config)
     if config.guard.every and config.guard.action == "keep":
         check_kept(config)

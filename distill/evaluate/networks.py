@@ -136,10 +136,7 @@ def checked_steps(config: Config, role: RoleName, steps: int | None, setting: st
     steps = min(most, max(sampled)) if steps is None else steps
     check_number(setting, steps, 1, most)
     if role == "student":
-        try:
-            config.method.check_steps([steps])
-        except UserError as error:
-            raise UserError(str(error).replace(f"sample.student_steps=[{steps}]", f"{setting} {steps}")) from None
+        config.method.check_steps([steps], f"{setting} {steps}")
     return steps
 
 

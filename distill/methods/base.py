@@ -143,8 +143,8 @@ class PartSettings(Checked):
         lower = ["lower method.guidance_scale"] if is_guided(self.guidance) else []
         return ["lower optim.student.lr", *lower]
 
-    def check_steps(self, counts: Sequence[int]) -> None:
-        """Refuse ``sample.student_steps`` that the student cannot take; by default none."""
+    def check_steps(self, counts: Sequence[int], asked: str) -> None:
+        """Refuse numbers of steps that the student cannot take, by default none. ``asked`` quotes the user."""
 
 
 class Method(ABC):

@@ -66,9 +66,8 @@ class PddSettings(FewStepSettings):
                 hint = f"use a multiple of {steps}, or other method.steps"
                 raise UserError(f"method.grid_steps={self.grid_steps} must divide into {steps} blocks; {hint}")
 
-    def check_steps(self, counts: Sequence[int]) -> None:
+    def check_steps(self, counts: Sequence[int], asked: str) -> None:
         if not {*counts} <= {*self.steps}:
-            asked = f"sample.student_steps={shown(counts)}"
             raise UserError(f"{asked} must be among method.steps={shown(self.steps)}, which the student is trained for")
 
     def student_times(self) -> list[float]:

@@ -13,7 +13,7 @@ from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guide
 from distill.methods.common.expert_times import Times
 from distill.methods.common.sampling import Line, Sampler, StudentSampler, guided_states, rollout, rollout_chunks
 from fsdp_cp.choices import PositiveFloat
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.sample import Sample
@@ -58,10 +58,9 @@ class FewStepSettings(PartSettings):
             hint = "use guidance_scale, or a teacher.checkpoint of two experts"
             raise UserError(f"method.guidance_scale_2={scale} is for the second expert of a teacher; {hint}")
 
-    def check_steps(self, counts: Sequence[int]) -> None:
+    def check_steps(self, counts: Sequence[int], asked: str) -> None:
         most = len(self.student_times())
         if max(counts) > most:
-            asked = f"sample.student_steps={shown(counts)}"
             raise UserError(f"{asked} must be at most {most}, as many as method.{self.times_setting} has")
 
     @property
