@@ -29,12 +29,13 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
+from models.additions.base import addition_tensors
 from models.additions.heads import Grid
 from models.export_folder import write_folder
 from models.export_heads import fused_heads, without_heads
 from models.families.base import Family
 from models.families.registry import family_of
-from models.files import originals, originals_ltx2
+from models.files import fastvideo, originals, originals_ltx2
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
 from models.lora.files import FORMATS, file_tensors, write_file
@@ -97,10 +98,11 @@ class RoleExport:
         if self.few_steps is None:
             return {}
         try:
-            return self.family.schedulers(**self.few_steps)
+            return self.family.schedulers(**self.few_steps, listed=kind == fastvideo.KIND)
         except UserError as error:
             if not self.family.takes_times and kind != "wan-lora":
-                hint = "" if self.scale is None else "; --format wan-lora exports adapters for ComfyUI"
+                hint = "; --format fastvideo lists the times for FastVideo"
+                hint += "" if self.scale is None else ", --format wan-lora exports adapters for ComfyUI"
                 raise UserError(f"{error}{hint}") from error
             log.warning("could not write a scheduler: %s", error)
             return {}
@@ -110,8 +112,8 @@ class RoleExport:
     ) -> None:
         """Write the role as a diffusers folder, or as an adapter file of a ``kind`` of :data:`FORMATS`. A collective.
 
-        A ``kind`` of :data:`OWN` writes one file in the names of the original code. ``folder``, ``about`` and
-        ``options`` are as for :func:`models.export_folder.write_folder`.
+        A ``kind`` of :data:`OWN` writes one file in the names of the original code, ``fastvideo`` FastVideo's folder.
+        ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
         if kind in FORMATS:
@@ -139,6 +141,11 @@ class RoleExport:
             config, about = code.own_config(config), {"format": kind, **about}
             options |= {"max_bytes": 2**62, "schedulers": {}, "notes": []}
             options["header"] = {"config": json.dumps({"transformer": config})}
+        if kind == fastvideo.KIND:
+            options["notes"], options["pipeline"] = [*options["notes"], fastvideo.NOTE], {}
+            if self.few_steps is not None:
+                contract = self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
+                options["pipeline"] = {fastvideo.FILE: contract} if contract else {}
         options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
         write_folder(folder, networks, config, dtype=dtype, **options)
 
@@ -267,19 +274,34 @@ def _check_expert(exported: RoleExport, expert: str | None, kind: str | None, ho
 
 def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) -> None:
     """Refuse a format that the role's family or its weights do not have."""
-    if exported.sparse is not None and kind not in (None, "merged"):
+    whole = (*OWN, fastvideo.KIND)
+    families = fastvideo.FAMILIES if kind == fastvideo.KIND else (str(kind),)
+    if exported.sparse is not None and kind not in (None, "merged", fastvideo.KIND):
         raise UserError(f"--format {kind} has no gates of sparse attention, and the {role} has; leave it out")
-    if kind in OWN and exported.family.name != kind:
-        raise UserError(f"--format {kind} is for {kind}, and the {role} is {exported.family.name}; leave it out")
-    if kind in OWN and exported.grid is not None and exported.steps != 1:
+    if kind in whole and exported.family.name not in families:
+        wanted = f"--format {kind} is for {' and '.join(families)}"
+        raise UserError(f"{wanted}, and the {role} is {exported.family.name}; leave it out")
+    if kind in whole and exported.grid is not None and exported.steps != 1:
         raise UserError(f"--format {kind} has one last layer, and the {role} has heads; add --steps 1, or leave it out")
-    if exported.scale is None and kind not in (None, *OWN):
+    if kind == fastvideo.KIND:
+        _check_fastvideo(exported, name)
+    if exported.scale is None and kind not in (None, *whole):
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind == videox.KIND and exported.grid is None:
         raise UserError(f"--format {kind} is for a student of method=pdd, and the {role} has no heads; leave it out")
     holds_heads = exported.grid is not None and kind != "diffusers-lora"
-    if kind in FORMATS and not holds_heads and (whole := exported.not_adapters):
-        raise UserError(f"{name} has {whole[0]} too, which an adapter file cannot hold; use --format merged")
+    if kind in FORMATS and not holds_heads and (others := exported.not_adapters):
+        raise UserError(f"{name} has {others[0]} too, which an adapter file cannot hold; use --format merged")
+
+
+def _check_fastvideo(exported: RoleExport, name: str) -> None:
+    """Refuse a role that FastVideo's networks cannot be: it would load without additions, and sparse in all blocks."""
+    (weights, *_), sparse = exported.trained.values(), exported.sparse or {}
+    added = next(iter(addition_tensors(weights.shapes)), None)
+    if added is not None and exported.grid is None:
+        raise UserError(f"--format {fastvideo.KIND} has no {added}, and {name} has; leave it out")
+    if sparse.get("dense_layers"):
+        raise UserError(f"--format {fastvideo.KIND} has no dense_layers, and {name} has some; leave it out")
 
 
 def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
@@ -308,12 +330,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--weights", choices=("raw", "ema"), help="by default those that the run exports")
     add("--dtype", choices=tuple(DTYPES), help="by default that of the run's export")
     formats = (
-        f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI. Of a"
-        " role with adapters: merged into its base, as a diffusers folder (the default), as a file for diffusers'"
+        f"{', '.join(OWN)}: the whole network as one file in the names of the family's own code, for ComfyUI."
+        " fastvideo: FastVideo's folder, with MiniMax-H3's times and sparse attention. Of a role with adapters:"
+        " merged into its base, as a diffusers folder (the default), as a file for diffusers'"
         " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it;"
         f" {videox.KIND}: of a student of method=pdd, VideoX-Fun's file"
     )
-    add("--format", choices=("merged", *FORMATS, *OWN), help=formats)
+    add("--format", choices=("merged", *FORMATS, *OWN, fastvideo.KIND), help=formats)
     add(
         "--steps",
         type=int,

@@ -33,7 +33,7 @@ def check_export(config: Config, plan: RunPlan) -> None:
     try:
         student.family.check_export(plan.shapes[0], plan.method(config.method, roles).few_steps or {})
     except UserError as error:
-        hint = "with export.at_end=false it trains, but only an adapter for ComfyUI can be exported then"
+        hint = "with export.at_end=false it trains, but only adapters for ComfyUI or FastVideo's folder can be exported"
         raise UserError(f"{error}; {hint}") from error
 
 

@@ -347,11 +347,14 @@ class Family(ABC):
         """
         return [1 - i / steps for i in range(steps)] if self.passes_times else None
 
-    def schedulers(self, *, shifts: Mapping[str, float] | None = None, **steps: Any) -> dict[str, SchedulerMixin]:
+    def schedulers(
+        self, *, shifts: Mapping[str, float] | None = None, listed: bool = False, **steps: Any
+    ) -> dict[str, SchedulerMixin]:
         """Return the schedulers with which diffusers' pipeline samples a few-step student, by folder.
 
         Args:
             shifts: shifts from the clock to the parts' times, if they are not the released ones.
+            listed: whether a file next to the schedulers lists the times (:meth:`contract`).
             steps: arguments of :func:`models.files.scheduler.few_step_scheduler`.
 
         Raises:
@@ -362,6 +365,13 @@ class Family(ABC):
                 f"{self.name}'s pipeline samples parts with the shifts {dict(self.parts)}, not {dict(shifts)}"
             )
         return {"scheduler": few_step_scheduler(**steps, sigmas=self.pipeline_times(len(steps["times"])))}
+
+    def contract(
+        self, times: Sequence[float], schedulers: Mapping[str, Any], sparse: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return what FastVideo's file says of a student with these ``times`` and schedulers, next to them, and with
+        the contents ``sparse`` of ``sparse.json``; empty for a family without that file."""
+        return {}
 
     def check_export(self, shapes: PartShapes, few_steps: Mapping[str, Any]) -> None:
         """Refuse samples and students that diffusers' pipeline cannot make, before training; see :attr:`takes_times`.

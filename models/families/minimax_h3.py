@@ -62,6 +62,7 @@ from models.families.base import (
     config_of,
 )
 from models.families.diffusers_family import DiffusersFamily
+from models.files import fastvideo
 from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 from models.sparse import SparseCall, SparseRoles, gates_of, sparse_roles
@@ -162,8 +163,11 @@ class MiniMaxH3(DiffusersFamily):
     keeps_peft_infix = True  # DiffSynth's files, whose joined query, key and value are interleaved by head
     adapter_alpha = "alpha"
 
-    def schedulers(self, *, shifts: Mapping[str, float] | None = None, **steps: Any) -> dict[str, SchedulerMixin]:
-        """Return one scheduler for each part: it takes Euler steps at even times that its shift moves.
+    def schedulers(
+        self, *, shifts: Mapping[str, float] | None = None, listed: bool = False, **steps: Any
+    ) -> dict[str, SchedulerMixin]:
+        """Return one scheduler for each part: it takes Euler steps at even times that its shift moves. With ``listed``
+        times that are not even it has the released shift.
 
         The pipeline's ``num_inference_steps`` counts the time 0 too: 4 steps of the student are 5.
         """
@@ -175,12 +179,22 @@ class MiniMaxH3(DiffusersFamily):
         video = MiniMaxH3Scheduler(shift=shift)
         video.set_timesteps(count + 1)
         made = video.sigmas[:-1].tolist()
-        if len(made) != count or max(abs(a - b) for a, b in zip(made, times, strict=True)) > TOLERANCE:
+        is_even = len(made) == count and max(abs(a - b) for a, b in zip(made, times, strict=True)) <= TOLERANCE
+        if not is_even and listed:
+            shift = RELEASED_SHIFT
+            video = MiniMaxH3Scheduler(shift=shift)
+        elif not is_even:
             raise UserError(
                 f"MiniMax-H3's pipeline samples even times under a shift, not {', '.join(f'{t:.6g}' for t in times)};"
                 f" the nearest method.step_list is [{', '.join(f'{t:.6f}' for t in made)}]"
             )
         return {"scheduler": video, "audio_scheduler": MiniMaxH3Scheduler(shift=shift * part_shifts[AUDIO])}
+
+    def contract(
+        self, times: Sequence[float], schedulers: Mapping[str, Any], sparse: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        video, audio = (schedulers[name].config.shift for name in ("scheduler", "audio_scheduler"))
+        return fastvideo.contract(times, video_shift=video, audio_shift=audio, sparse=sparse)
 
     def check_guidance(self, scale: float, setting: str) -> None:
         why = "is distilled for guidance, and has nothing to guide by without a caption"

@@ -16,6 +16,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.tiles import sparse_tiles
 from models.families.base import Family, Flops, GateLayer, NetworkConfig, Shapes
 from models.files.checkpoint_files import TransformerFolder
+from models.files.fastvideo import read_sparse_contract
 from models.owner import GATE, is_gate, owner
 from models.sample import PartShapes
 from models.sparse import SparseSettings, read_sparse
@@ -80,13 +81,16 @@ class SparsePlan:
 def plan_sparse(
     role: str, settings: SparseSettings, folders: Collection[Path], family: Family, config: NetworkConfig
 ) -> SparsePlan | None:
-    """Return the sparse attention of ``role``, by its settings or else by ``sparse.json`` in one of its ``folders``."""
+    """Return the sparse attention of ``role``, by its settings or else by ``sparse.json`` in its ``folders``, or by
+    FastVideo's file next to one."""
     where = f"{role}.sparse_attention."
     if not settings.enabled:
         if settings != SparseSettings():
             raise UserError(f"{where}sparsity is not set, so the other {where}* have no effect; set it, as to 0.9")
-        saved = (read_sparse(folder, f"{role}.checkpoint={folder}") for folder in folders)
-        settings = next((found for found in saved if found is not None), settings)
+        for folder in folders:
+            checkpoint = f"{role}.checkpoint={folder}"
+            saved = read_sparse(folder, checkpoint) or read_sparse_contract(folder.parent, checkpoint)
+            settings = saved or settings
     if not settings.enabled:
         return None
     setting, layers = f"{where}sparsity={settings.sparsity}", family.gates(config)
