@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.launch import outside_of_torchrun
 from tests.e2e.forked import Forked
 
@@ -55,6 +56,20 @@ def train(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.Compl
     done = forked(ranks, "train", "device=cpu", *overrides).wait(timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def train_killed(ranks: int, run_dir: Path, step: int, *overrides: str, cwd: Path = ROOT) -> int:
+    """Run ``train.py`` on forked ranks and kill them as soon as the checkpoint of ``step`` is there.
+
+    Returns:
+        The step of the newest checkpoint.
+    """
+    folder = run_dir / "checkpoints"
+    with forked(ranks, "train", "device=cpu", *overrides, f"run_dir={run_dir}", cwd=cwd) as run:
+        wait_for(lambda: step in saved_steps(folder), run.lives)
+        for process in run.processes:
+            process.kill()  # SIGKILL; one may have ended by another's end
+    return max(saved_steps(folder))
 
 
 def torchrun_command(ranks: int, *overrides: str, options: tuple[str, ...] = ("--standalone",)) -> list[str]:

@@ -35,7 +35,7 @@ from models import export
 from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
 from tests.e2e.families import STEPS, Case, distil, off, same_weights, weights
-from tests.e2e.launch import losses, train
+from tests.e2e.launch import losses, train, train_killed
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
@@ -498,17 +498,25 @@ def test_one_expert_trained_alone(tmp_path, capfd):
 
 @pytest.mark.long
 def test_two_phases(tmp_path):
-    """Phased DMD: the high expert, resumed within its phase, then the low one from its export. A pipeline runs each
-    expert at the times of its steps."""
-    words = ("method.phased=true", "student.experts=high", "steps=4", "checkpoint.every=2")
+    """Phased DMD: the high expert, then the low one from its export. A second pair of runs is killed within both phases
+    and between them, and ends with the same weights. A pipeline runs each expert at the times of its steps."""
+    words = ("method.phased=true", "student.experts=high", "steps=4", "checkpoint.every=1")
     high = distil(tmp_path, A14B, build_tiny_pipeline, *words, boundary=BOUNDARY)
     given = *A14B.words(high.pipeline, high.clips), *words
-    again = replace(high, folder=tmp_path / "again")
-    halfway = f"checkpoint.resume={high.folder / 'checkpoints' / 'step_00000002'}"
-    train(2, *given, halfway, f"run_dir={again.folder}")
-    low = replace(high, folder=tmp_path / "low")
-    train(2, *given, "student.experts=low", f"student.checkpoint={high.student}", f"run_dir={low.folder}")
-    assert all(same_weights(again.student / name, high.student / name) for name in EXPERTS)
+
+    def second(start):
+        return "student.experts=low", f"student.checkpoint={start.student}"
+
+    low, again, again_low = (replace(high, folder=tmp_path / name) for name in ("low", "again", "again_low"))
+    train(2, *given, *second(high), f"run_dir={low.folder}")
+    assert 0 < train_killed(2, again.folder, 1, *given) < 4
+    assert train_killed(2, again.folder, 4, *given) == 4, "between the phases"
+    train(2, *given, f"run_dir={again.folder}")
+    assert 0 < train_killed(2, again_low.folder, 1, *given, *second(again)) < 4
+    train(2, *given, *second(again), f"run_dir={again_low.folder}")
+    for whole, killed in ((high, again), (low, again_low)):
+        assert losses(killed.folder) == losses(whole.folder)
+        assert all(same_weights(killed.student / name, whole.student / name) for name in EXPERTS)
     for run, trained, start in ((high, 0, high.pipeline), (low, 1, high.student)):
         for i, name in enumerate(EXPERTS):
             assert same_weights(run.student / name, start / name) == (i != trained)

@@ -10,9 +10,8 @@ from PIL import Image
 from distill.encode import main as encode
 from distill.evaluate.command import main as evaluate
 from distill.sample import main as sample
-from fsdp_cp.checkpoint.folder import saved_steps
 from tests.e2e.families import weights
-from tests.e2e.launch import forked, losses, wait_for
+from tests.e2e.launch import forked, losses, train_killed
 from tests.e2e.test_families import MINIMAX_H3
 from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 
@@ -49,12 +48,7 @@ def test_from_a_table_of_images_to_diffusers(tmp_path, monkeypatch):
     def start(name):
         return forked(2, "train", *settings, f"run_dir={tmp_path / name}", cwd=tmp_path)
 
-    with start("killed") as run:
-        wait_for(lambda: saved_steps(tmp_path / "killed" / "checkpoints"), run.lives)
-        for process in run.processes:
-            process.kill()  # SIGKILL; the second may have ended by the first's end
-        for process in run.processes:
-            process.join(60)
+    train_killed(2, tmp_path / "killed", 1, *settings, cwd=tmp_path)
     for name in ("killed", "whole"):
         done = start(name).wait(300)
         assert done.returncode == 0, done.stdout + done.stderr
