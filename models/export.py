@@ -38,7 +38,7 @@ from models.families.registry import family_of
 from models.files import fastvideo, originals, originals_ltx2
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
-from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.files import BASE, FORMATS, file_tensors, write_file
 from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
@@ -259,6 +259,7 @@ def _read_role(
     ).at_steps(options.steps)
     about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
     about["method"] = settings.get("method")  # decides how the student is sampled
+    about |= {} if adapters is None else {BASE: adapters["base"]["fingerprint"]}
     return exported, about, DTYPES[options.dtype or as_the_run["dtype"]]
 
 

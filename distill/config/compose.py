@@ -37,7 +37,7 @@ from fsdp_cp.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
-PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
+PATHS = ("run_dir", "checkpoint", "training_adapter", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""
 
 

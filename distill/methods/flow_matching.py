@@ -66,6 +66,8 @@ class FlowMatchingSettings(PartSettings):
     """Least time of the anchor's loss, 0 to 1."""
     guidance_min_time: Share = 0.0
     """Least time of a fit under ``built_in_guidance``, 0 to 1; the fit below is plain, without a second forward."""
+    keep_weight: NonNegativeFloat = 0.0
+    """Weight of a term that holds the student's output for captions at that of ``teacher``, the base; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +89,13 @@ class FlowMatchingSettings(PartSettings):
         for name in names:
             if (value := getattr(self, name)) != getattr(FlowMatchingSettings, name):
                 raise UserError(f"method.{name}={value} is for method.{wanted}; set it, or leave {name} out")
+
+    @property
+    def needing_base(self) -> list[str]:
+        """Settings that need the base, which is the role ``teacher``."""
+        needing = ["null=frozen"] if self.built_in_guidance > 1 and self.null == "frozen" else []
+        weights = {"anchor_weight": self.anchor_weight, "keep_weight": self.keep_weight}
+        return needing + [f"{name}={weight}" for name, weight in weights.items() if weight]
 
     @property
     def time_bounds(self) -> list[float]:
@@ -113,15 +122,13 @@ class FlowMatching(Method):
 
     @classmethod
     def roles_needed(cls, settings: Any) -> tuple[str, ...]:
-        frozen = settings.built_in_guidance > 1 and settings.null == "frozen"
-        return ("teacher", "student") if frozen or settings.anchor_weight else cls.required_roles
+        return ("teacher", "student") if settings.needing_base else cls.required_roles
 
     @classmethod
     def check_given(cls, config: Any) -> None:
-        s, base = config.method, config.teacher
-        if "teacher" in cls.roles_needed(s) and base.checkpoint is None and base.architecture is None:
-            needs = "null=frozen" if s.null == "frozen" else f"anchor_weight={s.anchor_weight}"
-            raise UserError(f"method.{needs} needs the base as the role teacher; set teacher.checkpoint")
+        needing, base = config.method.needing_base, config.teacher
+        if needing and base.checkpoint is None and base.architecture is None:
+            raise UserError(f"method.{needing[0]} needs the base as the role teacher; set teacher.checkpoint")
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -136,8 +143,9 @@ class FlowMatching(Method):
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         if settings.history == "clean" and causal["student"] is None:
             raise UserError("method.history=clean is for a causal student; set student.causal.chunk, or use noisy")
-        if settings.built_in_guidance > 1 and any(causal.values()):
-            raise UserError(f"method.built_in_guidance={settings.built_in_guidance} is not for causal roles; use 1")
+        for name, without in (("built_in_guidance", 1), ("keep_weight", 0)):
+            if (value := getattr(settings, name)) != without and any(causal.values()):
+                raise UserError(f"method.{name}={value} is not for causal roles; use {without}")
 
     def _draw(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
@@ -152,25 +160,32 @@ class FlowMatching(Method):
             clean = clean_history(student, x0, random, "flow_matching/context")
         x, s = add_noise(x0, noise, t), self.settings
         guided = s.built_in_guidance > 1 and at >= s.guidance_min_time
-        null = self._null("teacher" if s.null == "frozen" else "student", x, batch, times) if guided else None
+        branch = "teacher" if s.null == "frozen" else "student"
+        null = self._fixed(branch, x, batch.condition.null, times) if guided else None
+        base = self._fixed("teacher", x, condition, times) if s.keep_weight else None
         v = student.velocity(x, t, condition, at=at, clean=clean)
+        kept = None if base is None else self.total("keep", squared_error(v, base))
         if null is not None:
             v = (v + null * (s.built_in_guidance - 1)) / s.built_in_guidance
         errors = self.total("loss", squared_error(v, noise - x0, t))
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
-        return errors.mean() if self.settings.weight == "none" else (gaussian(t, self.settings.shift) * errors).mean()
+        fit = errors.mean() if s.weight == "none" else (gaussian(t, s.shift) * errors).mean()
+        if kept is None:
+            return fit
+        self.observations.add("keep", kept)
+        return fit + s.keep_weight * kept.mean()
 
     @torch.no_grad()
-    def _null(self, role: str, x: Sample, batch: Batch, times: Times) -> Sample:
-        """Return the unconditional branch of ``role`` at the states ``x``, without gradient."""
-        return self.roles[role].velocity(x, times.t, batch.condition.null, at=times.at)
+    def _fixed(self, role: str, x: Sample, condition: Condition, times: Times) -> Sample:
+        """Return the output of ``role`` at the states ``x``, without gradient."""
+        return self.roles[role].velocity(x, times.t, condition, at=times.at)
 
     def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
         """Return the squared distance of the student's unconditional branch from the base's."""
         student = self.roles["student"]
         x = add_noise(batch.latents, batch.noise(random, "flow_matching/noise", student), times.t)
-        target = self._null("teacher", x, batch, times)
+        target = self._fixed("teacher", x, batch.condition.null, times)
         v = student.velocity(x, times.t, batch.condition.null, at=times.at)
         return self.total("anchor", squared_error(v, target)).mean()
 

@@ -24,6 +24,7 @@ from models.roles.role_plan import RolePlan
 log = logging.getLogger(__name__)
 
 BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
+BY_CONTENT += ("student.training_adapter",)
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
@@ -76,6 +77,8 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
         if role.lora is not None and role.lora.saved is not None:
             fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
             base = "teacher"
+        if role.training is not None and role.training.saved is not None:
+            fingerprints["student.training_adapter"] = fingerprint_of([role.training.saved.file])
         if role.folders:
             found = " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
         else:
@@ -141,7 +144,7 @@ class _Changes:
             now=now,
             keys=keys,
             of_data=_other_contents(earlier, sources) | other_data,
-            unknown=[key for key in sources if key not in earlier],
+            unknown=[key for key, used in sources.items() if used and key not in earlier],
         )
 
     @property

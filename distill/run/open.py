@@ -161,6 +161,8 @@ def _role(plan: RunPlan, role: RolePlan, method: Any) -> tuple[str, ...]:
         weights += f" (until now {earlier})"
     if role.lora is not None:
         weights = f"adapters of rank {role.lora.settings.rank} on {weights}"
+    if role.training is not None and role.training.saved is not None:
+        weights += f" with the training adapter {role.training.saved.file.parent}"
     if role.boundaries:
         weights += f"; two experts, the first for times from {role.boundaries[0]:g}"
         if is_trained and len(role.trained_experts) == 1:

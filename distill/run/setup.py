@@ -183,6 +183,7 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
         additions=method.additions(config.method).get(name, ()),
         lora=settings.lora if trained or saved else None,
         saved=saved,
+        training_adapter=_training_adapter(config) if name == "student" and trained else None,
         experts=method.experts(config, name),
         causal=None if name == "fake" else settings.causal,
         sparse=settings.sparse_attention,
@@ -191,6 +192,18 @@ def _plan_role(config: Config, name: str, method: type[Method], sharding: ShardS
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]
         linear_layers(role.family.blocks(role.network), in_fp32, f"{name}.")
     return role
+
+
+def _training_adapter(config: Config) -> Path | None:
+    """Return the file of the adapter that the student has in training alone."""
+    if (chosen := config.student.training_adapter) is None:
+        return None
+    setting = f"student.training_adapter={chosen}"
+    if config.method.name != "flow_matching":
+        raise UserError(f"{setting} is for method=flow_matching, not {config.method.name}; leave it out")
+    if (file := find_adapters(chosen)) is None:
+        raise UserError(f"{setting} holds no adapters; give a file or a folder of them")
+    return file
 
 
 def _check_earlier_run(setting: str, checkpoint: str | None) -> None:
@@ -208,8 +221,11 @@ def _check_files(config: Config, role: RolePlan, *, trained: bool) -> None:
         folders = [folder.path for folder in role.folders]
         if role.lora is not None and role.lora.saved is not None:
             folders.append(role.lora.saved.file.parent)
-        for path in folders:
-            refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
+        read = [(f"{role.name}.checkpoint", path) for path in folders]
+        if role.training is not None and role.training.saved is not None:
+            read.append((f"{role.name}.training_adapter", role.training.saved.file.parent))
+        for setting, path in read:
+            refuse_input(Path(config.run_dir) / "export", "the run's own", {setting: path})
     optimizer = getattr(config.optim, role.name, None)
     if trained and (optimizer.no_decay or optimizer.lr_scale):
         optimizer.groups(role.own_shapes, f"optim.{role.name}")

@@ -19,6 +19,7 @@ from fsdp_cp.reduce import on_first_rank
 from models.additions.heads import Grid
 from models.export import DTYPES, RoleExport, exported_weights
 from models.export_folder import export_schedulers, sharded
+from models.lora.files import BASE
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     student = _student_weights(method, trained, averaged=weights == "ema")
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)
+    about |= {} if role.adapters is None else {BASE: role.adapters["base"]["fingerprint"]}
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
     student.write(run_dir / "export" / "student", "merged", **options)
     whole = student.not_adapters

@@ -198,9 +198,11 @@ def count_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
 
 @contextmanager
 def averaged(trained: Iterable[Trained]) -> Iterator[None]:
-    """Within this context, the networks compute with their averages, where they have one."""
+    """Within this context, the networks compute as their exports: with their averages, where they have one, and without
+    a training adapter."""
     with ExitStack() as stack:
         for network in trained:
+            stack.enter_context(network.single.as_exported())
             if network.average is not None:
                 stack.enter_context(network.average.swapped_in())
         yield

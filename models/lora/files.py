@@ -25,6 +25,8 @@ from models.lora import videox
 FORMATS = ("diffusers-lora", "wan-lora", videox.KIND)
 NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
+BASE = "base_fingerprint"
+"""Key of the fingerprint of the base's weights in the description of exported adapters."""
 
 
 def file_tensors(

@@ -1,6 +1,7 @@
 """Plan of a role's adapters, checked against its base before anything is built and injected by peft (0.21).
 
-An adapter has the name of its role. :mod:`models.lora.serving` selects the adapter that a forward runs.
+An adapter has the name of its role, a training adapter one of its own. :mod:`models.lora.serving` selects the adapters
+that a forward runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
@@ -69,8 +70,9 @@ class LoraPlan:
         inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
         del network.peft_config  # avoids peft's warning when the next role's adapters are added
 
-    def fill(self, module: nn.Module, role: str, seed: int) -> None:
-        """Initialize ``role``'s adapters in the sharded ``module``, from the file or as peft: B 0, A from ``seed``."""
+    def fill(self, module: nn.Module, role: str, seed: int) -> dict[str, Tensor]:
+        """Initialize ``role``'s adapters in the sharded ``module``, from the file or as peft: B 0, A from ``seed``.
+        Return them."""
         parameters = {
             name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name
         }
@@ -79,30 +81,38 @@ class LoraPlan:
             for name, parameter in parameters.items():
                 if ".lora_B." in name:
                     local_shard(parameter).zero_()
-            return
+            return parameters
         values = self.saved.read()
         for name, parameter in parameters.items():
             layer, _, matrix = owner(name)[1].rpartition(".lora_")
             value = values[layer].get(matrix, torch.zeros(parameter.shape))  # zero if only other layers have a bias
             copy_own_part(parameter, value / (1.0 if matrix == "A.weight" else self.settings.scale), name)
+        return parameters
 
 
 def plan_lora(
-    network: nn.Module, family: Family, settings: LoraSettings, role: str, saved: Path | None = None
+    network: nn.Module,
+    family: Family,
+    settings: LoraSettings,
+    role: str,
+    saved: Path | None = None,
+    *,
+    setting: str | None = None,
 ) -> LoraPlan:
-    """Check a role's adapters against its plain base ``network``; the file ``saved`` gives the rank if it is 0."""
-    where, inspected = f"{role}.lora.", None
+    """Check a role's adapters against its plain base ``network``; the file ``saved``, of ``setting``, by default
+    ``ROLE.checkpoint``, gives the rank if it is 0."""
+    where, setting, inspected = f"{role}.lora.", setting or f"{role}.checkpoint", None
     if saved is not None:
-        inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
+        inspected = inspect_adapters(saved, network, family, setting)
         if settings.rank not in (0, inspected.rank):
-            file = f"{role}.checkpoint={saved.parent}"
+            file = f"{setting}={saved.parent}"
             raise UserError(f"{where}rank={settings.rank} must be {inspected.rank}, as in {file}")
         kept = _without_unread(inspected.scales, network, family, str(saved))
         inspected = replace(inspected, scales={name: inspected.scales[name] for name in kept})
         settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
     if saved is not None and inspected is not None and set(targets) != inspected.scales.keys():
-        raise UserError(f"{where}targets names other layers than {role}.checkpoint={saved.parent} has; leave it out")
+        raise UserError(f"{where}targets names other layers than {setting}={saved.parent} has; leave it out")
     biased = inspected is not None and inspected.biased
     return LoraPlan(settings=settings, targets=tuple(targets), saved=inspected, biased=biased)
 

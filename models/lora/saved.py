@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError, one_line
+from fsdp_cp.files.atomic_folder import description
 from models.families.base import Family, LastLayer, config_of
-from models.files.checkpoint_files import refuse_pointer
+from models.files.checkpoint_files import TransformerFolder, fingerprint, refuse_pointer
 from models.files.shipped import find_shipped
 from models.lora import videox
-from models.lora.files import NAME
+from models.lora.files import BASE, NAME
 
 _FILES = (NAME, "adapter_model.safetensors")
 """File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
@@ -176,6 +177,15 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         file=file, family=family, rank=max(ranks), scales=scales, biases=biases, last_layers=last_layers,
         heads={name: tuple(tensor.shape) for name, tensor in heads.items()},
     )  # fmt: skip
+
+
+def refuse_other_base(file: Path, base: Sequence[TransformerFolder], where: str) -> None:
+    """Refuse adapters that were exported for other weights than those in ``base``. Files of other programs do not say
+    for which; their layers must fit."""
+    recorded = description(file.parent).get(BASE)
+    if recorded and base and recorded != " ".join(map(fingerprint, base)):
+        made = f"{where}={file.parent} was trained on other weights than those in {base[0].path}"
+        raise UserError(f"{made}; give an adapter of this base")
 
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:

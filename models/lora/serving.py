@@ -14,16 +14,23 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-_ARGUMENT = "serves_role"
+_ARGUMENT = "serves_adapters"
 _Layer = tuple[nn.Module, frozenset[str]]
+
+
+def training_adapter(role: str) -> str:
+    """Return the name of the frozen adapter that ``role`` has in training alone."""
+    return f"{role}_training"
 
 
 class Serving:
     """Selector for one network with adapters, made before it is sharded; backward can recompute ``units``."""
 
     def __init__(self, network: nn.Module, units: Sequence[nn.Module]):
-        self.role: str | None = None
-        """Role of the current call."""
+        self.adapters: tuple[str, ...] | None = None
+        """Names of the adapters of the current call, of which the network may have some."""
+        self.in_training = True
+        """Whether calls run training adapters."""
         in_units: set[nn.Module] = set()
         for unit in units:
             layers = _layers(unit)
@@ -36,19 +43,19 @@ class Serving:
     @contextmanager
     def serves(self, role: str) -> Iterator[None]:
         """Run calls of the network within this context for ``role``; a role without adapters gets the base. Nests."""
-        outer, self.role = self.role, role
-        _bind(self._elsewhere, role)
+        outer, self.adapters = self.adapters, (role, training_adapter(role)) if self.in_training else (role,)
+        _bind(self._elsewhere, self.adapters)
         try:
             yield
         finally:
-            self.role = outer
+            self.adapters = outer
             if outer is not None:
                 _bind(self._elsewhere, outer)
 
     def _tell(self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict[str, Any]]:
-        assert self.role is not None, "a network with adapters is called through a role"
-        _bind(layers, self.role)
-        return args, {**kwargs, _ARGUMENT: self.role}
+        assert self.adapters is not None, "a network with adapters is called through a role"
+        _bind(layers, self.adapters)
+        return args, {**kwargs, _ARGUMENT: self.adapters}
 
 
 def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
@@ -56,22 +63,22 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
     inner = unit.forward
 
     def forward(*args, **kwargs):
-        role = kwargs.pop(_ARGUMENT)
-        # A compiled graph is specialized to the role of its forward, including recomputation.
+        adapters = kwargs.pop(_ARGUMENT)
+        # A compiled graph is specialized to the adapters of its forward, including recomputation.
         if not torch.compiler.is_compiling():
-            _bind(layers, role)
+            _bind(layers, adapters)
         return inner(*args, **kwargs)
 
     unit.forward = forward
 
 
 def _layers(module: nn.Module) -> list[_Layer]:
-    """Return the adapted layers in ``module``, each with the roles that adapt it."""
+    """Return the adapted layers in ``module``, each with the names of its adapters."""
     adapted = [child for child in module.modules() if isinstance(child, BaseTunerLayer)]
     return [(layer, frozenset(cast(nn.ModuleDict, layer.lora_A))) for layer in adapted]
 
 
-def _bind(layers: list[_Layer], role: str) -> None:
+def _bind(layers: list[_Layer], adapters: tuple[str, ...]) -> None:
     """Set the active adapters that peft's layers (0.21) read in forward; without an entry they run the base."""
-    for layer, roles in layers:
-        layer.__dict__["_active_adapter"] = [role] if role in roles else []
+    for layer, existing in layers:
+        layer.__dict__["_active_adapter"] = [name for name in adapters if name in existing]

@@ -22,7 +22,7 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision
 from fsdp_cp.sharding.shard import materialise, settings_of
 from models.additions.base import attach_additions
 from models.families.base import Shape
-from models.lora.serving import Serving
+from models.lora.serving import Serving, training_adapter
 from models.lora.videox import base_names
 from models.owner import owner
 from models.roles.gates import attach_gates, gate_stream
@@ -129,6 +129,8 @@ def _build_network(
     for name, adapters in adapted.items():
         adapters.inject(network, name)
     for role in plans:
+        if role.training is not None:
+            role.training.inject(network, training_adapter(role.name))
         if role.additions:
             attach_additions(network, role.name, deepcopy(role.added), family, mesh, shared=len(plans) > 1)
     sparse = {role.name: role.sparse for role in plans if role.sparse is not None}
@@ -177,6 +179,9 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
                 _fill_heads(network, plan)
                 parameters = network.named_parameters(plan.name)
                 _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+        if plan.training is not None and plan.training.saved is not None:
+            filled = plan.training.fill(module, training_adapter(plan.name), seed)
+            _require_finite(filled, f"{plan.name}.training_adapter={plan.training.saved.file.parent}")
 
 
 def _fill_heads(network: Network, plan: RolePlan) -> None:

@@ -326,6 +326,18 @@ class Role:
             return network.family.outputs(network.module, x, t, condition.to(dtype), *history)
 
     @contextmanager
+    def as_exported(self) -> Iterator[None]:
+        """Within this context, compute without a training adapter, as an export does."""
+        servings = [network.serving for network in self.networks if network.serving is not None]
+        for serving in servings:
+            serving.in_training = False
+        try:
+            yield
+        finally:
+            for serving in servings:
+                serving.in_training = True
+
+    @contextmanager
     def reaching(self, distance: float) -> Iterator[None]:
         """Within this context, let an expert serve times up to ``distance`` outside of its range: on both sides of a
         finite difference, or down to the end of a phase."""

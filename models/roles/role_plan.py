@@ -33,6 +33,7 @@ from models.files.checkpoint_files import (
     inspect_checkpoint,
 )
 from models.lora.plan import LoraPlan, plan_lora
+from models.lora.saved import refuse_other_base
 from models.lora.settings import LoraSettings
 from models.owner import PREFIX
 from models.roles.gates import SparsePlan, plan_sparse, saved_gates
@@ -82,6 +83,8 @@ class RolePlan:
     """The additions as modules on the meta device; never changed."""
     lora: LoraPlan | None = None
     """Adapters of the role; ``None`` for a role that owns the whole network."""
+    training: LoraPlan | None = None
+    """Frozen adapter that the role has in training alone, next to its own; ``None`` for none."""
     causal: CausalSettings | None = None
     """Settings of a causal role; ``None`` for a role that attends to all frames."""
     sparse: SparsePlan | None = None
@@ -99,8 +102,9 @@ class RolePlan:
     def expert(self, index: int) -> RolePlan:
         """Return the plan with one of its networks only; without adapters if that network does not train."""
         trains, folders = index in self.trained_experts, self.folders[index : index + 1]
-        lora = self.lora if trains else None
-        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=not trains)
+        lora, training = (self.lora, self.training) if trains else (None, None)
+        alone = replace(self, folders=folders, boundaries=(), trained_experts=(0,), as_it_is=not trains)
+        return replace(alone, lora=lora, training=training)
 
     def tokens(self, shapes: PartShapes, condition_shapes: Mapping[str, Shape]) -> int:
         """Return the number of tokens of the video of a sample with parts and a condition of these shapes."""
@@ -144,9 +148,10 @@ class RolePlan:
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
-        lora = None if self.lora is None else self.lora.for_network(network)
+        lora, training = (None if one is None else one.for_network(network) for one in (self.lora, self.training))
         sparse = None if self.sparse is None else self.sparse.for_network(self.family, config_of(network))
-        return replace(self, config=config, folders=folders, network=network, added=added, lora=lora, sparse=sparse)
+        bare = replace(self, config=config, folders=folders, network=network, added=added, sparse=sparse)
+        return replace(bare, lora=lora, training=training)
 
 
 def plan_role(
@@ -163,6 +168,7 @@ def plan_role(
     additions: Chosen = (),
     lora: LoraSettings | None = None,
     saved: Path | None = None,
+    training_adapter: Path | None = None,
     experts: str = "both",
     causal: CausalSettings | None = None,
     sparse: SparseSettings | None = None,
@@ -172,7 +178,8 @@ def plan_role(
     ``checkpoint`` is a diffusers pipeline or transformer folder, one file of weights, or ``None`` for random weights of
     ``architecture``. It has its own boundary of experts and ``causal.json``; ``config`` is a folder whose
     ``config.json`` replaces its own. ``lora`` are adapters that the role trains on a frozen network, from the file
-    ``saved`` or new. ``experts`` that train are ``both``, ``high`` or ``low``.
+    ``saved`` or new; the file ``training_adapter`` has further ones that run in training alone. ``experts``
+    that train are ``both``, ``high`` or ``low``.
     """
     chosen = family_of(family, name)
     checkpoint_files = _inspected(name, checkpoint, config, architecture, boundary)
@@ -188,11 +195,14 @@ def plan_role(
     paths = [folder.path for folder in folders]
     sparse_plan = plan_sparse(name, sparse or SparseSettings(), paths, chosen, config_of(network))
     _check_files(name, folders, [network, *others], added, sparse_plan)
-    trained_experts = _trained_experts(name, experts, boundaries, saved)
+    trained_experts = _trained_experts(name, experts, boundaries, saved or training_adapter)
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
         _check_saved_heads(name, adapters, added)
+    training = None
+    if training_adapter is not None:
+        training = _plan_training_adapter(name, training_adapter, adapters, network, chosen, folders)
     settings, trained_frames = _causal(name, causal, checkpoint_files, saved, chosen, network)
     if settings is not None and sparse_plan is not None:
         raise UserError(f"{name}.sparse_attention is not for a causal role; leave it or {name}.causal out")
@@ -212,11 +222,34 @@ def plan_role(
         additions=additions,
         added=added,
         lora=adapters,
+        training=training,
         causal=settings,
         sparse=sparse_plan,
         trained_frames=trained_frames,
         network=network,
     )
+
+
+def _plan_training_adapter(
+    name: str,
+    file: Path,
+    adapters: LoraPlan | None,
+    network: nn.Module,
+    family: Family,
+    folders: Sequence[TransformerFolder],
+) -> LoraPlan:
+    """Return the plan of the adapter in ``file``, checked against its base."""
+    where = f"{name}.training_adapter"
+    if adapters is None:
+        whole = f"{where}={file.parent} is for a {name} that trains adapters, whose export lacks it"
+        raise UserError(f"{whole}; set adapters=lora or {name}.lora.rank")
+    planned = plan_lora(network, family, LoraSettings(), name, file, setting=where)
+    if planned.saved is not None and planned.saved.heads:
+        raise UserError(
+            f"{where}={file.parent} has last layers of method=pdd next to its adapters; give adapters alone"
+        )
+    refuse_other_base(file, folders, where)
+    return planned
 
 
 def _check_saved_heads(name: str, adapters: LoraPlan, added: nn.ModuleDict) -> None:

@@ -1,12 +1,15 @@
 """Adapters on one shared, sharded base equal peft's own on three plain diffusers networks in one process."""
 
+from dataclasses import replace
+
 import pytest
+from safetensors.torch import save_file
 
 from distill.methods import METHODS as METHODS_BY_NAME
 from models.lora.settings import LoraSettings
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import METHODS, Setup
+from tests.oracles.runs import METHODS, Setup, random_adapter
 from tests.oracles.sharded_run import trace_on_ranks
 from tests.pools import Pools
 
@@ -93,3 +96,19 @@ def test_methods(pools, checkpoints, method):
     if "GAN" in method:  # in fp64, as in test_gan_head.py
         settings["precision"] = "fp64"
     _check(pools, checkpoints, oracle_trace(Setup(**settings), checkpoints), **SPLIT, **settings)
+
+
+def test_a_training_adapter_is_the_students_alone(pools, checkpoints, tmp_path):
+    """The fit is of the base with it, the terms that hold the student at the base are of the base without it."""
+    tensors = {
+        f"blocks.1.{layer}.lora_{matrix}.weight": random_adapter("training", f"{layer}{matrix}", shape)
+        for layer, out in (("attn1.to_q", 48), ("ffn.net.0.proj", 64))
+        for matrix, shape in (("A", (2, 48)), ("B", (out, 2)))
+    }
+    save_file(tensors, file := tmp_path / "adapter.safetensors")
+    method = replace(METHODS["flow_matching, built-in guidance"], null="frozen", keep_weight=0.3)
+    settings = {"method": method, "steps": 3, "lora": {"student": LORA["student"]}}
+    setups = [Setup(**settings, training_adapter=given) for given in (str(file), None)]
+    oracle, without = (oracle_trace(setup, checkpoints) for setup in setups)
+    assert compare(oracle, without).largest > 1e-2, "nothing to compare"
+    _check(pools, checkpoints, oracle, **SPLIT, **settings, training_adapter=str(file))

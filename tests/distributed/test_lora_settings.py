@@ -79,6 +79,8 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
         (("student.lora.dropout=0.1",), "student.lora.dropout"),
         (("student.lora.train=[*.ffn]",), "student.lora.train"),
         (("teacher.lora.rank=4",), "teacher.lora"),
+        (("student.training_adapter=assets",), "student.training_adapter"),
+        (("method=flow_matching", "student.training_adapter=assets"), "student.training_adapter"),
     ],
     ids=str,
     quick=4,

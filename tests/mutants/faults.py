@@ -1042,9 +1042,16 @@ FAULTS = (
     Fault(
         name="null_branch_trains",
         harm="flow_matching, built_in_guidance, null=live: the fit trains the unconditional branch too",
-        old="    @torch.no_grad()\n    def _null(",
-        new="    def _null(",
+        old="    @torch.no_grad()\n    def _fixed(",
+        new="    def _fixed(",
         killed_by="unit/test_built_in_guidance.py::test_a_step_equals_plain_networks_on_all_ranks[live]",
+    ),
+    Fault(
+        name="samples_with_the_training_adapter",
+        harm="student.training_adapter: samples and the guard show a network that no export holds",
+        old="serving.in_training = False",
+        new="serving.in_training = True",
+        killed_by="unit/test_adapter_files.py::test_a_training_adapter_runs_in_training_alone",
     ),
     Fault(
         name="ranges_of_times_without_bounds",

@@ -210,6 +210,10 @@ def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn
     if lora is None:
         return _CLASSES[setup.family].from_pretrained(folder / name / part)
     network = _CLASSES[setup.family].from_pretrained(folder / "teacher" / part)
+    if name == "student" and setup.training_adapter:
+        network.load_lora_adapter(setup.training_adapter, prefix=None)
+        network.fuse_lora()
+        network.unload_lora()
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=_ADAPTED[setup.family])
     inject_adapter_in_model(config, network)
     for key, parameter in network.named_parameters():

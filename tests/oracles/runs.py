@@ -90,6 +90,8 @@ class Setup:
     """Sharding settings by role; those under ``all`` are for every role."""
     lora: dict[str, LoraSettings] = field(default_factory=dict)
     """Adapters on the teacher's network, by role."""
+    training_adapter: str | None = None
+    """File of the student's training adapter."""
     boundaries: dict[str, float] = field(default_factory=dict)
     """Boundaries of the roles that are two experts."""
     experts: str = "both"

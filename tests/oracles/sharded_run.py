@@ -67,6 +67,7 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
             sharding=setup.sharding(name),
             additions=method.additions(config.method).get(name, ()),
             lora=setup.lora.get(name),
+            training_adapter=Path(file) if name == "student" and (file := setup.training_adapter) else None,
             experts=setup.experts if name in method.trained_roles else "both",
             causal=setup.causal if name in setup.causal_roles else None,
             sparse=setup.sparse.get(name),

@@ -6,17 +6,21 @@ from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DMode
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.files.atomic_folder import atomic_folder
 from models.families.ltx import LTX
 from models.families.wan import Wan
-from models.lora.files import FORMATS, file_tensors
+from models.files.checkpoint_files import fingerprint, inspect_transformer
+from models.lora.files import BASE, FORMATS, NAME, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
+from models.owner import owner
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
 from tests.oracles.small_wan import SMALL, small_role
 from tests.oracles.tiny_wan import text_condition
 from tests.tiers import parametrize
+from tests.unit.refused import refused
 
 LATENTS, TEXT = (2, 1, 4, 4), (3, 6)
 RANK = 4
@@ -172,6 +176,43 @@ def test_a_role_says_what_diffusers_says(base, one_rank, tmp_path, make):
     network.load_state_dict({name: together.read(name) for name in weights})
     out = says(lambda x, t, text: network(x, 1000 * t, text, return_dict=False)[0])
     torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_adapter_runs_in_training_alone(base, one_rank, tmp_path):
+    file = write(tmp_path / "adapters", diffusers(base))
+    options = {"checkpoint": str(base), "training_adapter": file}
+    role = small_role(one_rank, plan_role("student", **options, lora=LoraSettings(rank=2)))
+
+    def says_now():
+        return says(lambda x, t, s: role.velocity(video(x), t, text_condition(s)).video)
+
+    torch.testing.assert_close(says_now(), by_diffusers(base, file), rtol=1e-4, atol=1e-5)
+    with role.as_exported():
+        torch.testing.assert_close(says_now(), by_diffusers(base, None), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(says_now(), by_diffusers(base, file), rtol=1e-4, atol=1e-5)
+    (network,) = role.networks
+    shapes = {name: p.shape for name, p in WanTransformer3DModel.from_pretrained(base).named_parameters()}
+    assert {name: p.shape for name, p in network.base_parameters().items()} == shapes
+    assert {len(p) for name, p in role.named_parameters().items() if "lora_A" in name} == {2}, "the export's adapters"
+    assert all(p.requires_grad == owner(name)[0].endswith("student") for name, p in network.module.named_parameters()
+               if ".lora_" in name)  # fmt: skip
+
+
+def test_a_training_adapter_of_another_base_is_refused(base, tmp_path):
+    def plans(tensors, recorded=None, **settings):
+        with atomic_folder(tmp_path / "adapters", {BASE: recorded}) as folder:
+            save_file(tensors, folder / NAME)
+        return plan_role("student", checkpoint=str(base), training_adapter=tmp_path / "adapters" / NAME, **settings)
+
+    lora, own = {"lora": LoraSettings(rank=2)}, fingerprint(inspect_transformer(str(base), ""))
+    assert plans(diffusers(base), own, **lora).training.settings.rank == RANK
+    wide = {name: torch.cat([x, x], dim=1) if "lora_A" in name else x for name, x in diffusers(base).items()}
+    deep = {name.replace("blocks.1", "blocks.2"): x for name, x in diffusers(base).items()}
+    for wrong in ((diffusers(base), "of others"), (wide,), (deep,)):
+        with refused("student.training_adapter"):
+            plans(*wrong, **lora)
+    with refused("student.training_adapter"):  # a whole network would export it
+        plans(diffusers(base))
 
 
 def test_the_path_of_a_file_is_its_folder(base, tmp_path):

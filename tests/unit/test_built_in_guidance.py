@@ -68,9 +68,10 @@ def test_the_optimum_keeps_the_guidance_unless_a_live_null_drifts(settings, drif
         assert student.b.item() == pytest.approx(float(u + drift), rel=1e-6)
 
 
-@pytest.mark.parametrize("null", ["frozen", "live"])
-def test_a_step_equals_plain_networks_on_all_ranks(null):
-    settings = {"null": null, "anchor_weight": 0.5, "anchor_min_time": 0.8, "guidance_min_time": 0.5}
+@pytest.mark.parametrize(("null", "keep"), [("frozen", 0.25), ("live", 0.0)], ids=["frozen", "live"])
+def test_a_step_equals_plain_networks_on_all_ranks(null, keep):
+    held_at = {"anchor_weight": 0.5, "anchor_min_time": 0.8, "keep_weight": keep}
+    settings = {"null": null, "guidance_min_time": 0.5, **held_at}
     student, base, batch, seen = Net(5), Net(6), make_batch(), set()
     method = fine_tuning(student, base, time="uniform", **settings)
     for step in range(16):
@@ -87,18 +88,18 @@ def test_a_step_equals_plain_networks_on_all_ranks(null):
         assert kinds == [[loss.name for loss in losses]] * 2 and guided.unique().numel() == 1
         assert ("anchor" in kinds[0]) == anchored.all() == anchored.any()
         is_guided, is_anchored, own = guided[0].item(), anchored[0].item(), null == "live"
-        assert len(base.calls) == is_anchored + (is_guided and not own)
+        assert len(base.calls) == is_anchored + (is_guided and not own) + (keep > 0)
         assert len(student.calls) == 1 + is_anchored + (is_guided and own)
 
         student.zero_grad()
         noise, x0 = batch.noise(random, "flow_matching/noise"), batch.latents
         x, texts = add_noise(x0, noise, t).video, (text_of(batch), null_text_of(batch))
         v, u = (student.formula(x, t, text) for text in texts)
-        held = base.formula(x, t, texts[1]).detach()
+        kept, held = (base.formula(x, t, text).detach() for text in texts)
         branch = held if null == "frozen" else u.detach()
         fitted = (v + (SCALE - 1) * branch) / SCALE if is_guided else v
         total = (fitted - (noise - x0).video).square().mean() + 0.5 * (u - held).square().mean() * is_anchored
-        total.backward()
+        (total + keep * (v - kept).square().mean()).backward()
         assert all(close(ours[name], g) for name, g in gradients(student).items()) and not gradients(base)
         seen.add((is_guided, is_anchored))
     assert len(seen) == 3, "each range is drawn"
@@ -122,12 +123,22 @@ def test_settings_that_do_not_fit_are_refused():
     )
     settings = FlowMatchingSettings(**s, **PLAIN, null="live")
     assert FlowMatching.roles_needed(settings) == ("student",)
-    with refused("method.built_in_guidance"):
-        FlowMatching.check_causal(settings, {"student": CausalSettings(chunk=1)})
+    for name, chosen in (("built_in_guidance", settings), ("keep_weight", FlowMatchingSettings(keep_weight=0.5))):
+        with refused(f"method.{name}"):
+            FlowMatching.check_causal(chosen, {"student": CausalSettings(chunk=1)})
 
 
-@pytest.mark.parametrize("needing", [["method.null=frozen"], ["method.anchor_weight=0.5", "method.null=live"]])
+GUIDED = ["method.built_in_guidance=3", "method.guidance_scale=1", "method.caption_dropout=0"]
+
+
+@pytest.mark.parametrize(
+    "needing",
+    [
+        ["method.null=frozen", *GUIDED],
+        ["method.anchor_weight=0.5", "method.null=live", *GUIDED],
+        ["method.keep_weight=0.5"],
+    ],
+)
 def test_a_missing_base_is_refused_by_the_setting_that_needs_it(needing):
-    words = ("method.built_in_guidance=3", "method.guidance_scale=1", "method.caption_dropout=0", *needing)
     with refused(needing[0]):
-        plan_run(compose_config(["experiment=quickstart_teacher", "device=cpu", *words]))
+        plan_run(compose_config(["experiment=quickstart_teacher", "device=cpu", *needing]))

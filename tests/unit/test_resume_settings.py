@@ -193,12 +193,13 @@ def _flip(file):
         (lambda d: None, set()),
         (lambda d: _flip(d / "pipe/transformer/diffusion_pytorch_model.safetensors"), {"teacher.checkpoint"}),
         (lambda d: _flip(d / "lora/pytorch_lora_weights.safetensors"), {"student.checkpoint"}),
+        (lambda d: _flip(d / "training/pytorch_lora_weights.safetensors"), {"student.training_adapter"}),
         (lambda d: _flip(d / "pipe/vae/diffusion_pytorch_model.safetensors"), {"data.encoders"}),
         (lambda d: _flip(d / "pipe/text_encoder/model.safetensors"), {"data.encoders"}),
         (lambda d: (d / "clips/clip_0.mp4").open("ab").write(b"x"), {"data.path"}),
         (lambda d: (d / "clips/metadata.csv").open("a").write("clip_1.mp4,again\n"), {"data.path"}),
     ],
-    ids=["moved", "teacher", "adapters", "vae", "text", "clip", "table"],
+    ids=["moved", "teacher", "adapters", "training", "vae", "text", "clip", "table"],
 )
 def test_files_are_known_by_their_contents(folders, tmp_path, change, expected):
     before = _files(folders)
@@ -223,6 +224,7 @@ def folders(tiny, tmp_path_factory):
         {f"{layer}A.weight": torch.ones(2, 96), f"{layer}B.weight": torch.ones(96, 2)},
         folder / "lora/pytorch_lora_weights.safetensors",
     )
+    shutil.copytree(folder / "lora", folder / "training")
     return folder
 
 
@@ -231,7 +233,8 @@ def _files(folder):
     config.data = replace(config.data, path=str(folder / "clips"), encoders=str(folder / "pipe"))
     config.teacher.checkpoint, config.student.checkpoint = str(folder / "pipe"), str(folder / "lora")
     saved = find_adapters(config.student.checkpoint)
-    student = plan_role("student", checkpoint=config.teacher.checkpoint, lora=LoraSettings(), saved=saved)
+    files = {"saved": saved, "training_adapter": find_adapters(str(folder / "training"))}
+    student = plan_role("student", checkpoint=config.teacher.checkpoint, lora=LoraSettings(), **files)
     return find_sources(config, [student])
 
 
