@@ -115,8 +115,8 @@ class StudentSettings(TrainedRoleSettings):
     experts: Literal["both", "high", "low"] = "both"
     """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/models.md)."""
     training_adapter: str | None = None
-    """Path to a further adapter of the base, which training runs frozen; samples and exports lack it
-    (docs/models.md)."""
+    """Path to a further adapter of the base, which training runs frozen; samples and exports lack
+    it."""
     causal: CausalSettings = field(default_factory=CausalSettings)
 
 
