@@ -213,9 +213,16 @@ class Mesh:
         return self.device_mesh.device_type
 
 
+class OneRank:
+    """Stand-in for a :class:`Mesh` of one rank, without a process group: for a network that a plain pipeline calls."""
+
+    context = ContextGroups("", 0, 1, "", 0, 1)
+    cp_rank, cp_size = 0, 1
+
+
 def check_mesh(mesh: object) -> None:
     """Refuse a mesh that :func:`build_mesh` did not make, such as a plain ``DeviceMesh``."""
-    # Accept any object with `context`: a single process without a process group has no Mesh.
+    # Accept any object with `context`, such as OneRank.
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "context"):
         raise UserError(f"mesh is a {type(mesh).__name__}; use the whole mesh that fsdp_cp.build_mesh(...) returns")
 
@@ -225,10 +232,9 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
 
     ``mesh`` is a :class:`Mesh`, or a ``DeviceMesh`` with one or both of these axes; a missing axis has size 1.
     """
-    if isinstance(mesh, Mesh):
-        return mesh.context
     if not isinstance(mesh, DeviceMesh):
         check_mesh(mesh)
+        return mesh.context
     names = mesh.mesh_dim_names or ()
     if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
         raise UserError(f"the mesh has the axes {names}; use (ring, ulysses) or one of them, or a mesh of build_mesh")

@@ -24,10 +24,15 @@ from models.owner import GATE
 
 FILE = "sparse.json"
 """File next to the weights of a network with sparse attention. It holds the settings without the ramp."""
-NOTE = (
-    f"This network has sparse attention between tiles of the video ({FILE}). A plain diffusers pipeline drops its gates"
-    " with a warning and attends to all tokens, which is not what was trained; python -m distill.sample has both."
-)
+NOTE = f"""This network has sparse attention between tiles of the video ({FILE}). A plain diffusers pipeline drops its
+gates with a warning and attends to all tokens, which is not what was trained. These lines give it both, with this
+folder as FOLDER. `python -m distill.sample` has them too.
+
+```python
+from models.sparse_pipeline import use_sparse_attention
+
+use_sparse_attention(pipeline.transformer, FOLDER)
+```"""
 
 
 @dataclass(kw_only=True)

@@ -24,12 +24,11 @@ from fsdp_cp.attention.sparse import MAX_HEAD_DIM, attend_to_tiles
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
+from fsdp_cp.mesh import ContextGroups, Mesh, OneRank, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
 from fsdp_cp.sequence_lengths import check_order, refuse_split_keys, segments_of
 from fsdp_cp.tiles import Sparse
 
-_ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
@@ -164,7 +163,7 @@ def cross_attention(
         ``(B, S_local, H, D)``. Raises as :func:`context_parallel_attention` does.
     """
     q, k, v = check_tensors(q, k, v)
-    queries, keys, way, groups = q.shape[1], k.shape[1], "keys", _ONE_RANK
+    queries, keys, way, groups = q.shape[1], k.shape[1], "keys", OneRank.context
     if mesh is not None:
         check_mesh(mesh)
         (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")

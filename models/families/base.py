@@ -393,6 +393,10 @@ class Family(ABC):
         :func:`fsdp_cp.attention.context_parallel_attention`.
         """
 
+    def serve_pipeline(self, network: nn.Module, mesh: Mesh) -> None:
+        """Replace the attention, in place, of a network that diffusers' pipeline calls, on a mesh of one rank."""
+        self.parallelize(network, mesh, "auto", 1)
+
     @abstractmethod
     def outputs(
         self,

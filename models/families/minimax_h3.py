@@ -371,8 +371,19 @@ class MiniMaxH3(DiffusersFamily):
         calls = SparseRows(sparse_roles(network), mesh)
         parallelize_context(network, mesh=mesh, plan=plan, tiles=calls.tiles)
         network.register_forward_pre_hook(join_video_rows, with_kwargs=True)
-        network.rope.register_forward_hook(calls.add_to_tables)
         vars(network)["mesh_of_rows"], vars(network)["sparse_rows"] = mesh, calls
+        self._attend_by_rows(network, calls, backend, head_groups)
+
+    def serve_pipeline(self, network: MiniMaxH3Transformer3DModel, mesh: Mesh) -> None:
+        calls = SparseRows(sparse_roles(network), mesh)
+        network.register_forward_pre_hook(calls.begin_packed, with_kwargs=True)
+        self._attend_by_rows(network, calls, "auto", 1)
+
+    def _attend_by_rows(
+        self, network: MiniMaxH3Transformer3DModel, calls: "SparseRows", backend: str, head_groups: int
+    ) -> None:
+        mesh = calls.mesh
+        network.rope.register_forward_hook(calls.add_to_tables)
         for block in self.blocks(network):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
 
@@ -461,6 +472,15 @@ class SparseRows:
         """Begin a call with a video of ``grid`` and streams of ``segments`` rows, the video last; return the tiles."""
         self.call, self.segments = self.roles.call(grid, self.mesh), tuple(segments)
         return None if self.call is None else self.call.sparse.tiles
+
+    def begin_packed(self, _network: nn.Module, _args: tuple, packed: Mapping[str, Any]) -> None:
+        """Begin a call with the arguments of diffusers' pipeline, whose rows are text, keyframes, sound and video."""
+        positions, audio, text = packed["position_ids"], len(packed["audio_indices"]), len(packed["text_indices"])
+        start = int(packed["audio_indices"][-1]) + 1
+        frames, rows, columns = (len(axis.unique()) for axis in positions[start:].unbind(-1))
+        given = start - audio - text
+        segments = [text, *([given] if given else []), audio, len(positions) - start]
+        self.begin((frames, rows, columns), segments)
 
     def tiles(self, *_args: Any, **_kwargs: Any) -> dict[str, Tiles]:
         """Return the tiles of the streams that the plan splits."""

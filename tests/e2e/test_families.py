@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import av
@@ -292,6 +293,46 @@ def _steps_of_minimax_h3(run, network, latents, sound, condition):
         return off(latents[i : i + 1], made.get("latents")), off(sound[i], found)
 
     return theirs, [made.config.shift for made in schedulers.values()]
+
+
+def _with_sparse_attention(folder, pipeline):
+    """Run the lines that an export's notes show."""
+    lines = (folder / "README.md").read_text().split("```python")[1].split("```")[0]
+    exec(lines, {"pipeline": pipeline, "FOLDER": folder})
+
+
+SPARSE = ("student.sparse_attention.sparsity=0.7", "optim.student.additions_lr=0.3")
+
+
+def test_a_sparse_wan(tmp_path):
+    """The three lines give a pipeline the gates and the sparse attention; each makes a difference."""
+    run = distil(tmp_path, WAN, build_tiny_pipeline, *SPARSE, "student.sparse_attention.tile=[2,1,1]", ODE)
+    pipeline = run.theirs(WanPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # at exactly the student's times
+    pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=PUBLISHED)
+    call = WAN.call() | {"guidance_scale": 1.0, "latents": WAN.noise()}
+    dense = pipeline(list(WAN.captions), **call)[0]
+    _with_sparse_attention(run.student, pipeline)
+    ours = run.ours()[0]
+    assert off(ours, pipeline(list(WAN.captions), **call)[0]) < 1e-5
+    gates = [gate for name, gate in pipeline.transformer.named_parameters() if "to_gate_compress" in name]
+    assert len(gates) == 4
+    for gate in gates:
+        gate.data.zero_()
+    assert off(ours, pipeline(list(WAN.captions), **call)[0]) > 1e-3 < off(ours, dense)
+
+
+def test_a_sparse_minimax_h3(tmp_path):
+    run = distil(
+        tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv", *SPARSE,
+        "student.sparse_attention.tile=[4,1,1]",
+    )  # fmt: skip
+    latents, _, condition, _, (sound,) = run.ours()
+    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    theirs, _ = _steps_of_minimax_h3(run, network, latents, sound, condition)
+    assert min(theirs(0)) > 1e-3, "the lines make a difference"
+    _with_sparse_attention(run.student, SimpleNamespace(transformer=network))
+    assert max(*theirs(0), *theirs(1)) < 1e-5
 
 
 def test_minimax_h3_with_sound(tmp_path):
