@@ -169,6 +169,12 @@ def exported_weights(setting: str, has_average: bool) -> str:
     return "ema" if has_average and setting != "raw" else "raw"
 
 
+def base_fingerprints(adapters: Mapping[str, Any] | None) -> list[str]:
+    """Return the fingerprints of the networks under ``adapters``, as :attr:`RolePlan.adapters` describes them; none
+    without files."""
+    return [] if adapters is None else str(adapters["base"]["fingerprint"] or "").split()
+
+
 def _trained(
     checkpoint: Path, role: str, boundaries: Sequence[float], chosen: str | None, setting: str
 ) -> tuple[dict[int, Weights], str]:
@@ -259,7 +265,8 @@ def _read_role(
     ).at_steps(options.steps)
     about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
     about["method"] = settings.get("method")  # decides how the student is sampled
-    about |= {} if adapters is None else {BASE: adapters["base"]["fingerprint"]}
+    if of_bases := base_fingerprints(adapters):
+        about[BASE] = of_bases[0 if options.expert is None else EXPERTS.index(options.expert)]
     return exported, about, DTYPES[options.dtype or as_the_run["dtype"]]
 
 

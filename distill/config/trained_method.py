@@ -23,6 +23,15 @@ def trained_method(folder: Path) -> Any | None:
         raise UserError(f"{folder} was trained by a method that this version does not know ({error})") from error
 
 
+def few_steps_in_words(folder: Path) -> str | None:
+    """Describe how the few-step student in ``folder`` is sampled; ``None`` for any other network, or an unknown one."""
+    try:
+        earlier = trained_method(folder)
+    except UserError:  # a method that this version does not know
+        return None
+    return sampling_in_words(earlier) if hasattr(earlier, "student_times") else None
+
+
 def sampling_in_words(method: Any) -> str:
     """Describe the method ``method.*`` by all that decides how its student is sampled."""
     if not hasattr(method, "student_times"):

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from distill.config import Config
 from distill.config.checks import micro_batch_size
 from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
-from distill.config.trained_method import sampling_in_words, trained_method
+from distill.config.trained_method import few_steps_in_words
 from distill.data import ClipDataset
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
@@ -80,7 +79,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     method.check_roles(config, {role.name: role for role in roles})
     _check_expert_draws(config, roles)
     if runs_here:
-        _name_few_step_teacher(roles, method)
+        _name_few_step_networks(config, roles, method)
         method.check_files(config, {role.name: role.causal for role in roles})
     first, *others = _shapes_with_tokens(config, roles, shapes)
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
@@ -118,17 +117,25 @@ def _name_unused_roles(config: Config, method: type[Method]) -> None:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
 
 
-def _name_few_step_teacher(roles: Sequence[RolePlan], method: type[Method]) -> None:
-    """Warn of a run whose teacher is a few-step student, which was trained at a few times alone."""
-    teacher = next((role for role in roles if role.name == "teacher"), None)
-    if teacher is None or not teacher.folders or not method.trained_roles or rank() != 0:
-        return
-    path = teacher.folders[0].path
-    with suppress(UserError):  # a method that this version does not know
-        earlier = trained_method(path)
-        if hasattr(earlier, "student_times"):
-            text = "teacher.checkpoint: %s is a few-step student (%s), not trained at other times; give its teacher"
-            log.warning(text, path, sampling_in_words(earlier))
+_FEW_STEPS = {
+    "teacher": "not trained at other times; give its teacher",
+    "student": "and flow matching takes its few steps away; train an adapter on its base, and add the student's with"
+    " python -m models.lora stack, or train the base and distill it again (docs/fine_tuning.md)",
+}
+"""Fate of a few-step student that is the teacher of a run, or the student of flow matching."""
+
+
+def _name_few_step_networks(config: Config, roles: Sequence[RolePlan], method: type[Method]) -> None:
+    """Warn of a few-step student in a role that it was not trained for, or that does not keep it."""
+    named = ("teacher", "student") if config.method.name == "flow_matching" else ("teacher",)
+    for role in roles if method.trained_roles and rank() == 0 else ():
+        folders = [folder.path for folder in role.folders[:1]]
+        if role.lora is not None and role.lora.saved is not None:
+            folders.append(role.lora.saved.file.parent)
+        for path in folders if role.name in named else ():
+            if words := few_steps_in_words(path):
+                text = "%s.checkpoint: %s is a few-step student (%s), %s"
+                log.warning(text, role.name, path, words, _FEW_STEPS[role.name])
 
 
 def _check_tools(sharding: Mapping[str, ShardSettings], device: torch.device) -> None:

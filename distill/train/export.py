@@ -17,7 +17,7 @@ from fsdp_cp.files.atomic_folder import withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
 from models.additions.heads import Grid
-from models.export import DTYPES, RoleExport, exported_weights
+from models.export import DTYPES, RoleExport, base_fingerprints, exported_weights
 from models.export_folder import export_schedulers, sharded
 from models.lora.files import BASE
 from models.roles.role import EXPERTS
@@ -46,15 +46,15 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     student = _student_weights(method, trained, averaged=weights == "ema")
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)
-    about |= {} if role.adapters is None else {BASE: role.adapters["base"]["fingerprint"]}
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
     student.write(run_dir / "export" / "student", "merged", **options)
-    whole = student.not_adapters
+    whole, of_bases = student.not_adapters, base_fingerprints(role.adapters)
     adapters = {} if role.adapters is None or whole else {network.name: network for network in trained}
     for name, suffix in (("student", ""), *((f"student.{expert}", f"_{expert}") for expert in EXPERTS)):
         folder = run_dir / "export" / f"student_lora{suffix}"
         if name in adapters:
-            student.expert(adapters[name].index).write(folder, "diffusers-lora", **options)
+            of_expert = about | {BASE: of_bases[adapters[name].index]} if of_bases else about
+            student.expert(adapters[name].index).write(folder, "diffusers-lora", **options | {"about": of_expert})
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
     on_first_rank(lambda: export_schedulers(run_dir / "export", student.schedulers()))

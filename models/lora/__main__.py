@@ -1,20 +1,34 @@
-"""Extract adapters from a fully trained network by SVD: ``python -m models.lora extract FULL BASE OUT --rank 64``."""
+"""Make adapters: of a fully trained network by SVD, or of two adapters of one base by addition.
+
+``python -m models.lora extract FULL BASE OUT --rank 64``, ``python -m models.lora stack STUDENT ADAPTER BASE OUT``.
+"""
 
 import argparse
 import logging
+import math
 import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
+from fsdp_cp.files.atomic_folder import description, refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
+from models.causal import read_causal
+from models.families.base import Family
 from models.families.registry import family_names, family_of
-from models.files.checkpoint_files import inspect_transformer
+from models.files.checkpoint_files import TransformerFolder, fingerprint, inspect_transformer
+from models.lora import videox
 from models.lora.extract import extract
-from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.files import BASE, FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
+from models.lora.stack import inspect_for_base, stack
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,14 +38,21 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("extract", help="adapters that make FULL of BASE, as nearly as their rank can")
     command.add_argument("full", metavar="FULL", help="diffusers folder of the trained network")
     command.add_argument("base", metavar="BASE", help="diffusers folder of the network that it began as")
-    command.add_argument("out", metavar="OUT", help="folder to write: new, empty, or an earlier export")
+    _add_output(command)
     command.add_argument("--rank", type=int, default=64)
     command.add_argument(
         "--targets", nargs="+", default=[], help="patterns of layer names; those of the blocks by default"
     )
-    command.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="as of python -m models.export")
-    command.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    command.add_argument("--family", choices=family_names(), default="wan")
+    command.set_defaults(work=_extract)
+    command = commands.add_parser("stack", help="one adapter that adds STUDENT and ADAPTER, of one base; ranks add up")
+    command.add_argument("student", metavar="STUDENT", help="file or folder of adapters, which tells how to sample")
+    command.add_argument("adapter", metavar="ADAPTER", help="file or folder of adapters that were trained on BASE")
+    command.add_argument("base", metavar="BASE", help="diffusers folder of the base of both")
+    _add_output(command)
+    command.add_argument(
+        "--weights", nargs=2, type=float, default=[1.0, 1.0], metavar=("W", "V"), help="1 1 by default"
+    )
+    command.set_defaults(work=_stack)
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
 
@@ -39,28 +60,71 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         out = user_path(args.out, "OUT")
         refuse_occupied(out, "OUT")
-        if args.rank < 1:
-            raise UserError(f"--rank {args.rank} must be at least 1")
-        given = (("FULL", args.full), ("BASE", args.base))
-        full, base = (inspect_transformer(str(user_path(folder, name)), name) for name, folder in given)
-        refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
-        family = family_of(args.family, "--family")
-        with torch.device("meta"):
-            network = family.build(base.config, "BASE")
-        extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-        adapters = extracted.adapters
-        tensors = file_tensors(args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=dtype)
-        about = {"made by": "models.lora extract", "full": str(full.path), "base": str(base.path), "rank": args.rank}
-        write_file(out, tensors, about | {"format": args.format})
-        print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"
-              f" {extracted.kept:.2%} of the squared difference there")  # fmt: skip
-        if extracted.left_out:
-            most = max(extracted.left_out, key=extracted.left_out.__getitem__)
-            print(f"left out: {len(extracted.left_out)} other tensors that differ, the most {most} (by"
-                  f" {extracted.left_out[most]:.2g} of its norm)")  # fmt: skip
+        args.work(args, out)
 
     return exit_code(work)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("out", metavar="OUT", help="folder to write: new, empty, or an earlier export")
+    command.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="as of python -m models.export")
+    command.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    command.add_argument("--family", choices=family_names(), default="wan")
+
+
+def _network_of(args: argparse.Namespace, base: TransformerFolder) -> tuple[nn.Module, Family]:
+    family = family_of(args.family, "--family")
+    with torch.device("meta"):
+        return family.build(base.config, "BASE"), family
+
+
+def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapters: dict[str, Tensor], **more) -> None:
+    """Write ``adapters`` of the folder ``base``; ``more`` are the rest of the description, and ``causal``."""
+    causal, family = more.pop("causal", None), family_of(args.family, "--family")
+    tensors = file_tensors(
+        args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
+    )
+    about = {"made by": f"models.lora {args.command}", "base": str(base.path), BASE: fingerprint(base)}
+    write_file(out, tensors, {**about, **more, "format": args.format}, causal)
+
+
+def _extract(args: argparse.Namespace, out: Path) -> None:
+    if args.rank < 1:
+        raise UserError(f"--rank {args.rank} must be at least 1")
+    given = (("FULL", args.full), ("BASE", args.base))
+    full, base = (inspect_transformer(str(user_path(folder, name)), name) for name, folder in given)
+    refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
+    network, family = _network_of(args, base)
+    extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
+    _write(args, out, base, extracted.adapters, full=str(full.path), rank=args.rank)
+    print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"
+          f" {extracted.kept:.2%} of the squared difference there")  # fmt: skip
+    if extracted.left_out:
+        most = max(extracted.left_out, key=extracted.left_out.__getitem__)
+        print(f"left out: {len(extracted.left_out)} other tensors that differ, the most {most} (by"
+              f" {extracted.left_out[most]:.2g} of its norm)")  # fmt: skip
+
+
+def _stack(args: argparse.Namespace, out: Path) -> None:
+    """Stack two adapters. The first one's description and ``causal.json`` tell how the sum is sampled."""
+    if args.format == videox.KIND:
+        raise UserError(f"--format {videox.KIND} holds last layers, which adapters lack; leave it out")
+    if not all(map(math.isfinite, args.weights)):
+        raise UserError(f"--weights {args.weights} must be two finite numbers")
+    base = inspect_transformer(str(user_path(args.base, "BASE")), "BASE")
+    network, family = _network_of(args, base)
+    places = {name: str(user_path(getattr(args, name.lower()), name)) for name in ("STUDENT", "ADAPTER")}
+    adapters = [inspect_for_base(place, base, network, family, name) for name, place in places.items()]
+    refuse_input(out, "OUT", {name: Path(place) for name, place in places.items()} | {"BASE": base.path})
+    student = adapters[0].file.parent
+    about: dict[str, Any] = {"stacked": places, "weights": args.weights}
+    if (method := description(student).get("method")) is not None:
+        about["method"] = method
+    if (causal := read_causal(student, "STUDENT")) is not None:
+        about["causal"] = {**asdict(causal[0]), "frames": causal[1]}
+    _write(args, out, base, stack(adapters, args.weights), **about)
+    print(f"{out}: adapters of rank {adapters[0].rank} + {adapters[1].rank}, times {args.weights[0]:g} and"
+          f" {args.weights[1]:g}")  # fmt: skip
 
 
 if __name__ == "__main__":

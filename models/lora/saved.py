@@ -182,8 +182,8 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
 def refuse_other_base(file: Path, base: Sequence[TransformerFolder], where: str) -> None:
     """Refuse adapters that were exported for other weights than those in ``base``. Files of other programs do not say
     for which; their layers must fit."""
-    recorded = description(file.parent).get(BASE)
-    if recorded and base and recorded != " ".join(map(fingerprint, base)):
+    recorded = str(description(file.parent).get(BASE) or "").split()
+    if base and not {*recorded} <= {*map(fingerprint, base)}:
         made = f"{where}={file.parent} was trained on other weights than those in {base[0].path}"
         raise UserError(f"{made}; give an adapter of this base")
 

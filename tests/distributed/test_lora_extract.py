@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.files.atomic_folder import atomic_folder
+from fsdp_cp.files.atomic_folder import atomic_folder, description
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
 from models.lora import extract as extraction
@@ -120,6 +120,52 @@ def test_bad_input(capsys, checkpoints, full, tmp_path, arguments):
     places = {"full": full, "base": checkpoints / "teacher", "out": tmp_path / "out", "extended": extended}
     assert extract(capsys, *(word.format(**places) for word in arguments)) == (2, 1)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def stackable(capsys, checkpoints, full, tmp_path):
+    """Return two folders of adapters of one base, a third of another, and the arguments that stack the first two."""
+    base, folders = checkpoints / "teacher", [tmp_path / name for name in ("student", "style", "other")]
+    for folder, targets, of in zip(folders, ("*", "blocks.0.*", "*"), (base, base, checkpoints / "fake"), strict=True):
+        assert extract(capsys, full, of, folder, "--rank", 3, "--targets", targets)[0] == 0
+    return folders, ["stack", *map(str, (*folders[:2], base, tmp_path / "out"))]
+
+
+@pytest.mark.parametrize("kind", ["diffusers-lora", "wan-lora"])
+def test_stacked_adapters_are_their_weighted_sum(checkpoints, stackable, tmp_path, kind):
+    (*folders, _), arguments = stackable
+    student, style = folders
+    manifest = student / "fsdp_cp_export.json"
+    manifest.write_text(manifest.read_text().replace('"about": {', '"about": {"method": {"name": "dmd2"}, '))
+    assert main([*arguments, "--weights", "0.5", "-2", "--format", kind]) == 0
+    plain = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
+    read = [
+        inspect_adapters(find_adapters(str(f)), plain, Wan(), "").read() for f in (student, style, tmp_path / "out")
+    ]
+    a, b, both = ({name: m["B.weight"] @ m["A.weight"] for name, m in one.items()} for one in read)
+    assert both.keys() == a.keys() > b.keys() and {len(read[2][name]["A.weight"]) for name in b} == {6}
+    for name, value in both.items():
+        torch.testing.assert_close(value, 0.5 * a[name] - 2 * b.get(name, torch.zeros(())), rtol=1e-4, atol=1e-6)
+    about = description(tmp_path / "out")
+    assert about["method"] == {"name": "dmd2"} and about["base_fingerprint"] == description(style)["base_fingerprint"]
+
+
+def test_adapters_that_cannot_be_stacked(capsys, checkpoints, full, stackable, tmp_path):
+    (student, style, other), arguments = stackable
+    for i, wrong, named in (
+        (1, other, "STUDENT"),
+        (2, other, "ADAPTER"),
+        (2, full, "ADAPTER"),
+        (3, checkpoints / "fake", "STUDENT"),
+        (4, style, "OUT"),
+    ):
+        capsys.readouterr()
+        assert main([str(wrong) if j == i else word for j, word in enumerate(arguments)]) == 2
+        error = capsys.readouterr().err
+        assert named in error and error.count("\n") == 1
+    for more in (("--weights", "1", "nan"), ("--format", "videox-pdd")):
+        assert main([*arguments, *more]) == 2
+    assert not (tmp_path / "out").exists() and find_adapters(str(student))
 
 
 def _loaded(base, files):

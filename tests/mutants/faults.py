@@ -1054,6 +1054,13 @@ FAULTS = (
         killed_by="unit/test_adapter_files.py::test_a_training_adapter_runs_in_training_alone",
     ),
     Fault(
+        name="stacked_without_weights",
+        harm="models.lora stack: the weights of the two adapters are ignored",
+        old="{matrix: weight * value for",
+        new="{matrix: value for",
+        killed_by="distributed/test_lora_extract.py::test_stacked_adapters_are_their_weighted_sum[diffusers-lora]",
+    ),
+    Fault(
         name="ranges_of_times_without_bounds",
         harm="flow_matching, guidance_min_time: samples on both sides of it in one step get one form of the fit",
         old="boundaries = {*bounds, *(boundary",

@@ -298,10 +298,14 @@ def test_fake_loss_is_flow_matching_on_the_students_samples():
 
 
 @pytest.mark.parametrize(("name", "warns"), [("dmd2", True), ("flow_matching", False)])
-def test_a_few_step_student_as_teacher_is_named(tmp_path, caplog, name, warns):
+@pytest.mark.parametrize(
+    "words", [(), ("method=flow_matching", "student.architecture=null")], ids=["teacher", "student"]
+)
+def test_a_few_step_student_in_another_role_is_named(tmp_path, caplog, name, warns, words):
     export = tmp_path / "student"
     shutil.copytree("assets/quickstart_teacher", export)
     about = {"method": asdict(METHODS[name][1]())}
     (export / "fsdp_cp_export.json").write_text(json.dumps({"about": about, "files": {}}))
-    plan_run(compose_config(["experiment=quickstart", "mesh.cp=1", f"teacher.checkpoint={export}"]))
+    start = [f"teacher.checkpoint={export}", f"student.checkpoint={export}"]
+    plan_run(compose_config(["experiment=quickstart", "mesh.cp=1", *start, *words]))
     assert ("few-step student (method=dmd2" in caplog.text) == warns
