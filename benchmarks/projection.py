@@ -2,16 +2,18 @@
 
 Particles are moved by DMD between Gaussians, where all scores are known; it takes seconds. ``--students`` trains the
 quickstart, then provokes the collapses of docs/trouble.md from its student in three arms: plain, projected, and
-``other``, which takes an equal share out of each update, but along the ``r`` of another sample: a shorter step alone
-delays too. The same command resumes an interrupted benchmark. ``--quick`` is a short test of all of it.
+``other``, which takes an equal share out of each update, but turns it towards the ``r`` of another sample: a shorter
+step alone delays too. ``--rescue`` trains on from where the plain arm raised its alarm, by the recipe, by projected
+updates and by data forcing. The same command resumes an interrupted benchmark. ``--quick`` is a short test of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from benchmarks.distillation import ROOT, Run, train_all
 from distill.methods.common import distribution_matching
 from distill.methods.common.distribution_matching import project_out
 from distill.methods.common.schedules import per_sample
+from fsdp_cp.checkpoint.folder import saved_steps, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process
 from models.export import main as export
@@ -41,9 +44,17 @@ ARMS = {
     "other": (("method.projection=true",), ("-m", "benchmarks.projection", "--other")),
 }
 """Settings of each arm, and the program that trains it."""
-UPDATES, LOOKS = 40, 4
-"""Updates of the student after the start, and between two looks of the guard."""
-SHOWN = ("saturation", "flicker", "diversity", "excess")
+RESCUES = {
+    "plain": (),
+    "projected": ("method.projection=true",),
+    "data forcing": ("method.student_input=clips", "method.data_forcing=0.5"),
+}
+"""Settings of each way back."""
+UPDATES = {"frozen": 40, "guidance": 24, "rates": 12}
+"""Updates of the student in each collapse."""
+RESCUE_UPDATES, LOOKS = 40, 4
+"""Updates of the student on the way back, and between two looks of the guard."""
+SHOWN = ("saturation", "flicker", "diversity", "fake_error", "excess")
 CASES = {"fake off by 1": (1.0, 400), "exact fake": (0.0, 20)}
 """Length of the fake score's error, and number of updates."""
 
@@ -92,28 +103,60 @@ def project_other(d: Sample, r: Sample) -> tuple[Sample, Sample]:
     return d - per_sample(share, d) * d - per_sample(aside, d) * kept, share
 
 
+def continued(folder: Path, seed: int, begin: Path, steps: int, *changes: str, program: Sequence[str]) -> Run:
+    """Return a run of ``steps`` from the exports ``student`` and ``fake`` in ``begin``, at constant rates."""
+    words = (
+        f"student.checkpoint={begin}/student", f"fake.checkpoint={begin}/fake", "student.ema.enabled=false",
+        f"steps={steps}", "optim.student.schedule=constant", "optim.fake.schedule=constant", f"guard.every={LOOKS}",
+        "sample.student_steps=[4]", "sample.at_end=false", "export.at_end=false", "checkpoint.at_end=false",
+    )  # fmt: skip
+    return Run(
+        method="dmd2", recipe="quickstart", seed=seed, folder=folder, changes=(*words, *changes), program=tuple(program)
+    )
+
+
+def steps_an_update(collapse: str) -> int:
+    """Return the number of steps for each update of the student."""
+    return 2 if collapse == "frozen" else 5
+
+
 def runs_of(out: Path, collapses: Sequence[str], seeds: int, quick: Sequence[str]) -> dict[tuple[str, str, int], Run]:
-    """Return the runs after the start of each seed, by collapse, arm and seed."""
+    """Return the runs after the start of each seed, by collapse, arm and seed. The plain ones keep a checkpoint of each
+    look."""
     runs = {}
     for collapse, arm, seed in product(collapses, ARMS, range(seeds)):
-        start, (changes, program) = out / "start" / str(seed), ARMS[arm]
-        updates = COLLAPSES[collapse]
-        fakes = 1 if collapse == "frozen" else 4
-        words = (
-            f"student.checkpoint={start}/export/student", f"fake.checkpoint={start}/fake", "student.ema.enabled=false",
-            f"steps={UPDATES * (fakes + 1)}", "optim.student.schedule=constant", "optim.fake.schedule=constant",
-            f"guard.every={LOOKS}", "sample.student_steps=[4]", "sample.at_end=false",
-            "export.at_end=false", "checkpoint.at_end=false",
-        )  # fmt: skip
-        runs[collapse, arm, seed] = Run(
-            method="dmd2",
-            recipe="quickstart",
-            seed=seed,
-            folder=out / collapse / arm / str(seed),
-            changes=(*words, *updates, *changes, *quick),
-            program=program,
-        )
+        (changes, program), per = ARMS[arm], steps_an_update(collapse)
+        kept = (f"checkpoint.every={LOOKS * per}", f"checkpoint.keep={UPDATES[collapse]}") if arm == "plain" else ()
+        changes = (*COLLAPSES[collapse], *changes, *kept, *quick)
+        folder, begin = out / collapse / arm / str(seed), out / "start" / str(seed) / "exports"
+        runs[collapse, arm, seed] = continued(folder, seed, begin, UPDATES[collapse] * per, *changes, program=program)
     return runs
+
+
+def exported(source: Path, out: Path) -> None:
+    """Export student and fake score of a run or of its checkpoint."""
+    for role in ("student", "fake"):
+        if not (out / role).exists() and export([str(source), str(out / role), "--role", role]):
+            raise UserError(f"{source} has no {role} to export")
+
+
+def ways_back(
+    out: Path, runs: dict[tuple[str, str, int], Run], quick: Sequence[str]
+) -> dict[tuple[str, str, int], Run]:
+    """Return the runs from the first alarm of each plain run, or from its end."""
+    found = {}
+    for (collapse, arm, seed), run in runs.items():
+        if arm == "plain":
+            begin = out / "rescue" / collapse / str(seed)
+            looked = [i * LOOKS * steps_an_update(collapse) for i, look in enumerate(looks(run)) if look["alarm"]]
+            saved = saved_steps(run.folder / "checkpoints")
+            exported(step_folder(run.folder / "checkpoints", looked[0] if looked else max(saved)), begin / "exports")
+            for way, changes in RESCUES.items():
+                found[collapse, way, seed] = continued(
+                    begin / way.replace(" ", "_"), seed, begin / "exports", 5 * RESCUE_UPDATES, *changes, *quick,
+                    program=("train.py",),
+                )  # fmt: skip
+    return found
 
 
 def looks(run: Run) -> list[dict[str, float | None]]:
@@ -131,9 +174,33 @@ def first_alarm(measured: Sequence[dict[str, float | None]]) -> str:
     return "none" if at is None else f"{at * LOOKS}"
 
 
+def back_inside(measured: Sequence[dict[str, float | None]]) -> str:
+    """Say from which of the student's updates on all measures were within their limits, to the end."""
+    outside = [i for i, look in enumerate(measured) if look["excess"] is None or look["excess"] > 0]
+    first = outside[-1] + 1 if outside else 0
+    return "never" if first == len(measured) else f"{first * LOOKS}"
+
+
+def table(
+    runs: dict[tuple[str, str, int], Run], when: str, judge: Callable[[Sequence[dict[str, float | None]]], str]
+) -> str:
+    """Return a Markdown table of the looks of each run: before, largest and last values."""
+    names = [f"{name}: before, largest, last" for name in SHOWN]
+    lines = ["", f"| collapse | arm | seed | {when} | {' | '.join(names)} |", "|" + "---|" * (4 + len(SHOWN))]
+    for (collapse, arm, seed), run in runs.items():
+        measured = looks(run)
+        cells = []
+        for name in SHOWN:
+            values = [math.nan if look[name] is None else look[name] for look in measured]
+            cells.append(", ".join(f"{value:.3f}" for value in (values[0], max(values), values[-1])))
+        lines.append(f"| {collapse} | {arm} | {seed} | {judge(measured)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.projection", description=__doc__.splitlines()[0])
     parser.add_argument("--students", action="store_true", help="also train students, for hours")
+    parser.add_argument("--rescue", action="store_true", help="with --students: train on from each plain alarm")
     parser.add_argument("--collapses", nargs="+", default=list(COLLAPSES), choices=COLLAPSES, metavar="NAME")
     parser.add_argument("--start-steps", type=at_least_1, default=750, help="steps of the quickstart before a collapse")
     add_students(parser, "runs/projection", "arm")
@@ -156,19 +223,14 @@ def main(argv: list[str] | None = None) -> int:
     ]
     train_all(starts, args.workers)
     for start in starts:
-        if not (start.folder / "fake").exists():
-            code = export([str(start.folder), str(start.folder / "fake"), "--role", "fake"])
-            if code:
-                return code
+        exported(start.folder, start.folder / "exports")
     runs = runs_of(out, args.collapses, args.seeds, quick)
     train_all(list(runs.values()), args.workers)
-    print(
-        "\n| collapse | arm | seed | first alarm, updates | " + " | ".join(SHOWN) + " |\n|" + "---|" * (4 + len(SHOWN))
-    )
-    for (collapse, arm, seed), run in runs.items():
-        measured = looks(run)
-        cells = [f"{measured[0][name]:.3f} to {measured[-1][name]:.3f}" for name in SHOWN]
-        print(f"| {collapse} | {arm} | {seed} | {first_alarm(measured)} | {' | '.join(cells)} |")
+    print(table(runs, "first alarm after", first_alarm))
+    if args.rescue or args.quick:
+        back = ways_back(out, runs, quick)
+        train_all(list(back.values()), args.workers)
+        print(table(back, "within limits from", back_inside))
     return 0
 
 

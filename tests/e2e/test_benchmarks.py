@@ -57,6 +57,7 @@ def test_a_bound_is_kept_in_small(capsys, main, words):
         ("cp_attention", "--quick --world 2 --tokens 1024"),
         ("parity", "--steps 1"),
         ("sharding", "--world 2 --rounds 1"),
+        ("phased", "--seeds 1 --updates 20 --start-updates 20"),
         ("projection", "--quick --out {out}"),
     ],
 )
