@@ -19,7 +19,13 @@ Tensor names:
 - ``keyframes`` ``(B, C, K, H, W)``: latents of K given frames, which are rows of the sequence (MiniMax-H3).
 - ``keyframe_anchors`` ``(B, K)`` int64, always on the host: 0 for a clip's first frame, 1 for its last.
 - ``keyframe_noise`` ``(B, C, K, H, W)``: their noise, drawn once for all calls (:meth:`Condition.with_noise`).
-- ``text_tags`` ``(B, L)`` bool: true for rows of the text that show a picture.
+- ``text_tags`` ``(B, L)`` int8: 1 for rows of the text that show a picture, 2 for other rows before the caption.
+- ``references`` ``(B, V, C)``: latents of given pictures and clips of any sizes (MiniMax-H3), as rows of a frame.
+- ``reference_noise`` ``(B, V, C)``: their noise, as that of keyframes.
+- ``reference_sounds`` ``(B, L, A)``: latents of given sounds: first all of the left side of each sound.
+- ``reference_sizes`` ``(B, K, 4)`` int64, always on the host: frames, height and width of each reference's latents, and
+  latents of a side of its sound; 0 for what it has not. A picture has one frame. V, L and K are the most of a set:
+  further rows and references are 0.
 
 Frames, rows and features that are given are never part of a sample: no loss, noise or step reaches them.
 """
@@ -36,21 +42,25 @@ FIRST_FRAME = "first_frame"
 KEYFRAMES = "keyframes"
 KEYFRAME_ANCHORS = "keyframe_anchors"
 KEYFRAME_NOISE = "keyframe_noise"
+REFERENCES = "references"
+REFERENCE_NOISE = "reference_noise"
+REFERENCE_SOUNDS = "reference_sounds"
+REFERENCE_SIZES = "reference_sizes"
 TEXT_TAGS = "text_tags"
-EXACT = ("latent_spacing", "fps", KEYFRAMES, KEYFRAME_NOISE)
+EXACT = ("latent_spacing", "fps", KEYFRAMES, KEYFRAME_NOISE, REFERENCES, REFERENCE_NOISE, REFERENCE_SOUNDS)
 """Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second.
-Keyframes get their noise before they are rounded."""
+Keyframes and references get their noise before they are rounded."""
 
 TEXT_LENGTH = "text_length"
-ON_HOST = (TEXT_LENGTH, KEYFRAME_ANCHORS)
+ON_HOST = (TEXT_LENGTH, KEYFRAME_ANCHORS, REFERENCE_SIZES)
 """Names of the tensors that stay on the host, since they determine shapes and positions."""
-NOISE = {KEYFRAMES: KEYFRAME_NOISE}
+NOISE = {KEYFRAMES: KEYFRAME_NOISE, REFERENCES: REFERENCE_NOISE}
 """Names of given tensors that get noise, with the names of their noise."""
 
 
 def has_image(names: Collection[str]) -> bool:
     """Return whether a condition with tensors of these names has an image for each sample."""
-    return not {"image_latents", FIRST_FRAME, KEYFRAMES}.isdisjoint(names)
+    return not {"image_latents", FIRST_FRAME, KEYFRAMES, REFERENCES}.isdisjoint(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class Condition:
     @property
     def null(self) -> Condition:
         """Condition that guidance subtracts, for the same samples: the negative prompt's text and the same images. Of a
-        text that shows the images, it is the rows up to the last of these."""
+        text that shows the images, it is the rows before the caption."""
         return self._replaced(self.null_values)
 
     @property
@@ -136,9 +146,9 @@ class Condition:
         assert not missing, f"the condition has no {sorted(missing)}"
         replaced = {name: value.expand(len(self), *value.shape) for name, value in values.items()}
         if (shown := self.tensors.get(TEXT_TAGS)) is not None:
-            # A causal text encoder's rows of pictures, which come first, are the same without the caption after them.
+            # A causal text encoder's rows before the caption are the same without it.
             rows = torch.arange(1, shown.shape[1] + 1)
-            replaced[TEXT_LENGTH] = (shown.cpu() * rows).amax(dim=1)
+            replaced[TEXT_LENGTH] = ((shown.cpu() > 0) * rows).amax(dim=1)
         return self._with({**self.tensors, **replaced})
 
     def _with(self, tensors: Mapping[str, Tensor]) -> Condition:

@@ -39,7 +39,7 @@ from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
 from models.causal import CausalSettings
-from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, TEXT_LENGTH, TEXT_TAGS, Condition
+from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, REFERENCE_SIZES, TEXT_LENGTH, TEXT_TAGS, Condition
 from models.export_folder import sharded, write_folder
 from models.families.base import Shape, config_of
 from models.families.registry import family_names, family_of
@@ -80,8 +80,8 @@ class Case:
     checkpointing: bool
     expert: int = 0
     """Position of the network in the folder."""
-    optional: bool = False
-    """Whether the condition includes the tensors of :meth:`models.families.base.Family.optional_shapes`."""
+    optional: int = 0
+    """Which of :meth:`models.families.base.Family.options` the condition includes, from 1 on; 0 for none."""
     history: str | None = None
     """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
 
@@ -97,7 +97,7 @@ class Result(NamedTuple):
 
 
 def inputs(
-    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
+    plan: RolePlan, grid: tuple[int, int, int], optional: int = 0
 ) -> tuple[Sample, Tensor, Condition, Sample, Sample]:
     """Draw the state, times, condition, direction of the state and cotangent of the output, the same on every rank."""
     parts, shapes = sample_shapes(plan, grid, optional)
@@ -122,6 +122,11 @@ def inputs(
         count = shapes[KEYFRAMES][1]
         tensors[KEYFRAME_ANCHORS] = (torch.arange(count) + torch.arange(BATCH)[:, None]) % 2
         tensors[TEXT_TAGS] = (torch.arange(TEXT_TOKENS) < 2).expand(BATCH, -1)
+    if REFERENCE_SIZES in shapes:  # a picture of one row; a clip with sound, a picture and a sound
+        _, p, q = plan.family.patch_size(plan.config)
+        sizes = [[[1, p, q, 0], [0] * 4, [0] * 4], [[2, 2 * p, q, 3], [1, p, 2 * q, 0], [0, 0, 0, 1]]]
+        tensors[REFERENCE_SIZES] = torch.tensor(sizes)
+        tensors[TEXT_TAGS] = (torch.arange(TEXT_TOKENS) == 1).expand(BATCH, -1)
     condition = Condition(tensors).with_noise(lambda name, shape: normal(*shape))
     return x, t, condition, direction, cotangent
 
@@ -136,19 +141,17 @@ def frame_times(t: Tensor, grid: tuple[int, int, int]) -> Tensor:
     return torch.cat([t[:, None], (1 - t)[:, None].expand(-1, grid[0] - 1)], dim=1)
 
 
-def sample_shapes(
-    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
-) -> tuple[PartShapes, dict[str, Shape]]:
+def sample_shapes(plan: RolePlan, grid: tuple[int, int, int], optional: int = 0) -> tuple[PartShapes, dict[str, Shape]]:
     """Return the shapes of a sample whose video has ``grid`` tokens, and of its condition, ``optional`` tensors too."""
     family, config = plan.family, plan.config
     frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
     latent_shape = (family.latent_channels(config), frames, height, width)
     shapes = family.condition_shapes(config, latent_shape, TEXT_TOKENS)
-    shapes |= family.optional_shapes(config, latent_shape, TEXT_TOKENS) if optional else {}
+    shapes |= family.options(config, latent_shape, TEXT_TOKENS)[optional - 1] if optional else {}
     return family.sample_shapes(config, latent_shape), shapes
 
 
-def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
+def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: int = 0) -> Result:
     """Run the unmodified network in this process, on the whole batch."""
     family = plan.family
     (folder,) = plan.folders
@@ -272,7 +275,7 @@ def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool =
 
 
 def verify(
-    folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
+    folder: Path, family: str, ranks: int, expert: int = 0, optional: int = 0, *, causal: bool = False
 ) -> Iterator[tuple[Case, dict[str, float], str]]:
     """Compare on meshes of at most ``ranks`` ranks; ``causal`` compares a causal role with itself on one rank, as a
     sparse role is."""
@@ -310,17 +313,18 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
     plan = planned(folder, family)
     parts, needed = sample_shapes(plan, GRIDS[0])
-    optional = sorted(plan.family.optional_shapes(plan.config, parts[VIDEO], TEXT_TOKENS).keys() - needed.keys())
+    options = plan.family.options(plan.config, parts[VIDEO], TEXT_TOKENS)
     tables: list[tuple[str, dict[str, Any]]] = []
     for expert in range(experts):
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
         tables.append((name, {"expert": expert}))
-        if optional:
-            tables.append((f"{name}, {' and '.join(optional)} given", {"expert": expert, "optional": True}))
+        for i, optional in enumerate(options, start=1):
+            given = " and ".join(sorted(optional.keys() - needed.keys()))
+            tables.append((f"{name}, {given} given", {"expert": expert, "optional": i}))
     if experts == 1 and plan.sparse is None:
         with suppress(UserError):
             plan.family.check_causal(plan.config, "FOLDER")
-            tables.append((f"{title}, causal", {"optional": bool(optional), "causal": True}))
+            tables.append((f"{title}, causal", {"optional": int(bool(options)), "causal": True}))
     return all([_table(name, folder, family, ranks, **options) for name, options in tables])
 
 

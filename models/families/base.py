@@ -307,6 +307,11 @@ class Family(ABC):
         """
         return {}
 
+    def options(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> list[dict[str, Shape]]:
+        """Return the shapes of each kind of optional condition, of which a sample has one, for ``models.verify``."""
+        shapes = self.optional_shapes(config, latent_shape, text_tokens)
+        return [shapes] if shapes else []
+
     @abstractmethod
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         """Check that the network accepts parts and condition tensors of these shapes; these tell whether images are

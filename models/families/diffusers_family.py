@@ -18,7 +18,7 @@ from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.tiles import Tiles
-from models.condition import FIRST_FRAME, KEYFRAMES, Condition
+from models.condition import FIRST_FRAME, KEYFRAMES, REFERENCES, Condition
 from models.families.base import Family, LatentShape, NetworkConfig, Shape, Shapes
 from models.files.checkpoint_files import defining
 from models.sample import VIDEO, PartShapes
@@ -100,7 +100,7 @@ class DiffusersFamily(Family):
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
                 wanted = f"{setting} ({self.label}) takes {name} of shape {shape}"
                 raise UserError(f"{wanted}, but the data give {data_shape or 'none'}; {use}{image}")
-        for name in ("image_latents", "image_embeds", FIRST_FRAME, KEYFRAMES):
+        for name in ("image_latents", "image_embeds", FIRST_FRAME, KEYFRAMES, REFERENCES):
             if name in condition and name not in needed:
                 raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
         if FIRST_FRAME in condition and latent_shape[1] < 2:

@@ -1,6 +1,6 @@
 """The MiniMax-H3 family: diffusers' unmodified ``MiniMaxH3Transformer3DModel``, which makes sound with the picture.
 
-The network attends over one packed sequence of text, keyframe, audio and video rows. A video row is a patch of latents,
+The network attends over one packed sequence of text, given, audio and video rows. A video row is a patch of latents,
 an audio row one latent of the left or the right channel. Each stream is split over ``mesh.cp`` before its projection
 (the text after its refiner), so a rank's sequence joins its own rows of all streams and no rank holds all of them at
 the network's width. diffusers' plan splits the packed rows instead.
@@ -10,6 +10,11 @@ both. Each stream has its own time; text rows have the video's.
 
 Keyframes are given frames at a clip's start or end, rows of patches before those that are generated, with almost no
 noise (:data:`KEYFRAME_TIME`). The text shows them too: its rows of a picture are tagged as video.
+
+References are given pictures, clips and sounds of any sizes, for a network of their own (``transformer_ref``). They
+stand on the rotary clock one after another, between the text and the generated rows. Pictures and clips have the
+keyframes' noise, sounds none. Samples of a batch can have other references: rows of all are filled up with zeros, which
+do not enter the sequence, and the sizes on the host tell which.
 
 The packed sequence has no batch axis: samples of a forward would share times and text length. So :meth:`outputs` calls
 the network for one sample after another. A micro-batch of several samples then works everywhere (sampling, guidance,
@@ -45,6 +50,10 @@ from models.condition import (
     KEYFRAME_ANCHORS,
     KEYFRAME_NOISE,
     KEYFRAMES,
+    REFERENCE_NOISE,
+    REFERENCE_SIZES,
+    REFERENCE_SOUNDS,
+    REFERENCES,
     TEXT_LENGTH,
     TEXT_TAGS,
     Condition,
@@ -68,14 +77,17 @@ from models.sample import AUDIO, VIDEO, PartShapes, Sample
 from models.sparse import SparseCall, SparseRoles, gates_of, sparse_roles
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
-VIDEO_ROWS, KEYFRAME_ROWS, AUDIO_ROWS = "hidden_states[0]", "hidden_states[1]", "audio_hidden_states"
+VIDEO_ROWS, GIVEN_ROWS = "hidden_states[0]", "hidden_states[1]"
+AUDIO_ROWS, GIVEN_SOUND_ROWS = "audio_hidden_states[0]", "audio_hidden_states[1]"
 TEXT_ROWS = "token_refiner[0]"
-"""Names of the split streams in the plan: arguments of the network, of which one is a tuple, and the output of the
-text's refiner."""
+"""Names of the split streams in the plan: arguments of the network, two tuples, and the output of the text's
+refiner."""
 KEYFRAME_TIME = 0.001
 """Noise on keyframes, and the most that is the time of their rows (diffusers' ``keyframe_noise_aug`` of .999)."""
-TEXT = "text"
-"""Stream of the text."""
+TEXT, GIVEN, GIVEN_SOUND = "text", "given", "given sound"
+"""Streams of the text, of given pictures and of given sounds."""
+ReferenceSize = tuple[int, int, int, int]
+"""Frames, height and width of a reference's latents, and latents of a side of its sound; 0 for what it has not."""
 SIDES = 2
 """Left and right channel of the sound."""
 FRAME_RATE, AUDIO_RATE = 24, 40
@@ -326,6 +338,23 @@ class MiniMaxH3(DiffusersFamily):
         keyframes = {KEYFRAMES: (channels, images, height, width), KEYFRAME_ANCHORS: (images,)}
         return {**keyframes, TEXT_LENGTH: (), TEXT_TAGS: (text_tokens,)}
 
+    def reference_shapes(
+        self, config: NetworkConfig, text_tokens: int, count: int, rows: int, sounds: int
+    ) -> dict[str, Shape]:
+        """Return the shapes of ``count`` references at most with so many ``rows`` of pictures and ``sounds``."""
+        return {
+            REFERENCES: (rows * math.prod(self.patch_size(config)), config["in_channels"]),
+            REFERENCE_SOUNDS: (sounds, config["audio_in_channels"]),
+            REFERENCE_SIZES: (count, 4),
+            TEXT_LENGTH: (),
+            TEXT_TAGS: (text_tokens,),
+        }
+
+    def options(self, config: NetworkConfig, latent_shape: LatentShape, text_tokens: int) -> list[dict[str, Shape]]:
+        """Return the shapes of keyframes, and of three references with 6 rows of pictures and 8 of sound."""
+        references = self.reference_shapes(config, text_tokens, count=3, rows=6, sounds=8)
+        return [*super().options(config, latent_shape, text_tokens), references]
+
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
         """Return the shapes for ``models.verify``: with 7 text and 16 video rows in 2 frames there are 51 rows."""
         return {VIDEO: latent_shape, AUDIO: (config["audio_in_channels"], 4 * latent_shape[1] + 6, SIDES)}
@@ -334,6 +363,9 @@ class MiniMaxH3(DiffusersFamily):
         needed = self.condition_shapes(config, shapes[VIDEO], condition["text"][0])
         if KEYFRAMES in condition:
             needed |= self.optional_shapes(config, shapes[VIDEO], condition["text"][0], condition[KEYFRAMES][1])
+        if REFERENCES in condition:
+            rows, sounds = self._reference_rows(config, condition)
+            needed |= self.reference_shapes(config, condition["text"][0], condition[REFERENCE_SIZES][0], rows, sounds)
         self.check_data(config, shapes[VIDEO], needed, condition, setting)
         self.check_patches(config, shapes[VIDEO], setting)
         wanted = (config["audio_in_channels"], SIDES)
@@ -345,10 +377,11 @@ class MiniMaxH3(DiffusersFamily):
 
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
-        given = 0
+        given, sounds = self._reference_rows(config, condition)
         if KEYFRAMES in condition:
             given = self.tokens(config, {VIDEO: condition[KEYFRAMES]})
-        rows, width, embedded = video + audio + text + given, config["hidden_size"], config["time_embed_dim"]
+        rows = video + audio + text + given + sounds
+        width, embedded = config["hidden_size"], config["time_embed_dim"]
         heads, layers, refiners = super().width(config), config["num_layers"], config["num_refiner_layers"]
         # A block has four products of attention and three of the gated feed-forward.
         row = width * (4 * heads + 3 * config["ffn_dim"])
@@ -356,21 +389,28 @@ class MiniMaxH3(DiffusersFamily):
         embedder = config["time_embed_hidden_dim"] * (config["freq_dim"] + embedded)
         video_row = config["in_channels"] * math.prod(self.patch_size(config))
         # Both output layers run over all rows.
-        ends = width * ((video + given + rows) * video_row + (audio + rows) * config["audio_in_channels"])
+        ends = width * ((video + given + rows) * video_row + (audio + sounds + rows) * config["audio_in_channels"])
+        times = 2 + bool(given) + bool(sounds)
         own, of_text = 2 * (rows**2 if pairs is None else pairs) * heads * layers, 2 * text**2 * heads * refiners
-        others = layers * rows * row + (3 if given else 2) * (modulations + embedder) + ends
+        others = layers * rows * row + times * (modulations + embedder) + ends
         still = text * (config["text_dim"] * width + refiners * row) + of_text
         return Flops.from_products(own, others, still, 2 * (own + of_text))
+
+    def _reference_rows(self, config: NetworkConfig, condition: Shapes) -> tuple[int, int]:
+        """Return the rows of the pictures and of the sounds of all references."""
+        if REFERENCES not in condition:
+            return 0, 0
+        return condition[REFERENCES][0] // math.prod(self.patch_size(config)), condition[REFERENCE_SOUNDS][0]
 
     def parallelize(self, network: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank embed, rotate and process its own rows of each stream. :meth:`outputs` gathers them."""
         plan = {
-            "": {"hidden_states": SplitTokens(split_dim=1), AUDIO_ROWS: SplitTokens(split_dim=1)},
+            "": {"hidden_states": SplitTokens(split_dim=1), "audio_hidden_states": SplitTokens(split_dim=1)},
             "token_refiner": {0: SplitTokens(split_dim=1, split_output=True)},
         }
         calls = SparseRows(sparse_roles(network), mesh)
         parallelize_context(network, mesh=mesh, plan=plan, tiles=calls.tiles)
-        network.register_forward_pre_hook(join_video_rows, with_kwargs=True)
+        network.register_forward_pre_hook(join_rows, with_kwargs=True)
         vars(network)["mesh_of_rows"], vars(network)["sparse_rows"] = mesh, calls
         self._attend_by_rows(network, calls, backend, head_groups)
 
@@ -414,22 +454,23 @@ class MiniMaxH3(DiffusersFamily):
             own = {name: stream.split(mesh, tiles if name == VIDEO else None) for name, stream in streams.items()}
         counts = [len(stream.positions) for stream in own.values()]
         places = dict(zip(own, torch.arange(sum(counts), device=t.device).split(counts), strict=True))
-        of_video = [name for name in (VIDEO, KEYFRAMES) if name in streams]
-        rows = {"hidden_states": tuple(streams[name].rows for name in of_video)}
+        kinds = {"hidden_states": (VIDEO, GIVEN), "audio_hidden_states": (AUDIO, GIVEN_SOUND)}
+        joined = {key: [name for name in names if name in streams] for key, names in kinds.items()}
+        rows = {key: tuple(streams[name].rows for name in names) for key, names in joined.items()}
+        of_video, of_audio = (torch.cat([places[name] for name in reversed(names)]) for names in joined.values())
         v, audio_v = network(
-            **(rows if mesh is not None else join_video_rows(network, (), rows)[1]),
-            audio_hidden_states=streams[AUDIO].rows,
+            **(rows if mesh is not None else join_rows(network, (), rows)[1]),
             encoder_hidden_states=tensors["text"],
             timestep=1 - times,
             timestep_indices=torch.cat([torch.full_like(places[name], own[name].time) for name in own]),
             token_tags=torch.cat([stream.tags for stream in own.values()]),
             position_ids=torch.cat([stream.positions for stream in own.values()]),
-            video_indices=torch.cat([places[name] for name in reversed(of_video)]),
-            audio_indices=places[AUDIO],
+            video_indices=of_video,
+            audio_indices=of_audio,
             text_indices=places[TEXT],
             return_dict=False,
         )
-        v = v[:, -len(places[VIDEO]) :]
+        v, audio_v = v[:, -len(places[VIDEO]) :], audio_v[:, -len(places[AUDIO]) :]
         if mesh is not None:
             v = gather_tokens(v, mesh, streams[VIDEO].rows.shape[1])
             v = v if tiles is None else tiles.restore(v, 1)
@@ -494,7 +535,7 @@ class SparseRows:
 def packed_streams(
     sample: Sample, t: Tensor, tensors: Mapping[str, Tensor], patch: tuple[int, int]
 ) -> tuple[dict[str, Stream], Tensor]:
-    """Return the streams of one sample in their order, and its times ``(2,)``, or ``(3,)`` with keyframes.
+    """Return the streams of one sample in their order, and its times ``(2,)``, or ``(4,)`` with given rows.
 
     Args:
         sample: one sample.
@@ -504,19 +545,43 @@ def packed_streams(
     """
     video, audio, text = sample.video, sample.parts[AUDIO], tensors["text"]
     anchors = tensors[KEYFRAME_ANCHORS][0] if KEYFRAMES in tensors else None
-    positions = stream_positions(text.shape[1], audio.shape[2], tuple(video.shape[2:]), patch, video.device, anchors)
+    references = sizes_of_references(tensors, patch)
+    grid = tuple(video.shape[2:])
+    positions = stream_positions(text.shape[1], audio.shape[2], grid, patch, video.device, anchors, references)
     times = [sample.time(VIDEO, t), sample.time(AUDIO, t)]
     shown = tensors.get(TEXT_TAGS, torch.zeros(text.shape[:2], device=video.device))
     rows = {TEXT: text, AUDIO: rearrange(audio, "b a l s -> b (s l) a"), VIDEO: patched(video, patch)}
-    time, tag = {TEXT: 0, KEYFRAMES: 2, AUDIO: 1, VIDEO: 0}, {AUDIO: AUDIO_TAG}
+    time, tag = {TEXT: 0, AUDIO: 1, VIDEO: 0}, {AUDIO: AUDIO_TAG, GIVEN_SOUND: AUDIO_TAG}
+    for name, given in ((GIVEN, times[0].clamp_max(KEYFRAME_TIME)), (GIVEN_SOUND, torch.zeros_like(t))):
+        if name in positions:
+            time[name] = len(times)
+            times.append(given)
     if KEYFRAMES in tensors:
-        times.append(times[0].clamp_max(KEYFRAME_TIME))
         noisy = torch.lerp(tensors[KEYFRAMES], tensors[KEYFRAME_NOISE], KEYFRAME_TIME)
-        rows[KEYFRAMES] = patched(noisy.to(video.dtype), patch)
+        rows[GIVEN] = patched(noisy.to(video.dtype), patch)
+    elif GIVEN in positions:
+        noisy = torch.lerp(tensors[REFERENCES], tensors[REFERENCE_NOISE], KEYFRAME_TIME).to(video.dtype)
+        counts = [math.prod(size[:3]) for size in references]
+        pieces = noisy[:, : sum(counts)].mT.split(counts, dim=2)
+        pictures = [x.unflatten(2, size[:3]) for x, size in zip(pieces, references, strict=True) if x.shape[2]]
+        rows[GIVEN] = torch.cat([patched(picture, patch) for picture in pictures], dim=1)
+    if GIVEN_SOUND in positions:
+        sounds = tensors[REFERENCE_SOUNDS][:, : SIDES * sum(size[3] for size in references)]
+        rows[GIVEN_SOUND] = sounds.to(video.dtype)
     tags = {name: torch.full((len(p),), tag.get(name, VIDEO_TAG), device=p.device) for name, p in positions.items()}
-    tags[TEXT] = torch.where(shown[0].bool(), VIDEO_TAG, TEXT_TAG)
+    tags[TEXT] = torch.where(shown[0] == 1, VIDEO_TAG, TEXT_TAG)
     streams = {name: Stream(rows[name], positions[name], tags[name], time[name]) for name in positions}
     return streams, torch.stack(times)
+
+
+def sizes_of_references(tensors: Mapping[str, Tensor], patch: tuple[int, int]) -> list[ReferenceSize]:
+    """Return the sizes of one sample's references."""
+    if REFERENCES not in tensors:
+        return []
+    if type(sizes := tensors[REFERENCE_SIZES]) is Tensor:
+        return [(t, h, w, sound) for t, h, w, sound in sizes[0].tolist() if t or sound]
+    # Fake tensors of a plan have no values: as if one reference had all rows.
+    return [(1, tensors[REFERENCES].shape[1] // patch[1], patch[1], tensors[REFERENCE_SOUNDS].shape[1] // SIDES)]
 
 
 def patched(latents: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -524,10 +589,11 @@ def patched(latents: Tensor, patch: tuple[int, int]) -> Tensor:
     return rearrange(latents, "b c t (h p) (w q) -> b (t h w) (c p q)", p=patch[0], q=patch[1])
 
 
-def join_video_rows(_network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Join the rows of the video and of keyframes, the last in the call and the first in the sequence, after the plan
-    has split each."""
-    return args, {**kwargs, "hidden_states": torch.cat(kwargs["hidden_states"][::-1], dim=1)}
+def join_rows(_network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Join generated and given rows of the video and of the sound, the given ones last in the call and first in the
+    sequence, after the plan has split each."""
+    names = ("hidden_states", "audio_hidden_states")
+    return args, {**kwargs, **{name: torch.cat(kwargs[name][::-1], dim=1) for name in names}}
 
 
 def latent_frames(num_frames: int, fps: float) -> int:
@@ -559,12 +625,14 @@ def stream_positions(
     patch: tuple[int, int],
     device: torch.device,
     anchors: Tensor | None = None,
+    references: Sequence[ReferenceSize] = (),
 ) -> dict[str, Tensor]:
     """Return time, height and width ``(rows, 3)``, fp64, of the rows of each stream, in order, as diffusers packs them.
 
-    A text row takes one unit of time, and sound and video begin after the text. Of five latent frames the first stands
-    for one frame, the others for four each. An audio row is at the left or right edge. A keyframe has the time of the
-    first frame or of the last one.
+    A text row takes one unit of time, and sound and video begin after the text and the references. Of five latent
+    frames the first stands for one frame, the others for four each. An audio row is at the left or right edge of its
+    video. A keyframe has the time of the first frame or of the last one. Of references, a picture takes one unit,
+    others the longer of sound and clip.
 
     Args:
         text: number of text rows.
@@ -573,6 +641,7 @@ def stream_positions(
         patch: height and width of a patch in latents.
         device: device of the positions.
         anchors: ``(K,)``, 0 for a keyframe at the first frame and 1 for one at the last; ``None`` without keyframes.
+        references: sizes of the references in their order.
     """
 
     def count(size: int) -> Tensor:
@@ -581,24 +650,37 @@ def stream_positions(
     def joined(times: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
         return torch.stack(torch.broadcast_tensors(times, heights, widths), dim=-1).flatten(0, -2)
 
-    def axis(size: int, patch: int) -> Tensor:
-        ratio = size / math.sqrt(grid[1] * grid[2])
-        steps = size // patch
-        return ((1 - ratio) / 2 + count(steps) * (ratio / steps)) * SPATIAL_SCALE
+    def axes(*sizes: int) -> Iterator[Tensor]:
+        for size, side in zip(sizes, patch, strict=True):
+            ratio, steps = size / math.sqrt(math.prod(sizes)), size // side
+            yield ((1 - ratio) / 2 + count(steps) * (ratio / steps)) * SPATIAL_SCALE
 
-    zero = count(1)
-    frames = count(grid[0])
-    starts = text + FRAME_TIME * (17 * (frames // 5) + (4 * (frames % 5) - 3).clamp_min(0))
-    heights, widths = axis(grid[1], patch[0]), axis(grid[2], patch[1])
-    edges = torch.stack([widths[0], widths[-1]])
+    def picture(begin: float, frames: int, heights: Tensor, widths: Tensor) -> Tensor:
+        latents = count(frames)
+        starts = begin + FRAME_TIME * (17 * (latents // 5) + (4 * (latents % 5) - 3).clamp_min(0))
+        return joined(starts[:, None, None], heights[:, None], widths)
+
+    def sound(begin: float, latents: int, widths: Tensor) -> Tensor:
+        return joined(begin + count(latents)[None], zero, torch.stack([widths[0], widths[-1]])[:, None])
+
+    zero, begin = count(1), float(text)
+    heights, widths = axes(*grid[1:])
     streams = {TEXT: joined(count(text), zero, zero)}
+    given: dict[str, list[Tensor]] = {GIVEN: [], GIVEN_SOUND: []}
+    for frames, *sides, latents in references:
+        own = tuple(axes(*sides)) if frames else (heights, widths)
+        if frames:
+            given[GIVEN].append(picture(begin, frames, *own))
+        if latents:
+            given[GIVEN_SOUND].append(sound(begin, latents, own[1]))
+        span = sum(FRAME_TIME * (4 if i % CHUNK_LATENTS else 1) for i in range(frames))
+        begin += 1.0 if (frames, latents) == (1, 0) else max(float(latents), span)
+    streams |= {name: torch.cat(each) for name, each in given.items() if each}
     if anchors is not None:
         start, end = (zero.new_tensor(time) for time in (text, text + video_time(grid[0]) - FRAME_TIME))
         times = torch.where(anchors.to(device) == 0, start, end)
-        streams[KEYFRAMES] = joined(times[:, None, None], heights[:, None], widths)
-    streams[AUDIO] = joined(text + count(audio)[None], zero, edges[:, None])
-    streams[VIDEO] = joined(starts[:, None, None], heights[:, None], widths)
-    return streams
+        streams[GIVEN] = joined(times[:, None, None], heights[:, None], widths)
+    return {**streams, AUDIO: sound(begin, audio, widths), VIDEO: picture(begin, grid[0], heights, widths)}
 
 
 def video_time(frames: int) -> float:
@@ -608,7 +690,7 @@ def video_time(frames: int) -> float:
 
 
 class MiniMaxH3SplitAttention:
-    """Attention of a rank's own rows to all rows of the three streams, and of the whole text in its refiner.
+    """Attention of a rank's own rows to all rows of all streams, and of the whole text in its refiner.
 
     Projections, norms and the rotary embedding are those of diffusers' ``MiniMaxH3AttnProcessor`` (0.42), whose
     attention has no forward-mode AD.
@@ -636,7 +718,8 @@ class MiniMaxH3SplitAttention:
             q, k = _apply_rotary_emb(q, cos, sin), _apply_rotary_emb(k, cos, sin)
             streams = None
             if self.mesh.cp_size > 1:
-                streams = split_names((TEXT_ROWS, KEYFRAME_ROWS, AUDIO_ROWS, VIDEO_ROWS), self.mesh.context)
+                names = (TEXT_ROWS, GIVEN_ROWS, GIVEN_SOUND_ROWS, AUDIO_ROWS, VIDEO_ROWS)
+                streams = split_names(names, self.mesh.context)
             options: dict[str, Any] = {"backend": self.backend, "head_groups": self.head_groups}
             if sparse:
                 call, streams = sparse

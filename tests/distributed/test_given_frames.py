@@ -1,4 +1,4 @@
-"""Samples from keyframes (MiniMax-H3) and from a first frame (LTX-2) are those of diffusers' pipelines on any mesh."""
+"""Samples from keyframes and references (MiniMax-H3) and a first frame (LTX-2) are those of diffusers on any mesh."""
 
 from unittest import mock
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from diffusers import LTX2ImageToVideoPipeline, LTX2VideoTransformer3DModel, MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.minimax_h3 import before_denoise
-from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3FL2VACoreDenoiseStep
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import (
+    MiniMaxH3FL2VACoreDenoiseStep,
+    MiniMaxH3Ref2VACoreDenoiseStep,
+)
 
 from distill.evaluate.sampling import generate
 from distill.methods import build_method
@@ -18,6 +21,7 @@ from models.families.ltx2 import LTX2
 from models.families.minimax_h3 import MiniMaxH3
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
+from tests.oracles.tiny_minimax_h3 import REFERENCE_SIZES, references_of
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_minimax_h3_pipeline import TRANSFORMER
 
@@ -35,19 +39,21 @@ def _drawn(name, *shape):
     return StepRandom(seed=3, step=0, positions=range(2)).normal(name, shape)
 
 
-def _condition(family, anchors=()):
+def _condition(family, anchors=(), clips=None):
     text, width = _drawn("text", 8, 48 if family == "ltx2" else 24), SHAPES[family]["video"][2:]
     if family == "ltx2":
         fps = torch.full((2, 1), 12.0)
         frame = _drawn("first_frame", 8, 1, *width)
         return Condition({"text": text, "audio_text": _drawn("audio_text", 8, 24), "fps": fps, "first_frame": frame})
+    tagged = {"text_tags": torch.arange(8) < torch.tensor([[2], [3]]), "text_length": torch.tensor([8, 5])}
+    if clips is not None:
+        given = {"references": _drawn("references", 84, 24), "reference_sounds": _drawn("sounds", 26, 32)}
+        return Condition({"text": text, "reference_sizes": REFERENCE_SIZES[clips]} | given | tagged)
     keyframes = {
         "keyframes": _drawn("keyframes", 24, len(anchors), *width),
         "keyframe_anchors": torch.tensor(anchors).expand(2, -1),
-        "text_tags": torch.arange(8) < torch.tensor([[2], [3]]),
-        "text_length": torch.tensor([8, 5]),
     }
-    return Condition({"text": text} | keyframes)
+    return Condition({"text": text} | keyframes | tagged)
 
 
 class _Captions:
@@ -99,20 +105,26 @@ def network(tmp_path_factory):
 
 @torch.no_grad()
 def _of_minimax_h3(network, condition, noises):
-    """Sample both clips by diffusers' steps, which draw the keyframes' noise; ``noises`` replace their draws."""
+    """Sample both clips by diffusers' steps, which draw the noise of given rows; ``noises`` replace their draws."""
     schedulers = MiniMaxH3().schedulers(times=TIMES["minimax_h3"], stochastic=False)
-    steps, start, made = MiniMaxH3FL2VACoreDenoiseStep().init_pipeline(), _start("minimax_h3"), []
-    steps.update_components(transformer=network, **schedulers)
+    of_references = "references" in condition.tensors
+    core = MiniMaxH3Ref2VACoreDenoiseStep if of_references else MiniMaxH3FL2VACoreDenoiseStep
+    steps, start, made = core().init_pipeline(), _start("minimax_h3"), []
+    steps.update_components(**{"transformer_ref" if of_references else "transformer": network}, **schedulers)
     for i in range(2):
         given = {name: tensor[i] for name, tensor in condition.tensors.items()}
         count = given["text_length"]
-        draws = [noise[None, :, None] for noise in noises[i].unbind(1)]
+        if of_references:
+            kinds, pictures, draws, sounds = references_of(condition.tensors | {"reference_noise": noises}, i)
+            inputs = {"normalized_references": kinds, "condition_latents": pictures, "audio_condition_latents": sounds}
+        else:
+            draws = [noise[None, :, None] for noise in noises[i].unbind(1)]
+            inputs = {"condition_latents": [frame[None, :, None] for frame in given["keyframes"].unbind(1)]}
+            inputs["keyframe_anchors"] = tuple(("first", "last")[anchor] for anchor in given["keyframe_anchors"])
         with mock.patch.object(before_denoise, "randn_tensor", side_effect=draws):
             found = steps(
                 prompt_embeds=given["text"][None, :count], text_token_tags=1 - given["text_tags"][:count].long(),
-                latents=start["video"][i : i + 1], audio_latents=start["audio"][i].permute(2, 0, 1),
-                condition_latents=[frame[None, :, None] for frame in given["keyframes"].unbind(1)],
-                keyframe_anchors=tuple(("first", "last")[anchor] for anchor in given["keyframe_anchors"]),
+                latents=start["video"][i : i + 1], audio_latents=start["audio"][i].permute(2, 0, 1), **inputs,
                 height=32, width=32, num_frames=124, num_inference_steps=5,
             )  # fmt: skip
         made.append((found.get("latents")[0], found.get("audio_latents").permute(1, 2, 0)))
@@ -120,13 +132,22 @@ def _of_minimax_h3(network, condition, noises):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("anchors", [[0, 1], [1], pytest.param([0], marks=pytest.mark.long)])
-def test_keyframes_of_minimax_h3(pools, network, anchors):
-    """The noise of a keyframe is that of its clip's seed; the steps see the same."""
+@pytest.mark.parametrize(
+    ("anchors", "clips"),
+    [
+        ([0, 1], None),
+        ([1], None),
+        pytest.param([0], None, marks=pytest.mark.long),
+        (None, [0, 1]),
+        pytest.param(None, [2, 3], marks=pytest.mark.long),
+    ],
+)
+def test_given_rows_of_minimax_h3(pools, network, anchors, clips):
+    """The noise of a keyframe or reference is that of its clip's seed; the steps see the same."""
     network, folder = network
-    condition = _condition("minimax_h3", anchors)
+    condition, name = _condition("minimax_h3", anchors, clips), "keyframe" if clips is None else "reference"
     random = StepRandom(seed=SEED, step=0, positions=range(2))
-    noises = random.normal("condition/keyframe_noise", condition.tensors["keyframes"].shape[1:])
+    noises = random.normal(f"condition/{name}_noise", condition.tensors[f"{name}s"].shape[1:])
     theirs = _of_minimax_h3(network, condition, noises)
     for sizes in ((1, 1), (1, 4), (2, 2)):
         for ours in pools[sizes[0] * sizes[1]].run(_ours, "minimax_h3", folder, condition, *sizes):

@@ -65,6 +65,10 @@ class Case:
     settings: Dmd2Settings
     lora: dict[str, LoraSettings] = field(default_factory=dict)
 
+    @property
+    def given(self) -> str:
+        return next((name for name in ("keyframe", "reference") if f"{name}s" in self.condition), "")
+
 
 _LTX2 = ("ltx2", LTX2VideoTransformer3DModel, ARCHITECTURE, SHAPES, CONDITION, SETTINGS)
 LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.to_out.0", "*ff.net.*"])
@@ -82,6 +86,11 @@ CASES = {
         "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
         {"text": (5, 20)} | tiny_minimax_h3.KEYFRAMES,
         replace(SETTINGS, guidance_scale=1.0, audio_guidance_scale=1.0),
+    ),
+    "minimax_h3, references": Case(
+        "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
+        {"text": (5, 20)} | tiny_minimax_h3.REFERENCES,
+        replace(SETTINGS, guidance_scale=1.0, audio_guidance_scale=1.0, projection=True), ADAPTERS,
     ),
 }  # fmt: skip
 
@@ -105,9 +114,14 @@ def condition(case):
     generator = torch.Generator().manual_seed(7)
     text, null = (torch.randn(n, 2, 5, 20, generator=generator).double() for n in (BATCH, 1))
     made = text_condition(text[:, 0], null[0, 0])
+    rows = torch.tensor([[2], [0], [1], [3]])
+    tensors = {"text_tags": torch.arange(5) < rows, "text_length": torch.tensor([5, 3, 4, 5])}
+    if "references" in case.condition:
+        tensors["reference_sizes"] = tiny_minimax_h3.REFERENCE_SIZES
+        for name in ("references", "reference_sounds"):
+            tensors[name] = torch.randn(BATCH, *case.condition[name], generator=generator).double()
+        return replace(made, tensors=made.tensors | tensors)
     if "keyframes" in case.condition:
-        rows = torch.tensor([[2], [0], [1], [3]])
-        tensors = {"text_tags": torch.arange(5) < rows, "text_length": torch.tensor([5, 3, 4, 5])}
         tensors["keyframe_anchors"] = torch.tensor([[0, 1], [1, 0], [0, 1], [0, 1]])
         tensors["keyframes"] = torch.randn(BATCH, *case.condition["keyframes"], generator=generator).double()
         return replace(made, tensors=made.tensors | tensors)
@@ -211,13 +225,13 @@ def truth(request, tmp_path_factory):
         network, given = networks[name], condition(case).null if null else condition(case)
         if case.family == "ltx2":
             return _call_ltx2(network, x, times, given)
-        keyframes = given.tensors | {"keyframe_noise": noise} if "keyframes" in given.tensors else None
-        return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"], keyframes)
+        rows = given.tensors | {f"{case.given}_noise": noise} if case.given else None
+        return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"], rows)
 
     for step, name in ((0, "student"), (1, "fake")):
         random = StepRandom(seed=4, step=step, positions=range(BATCH))
-        if "keyframes" in case.condition:
-            noise = random.normal("condition/keyframe_noise", case.condition["keyframes"], torch.float64)
+        if case.given:
+            noise = random.normal(f"condition/{case.given}_noise", case.condition[f"{case.given}s"], torch.float64)
         formulas = Dmd2OfParts(call, case.settings, random, case.shapes, {"video": 1.0, "audio": RATIO})
         loss = formulas.student_loss() if name == "student" else formulas.fake_loss()
         loss.backward()

@@ -19,6 +19,7 @@ from models.verify import write_example
         pytest.param("minimax_h3", (1, 2, 13), False, id="minimax_h3, 53 rows"),
         pytest.param("minimax_h3", (2, 2, 4), True, id="minimax_h3, keyframes of 16 rows, texts of 1 and 4 rows"),
         pytest.param("minimax_h3", (3, 1, 1), True, id="minimax_h3, keyframes of 2 rows"),
+        pytest.param("minimax_h3", (2, 2, 4), 2, id="minimax_h3, references of 1 and 0, 6 and 8 rows"),
     ],
 )
 def test_a_mesh_computes_the_plain_network(pools, tmp_path, family, grid, optional, dp_shard, cp):

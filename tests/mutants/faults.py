@@ -706,15 +706,15 @@ FAULTS = (
     Fault(
         name="minimax_h3_audio_time",
         harm="sound rows are modulated by the video's time",
-        old="KEYFRAMES: 2, AUDIO: 1, VIDEO: 0}",
-        new="KEYFRAMES: 2, AUDIO: 0, VIDEO: 0}",
+        old="{TEXT: 0, AUDIO: 1, VIDEO: 0}",
+        new="{TEXT: 0, AUDIO: 0, VIDEO: 0}",
         killed_by="unit/test_minimax_h3_family.py::test_inputs_are_those_of_diffusers[t2av]",
     ),
     Fault(
         name="keyframes_in_the_loss",
         harm="velocities of given rows take the place of the first generated ones",
-        old="v = v[:, -len(places[VIDEO]) :]",
-        new="v = v[:, : len(places[VIDEO])]",
+        old="v, audio_v = v[:, -len(places[VIDEO]) :],",
+        new="v, audio_v = v[:, : len(places[VIDEO])],",
         killed_by="unit/test_minimax_h3_family.py::test_keyframes_are_those_of_diffusers[[0]]",
     ),
     Fault(
@@ -748,9 +748,30 @@ FAULTS = (
     Fault(
         name="vision_row_tagged_as_text",
         harm="rows of a picture in the text are modulated as text",
-        old="torch.where(shown[0].bool(), VIDEO_TAG, TEXT_TAG)",
-        new="torch.where(shown[0].bool(), TEXT_TAG, TEXT_TAG)",
+        old="torch.where(shown[0] == 1, VIDEO_TAG, TEXT_TAG)",
+        new="torch.where(shown[0] == 1, TEXT_TAG, TEXT_TAG)",
         killed_by="unit/test_minimax_h3_family.py::test_keyframes_are_those_of_diffusers[[0]]",
+    ),
+    Fault(
+        name="reference_time",
+        harm="the rotary clock does not advance by a reference's sound",
+        old="else max(float(latents), span)",
+        new="else span",
+        killed_by="unit/test_minimax_h3_family.py::test_positions_are_those_of_diffusers[300-207-grid0]",
+    ),
+    Fault(
+        name="reference_sound_time",
+        harm="rows of given sounds have the generated sound's time",
+        old="(GIVEN_SOUND, torch.zeros_like(t))",
+        new="(GIVEN_SOUND, times[1])",
+        killed_by="unit/test_minimax_h3_family.py::test_references_are_those_of_diffusers[[0, 1]]",
+    ),
+    Fault(
+        name="reference_padding",
+        harm="zeros that fill up a sample's sounds enter its sequence",
+        old="[:, : SIDES * sum(size[3] for size in references)]",
+        new="[:, -SIDES * sum(size[3] for size in references) :]",
+        killed_by="unit/test_minimax_h3_family.py::test_references_are_those_of_diffusers[[0, 1]]",
     ),
     Fault(
         name="ltx2_first_frame_time",

@@ -17,7 +17,14 @@ from models.lora.plan import plan_lora
 from models.lora.saved import inspect_adapters
 from models.lora.settings import LoraSettings
 from models.sample import AUDIO, VIDEO, Sample
-from tests.oracles.tiny_minimax_h3 import packed, velocity
+from tests.oracles.tiny_minimax_h3 import (
+    REFERENCE_SIZES,
+    REFERENCES,
+    packed,
+    packed_with_references,
+    references_of,
+    velocity,
+)
 from tests.tiers import parametrize
 from tests.unit.refused import refusal, refused
 
@@ -39,6 +46,18 @@ def test_positions_are_those_of_diffusers(text, audio, grid):
         assert torch.equal(ours.float(), theirs.float()) and torch.allclose(ours, theirs, rtol=1e-14, atol=1e-12)
     given = slice(text, text + grid[1] * grid[2] // 2)
     assert torch.equal(ours[given, 0], theirs[given, 0])
+    # Of references, diffusers packs each one's sound before its picture; here are all pictures before all sounds.
+    sizes = torch.tensor([[[1, 128, 228, 0], [37, 84, 48, 207], [0, 0, 0, 90], [22, 48, 84, 0], [7, 4, 6, 200]]])
+    tensors = {"reference_sizes": sizes, "reference_sounds": torch.zeros(1, 1000, 1)}
+    tensors |= dict.fromkeys(("references", "reference_noise"), torch.zeros(1, 300_000, 1))
+    kinds, pictures, _, sounds = references_of(tensors, 0)
+    ours = stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), None, sizes[0].tolist())
+    theirs, tags, videos, audios, *_ = packed_with_references(
+        torch.ones(text), audio, grid, (1, 2, 2), kinds, pictures, sounds
+    )
+    for streams, rows in ((("given", "video"), videos), (("given sound", "audio"), audios)):
+        mine = torch.cat([ours[name] for name in streams])
+        assert torch.equal(mine.float(), theirs[rows].float()) and torch.allclose(mine, theirs[rows], rtol=1e-14)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -81,6 +100,34 @@ def test_keyframes_are_those_of_diffusers(anchors):
     for part, shape in shapes.items():
         assert v.parts[part].shape == (2, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
     for name in ("keyframe_noise", "text_tags"):  # the comparison sees each
+        other = velocity(network, sample.parts, times, text, tensors | {name: torch.zeros_like(tensors[name])})
+        assert not torch.allclose(v.video, other["video"], atol=1e-5), name
+
+
+@pytest.mark.parametrize("samples", [[0, 1], [2, 3], [1]], ids=str)
+def test_references_are_those_of_diffusers(samples):
+    """One and three references of other sizes in one batch, with and without sound. Zeros after them do not enter."""
+    torch.manual_seed(0)
+    network = FAMILY.build(EXAMPLES["t2av"], "teacher.architecture")
+    for parameter in network.time_embedder.parameters():  # the time of a few rows must matter
+        parameter.data *= 5
+    config = FAMILY.defaults() | EXAMPLES["t2av"]
+    shapes, count = FAMILY.sample_shapes(config, (4, 7, 6, 4)), len(samples)
+    sample = Sample({name: torch.randn(count, *shape) for name, shape in shapes.items()}, FAMILY.parts)
+    text, t = torch.randn(count, TEXT, config["text_dim"]), torch.tensor([0.7, 0.0004])[:count]
+    tensors = {name: torch.randn(count, *REFERENCES[name]) for name in ("references", "reference_sounds")}
+    tensors |= {
+        "reference_noise": 100 * torch.randn(count, *REFERENCES["references"]),
+        "reference_sizes": REFERENCE_SIZES[samples],
+        "text_tags": (torch.arange(TEXT) < torch.tensor([[2], [3]])[:count]) + (torch.arange(TEXT) == 0).to(torch.int8),
+        "text_length": torch.tensor([4, 6])[:count],
+    }
+    times = {VIDEO: t, AUDIO: 3 * t / (12 - 9 * t)}
+    v = FAMILY.outputs(network, sample, t, Condition(tensors | {"text": text})).velocity
+    theirs = velocity(network, sample.parts, times, text, tensors)
+    for part, shape in shapes.items():
+        assert v.parts[part].shape == (count, *shape) and torch.allclose(v.parts[part], theirs[part], atol=1e-5)
+    for name in ("reference_noise", "reference_sounds") if 1 in samples else ():  # the comparison sees each
         other = velocity(network, sample.parts, times, text, tensors | {name: torch.zeros_like(tensors[name])})
         assert not torch.allclose(v.video, other["video"], atol=1e-5), name
 
