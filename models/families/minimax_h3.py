@@ -535,7 +535,7 @@ class SparseRows:
 def packed_streams(
     sample: Sample, t: Tensor, tensors: Mapping[str, Tensor], patch: tuple[int, int]
 ) -> tuple[dict[str, Stream], Tensor]:
-    """Return the streams of one sample in their order, and its times ``(2,)``, or ``(4,)`` with given rows.
+    """Return the streams of one sample in their order, and its times: ``(2,)``, and one each for given pictures and sounds.
 
     Args:
         sample: one sample.
