@@ -81,7 +81,7 @@ class Case:
     expert: int = 0
     """Position of the network in the folder."""
     optional: int = 0
-    """Which of :meth:`models.families.base.Family.options` the condition includes, from 1 on; 0 for none."""
+    """Number of the one of :meth:`models.families.base.Family.options` that the condition has; 0 for none."""
     history: str | None = None
     """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
 

@@ -535,7 +535,7 @@ class SparseRows:
 def packed_streams(
     sample: Sample, t: Tensor, tensors: Mapping[str, Tensor], patch: tuple[int, int]
 ) -> tuple[dict[str, Stream], Tensor]:
-    """Return the streams of one sample in their order, and its times: ``(2,)``, and one each for given pictures and sounds.
+    """Return the streams of one sample in their order, and its times ``(2,)`` to ``(4,)``.
 
     Args:
         sample: one sample.

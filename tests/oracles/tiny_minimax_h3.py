@@ -31,7 +31,7 @@ REFERENCE_SIZES = torch.tensor(
         [[1, 2, 2, 0], [1, 2, 4, 0], [7, 2, 2, 13]],
     ]
 )
-"""Of four samples: a picture; a clip with sound, a picture and a sound; a sound, a silent clip and a picture; ..."""
+"""Sizes in four samples: a picture; a clip with sound, a picture, a sound; a sound, a silent clip, a picture; ..."""
 REFERENCES = {
     "references": (84, 4), "reference_sounds": (26, 6), "reference_sizes": (3, 4), "text_length": (), "text_tags": (5,),
 }  # fmt: skip
