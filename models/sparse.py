@@ -5,8 +5,6 @@ each sparse block, weighs the coarse attention between tiles. Gates begin at zer
 the best tiles. They have FastVideo's names, and belong to the role: other roles of a shared network stay dense.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Cases of a parametrized test: some for ``make test``, the others for ``make test-all``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ writes a folder in diffusers layout that ``HunyuanVideo15Pipeline.from_pretraine
 ``HunyuanVideo15ImageToVideoPipeline``): nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

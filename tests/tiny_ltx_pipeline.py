@@ -5,8 +5,6 @@
 writes a folder in diffusers layout that ``LTXPipeline.from_pretrained`` loads: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

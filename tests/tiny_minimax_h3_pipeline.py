@@ -5,8 +5,6 @@
 writes the parts of diffusers' modular pipeline, each in its folder: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 writes a folder in diffusers layout that ``WanPipeline.from_pretrained`` loads: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import inspect

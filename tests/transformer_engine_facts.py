@@ -4,8 +4,6 @@
 wheels come from ``pip download --no-deps transformer-engine==VERSION``.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

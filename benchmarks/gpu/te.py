@@ -25,8 +25,8 @@ def linear(context: Context) -> None:
     import torch
     from torch import nn
 
+    from fsdp_cp.context.check_parallel import relative_error
     from fsdp_cp.sharding.fp8 import te_linear
-    from tests.oracles.attention_kernels import relative_error
 
     generator = torch.Generator(context.device).manual_seed(0)
     for rows in (ROWS, 1, 250):

@@ -7,8 +7,6 @@ Shapes: B batch, H heads of a rank, n true tokens of a ring rank, P slots for pi
 tokens of the largest piece, T tiles.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once, outside, and names do not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial

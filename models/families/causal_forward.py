@@ -1,7 +1,5 @@
 """Histories of a causal network's forward: a whole clip under a mask, or the keys and values of earlier chunks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -19,6 +19,7 @@ from models.roles.role_plan import plan_role
 from tests.counted import Counted
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.method_step import plain_step
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, text_condition, tiny_role
 
@@ -288,10 +289,7 @@ def truth(checkpoints, true_values):
 
 def _true_gradients(folder, loss):
     network = _plain(folder)
-    value = loss(network)
-    value.backward()
-    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-    return value.detach(), torch.stack([g.norm() for g in gradients.values()]).norm(), gradients
+    return plain_step(loss(network), network)
 
 
 def _true_teacher_forcing(network):

@@ -12,14 +12,12 @@ from distill.methods import Batch, build_method
 from distill.methods.dcm import DcmSettings
 from distill.methods.ode_regression import OdeRegressionSettings
 from distill.methods.scm import ScmSettings
-from fsdp_cp import ShardSettings, build_mesh, microbatch
-from fsdp_cp.context.check_parallel import gradient_errors, relative_error
-from fsdp_cp.reduce import grad_norm
+from fsdp_cp import ShardSettings, build_mesh
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
 from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
-from tests.oracles.full_tensors import full_tensors
+from tests.oracles.method_step import SEED, plain_step, step_errors, step_on_rank
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition, tiny_role
 
@@ -50,7 +48,7 @@ def data():
 
 
 def draws(positions):
-    return StepRandom(seed=4, step=STEP, positions=positions)
+    return StepRandom(seed=SEED, step=STEP, positions=positions)
 
 
 # On the ranks
@@ -72,17 +70,9 @@ def _steps(folder, sizes):
     clips, states, text, null = data()
     condition = text_condition(text[mine], null)
     batch = Batch(latents=video(clips[mine]), condition=condition, states=video(states[mine]))
-    student = roles["student"]
     for name, settings in METHODS.items():
-        (loss,) = build_method(settings, roles).losses(STEP, batch, draws(mine.tolist()))
-        with microbatch(student.network, is_first=True, is_last=True):
-            value = loss.closure() * len(mine) / 2
-            value.backward()
-        norm, named = grad_norm(student.parameters()), student.named_parameters()
-        found[name] = value.detach(), norm, full_tensors({n: p.grad for n, p in named.items()})
-        for parameter in named.values():
-            parameter.grad = None
-    return mine.tolist(), found
+        found[name] = step_on_rank(build_method(settings, roles), STEP, batch, mine, 2)
+    return mine, found
 
 
 # The formulas
@@ -179,22 +169,14 @@ def truth(checkpoints):
     for name, settings in METHODS.items():
         student = formulas.network("student")
         loss = getattr(formulas, settings.name)(student, settings)
-        loss.backward()
-        gradients = {n: p.grad for n, p in student.network.named_parameters()}
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        found[name] = loss.detach(), norm, gradients
+        found[name] = plain_step(loss, student.network)
     return found
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_a_step_equals_its_formula(pools, checkpoints, truth, sizes):
     """Losses, clip norms and all gradients."""
-    ranks, errors = pools[sizes.get("dp_shard", 1) * sizes.get("cp", 1)].run(_steps, checkpoints, sizes), {}
-    for name, (loss, norm, gradients) in truth.items():
-        shares = {tuple(mine): found[name][0] for mine, found in ranks}
-        errors[name, "loss"] = relative_error(sum(shares.values()), loss)
-        errors[name, "norm"] = max(relative_error(torch.as_tensor(found[name][1]), norm) for _, found in ranks)
-        each = [gradient_errors(found[name][2], gradients) for _, found in ranks]
-        errors[name, "gradients"] = max(error for errors_of in each for error in errors_of.values())
+    ranks = pools[sizes.get("dp_shard", 1) * sizes.get("cp", 1)].run(_steps, checkpoints, sizes)
+    errors = step_errors(ranks, truth)
     print(f"\n{sizes}:", {" ".join(key): f"{error:.0e}" for key, error in errors.items()})
     assert max(errors.values()) < 1e-5, errors

@@ -14,6 +14,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import (
 from distill.evaluate.sampling import generate
 from distill.methods import build_method
 from distill.methods.dmd2 import Dmd2Settings
+from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -89,7 +90,7 @@ def _start(family):
 
 
 def _off(ours, theirs):
-    return {part: ((ours[part] - x).norm() / x.norm()).item() for part, x in theirs.items()}
+    return {part: relative_error(ours[part], x) for part, x in theirs.items()}
 
 
 @pytest.fixture(scope="module")

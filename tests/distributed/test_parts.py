@@ -1,37 +1,25 @@
 """DMD2 of networks with video and sound on meshes: against formulas in float64, and resumed."""
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel, MiniMaxH3Transformer3DModel
 from einops import rearrange
-from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
 
 from distill.config.schema import EmaSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
 from distill.methods.dmd2 import Dmd2Settings
-from distill.train.gradients import accumulate_gradients
-from fsdp_cp.checkpoint.folder import step_folder
-from fsdp_cp.context.check_parallel import gradient_errors, relative_error
+from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding.initialise import copy_own_part
-from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
-from models.roles.load import build_roles
-from models.roles.role_plan import plan_role
 from tests.oracles import tiny_minimax_h3
 from tests.oracles.dmd2_of_parts import Dmd2OfParts
-from tests.oracles.full_tensors import full_tensors
-from tests.oracles.plain_run import public_name
-from tests.oracles.runs import Setup, make_config, random_adapter
-from tests.oracles.sharded_run import make_trainer
+from tests.oracles.method_step import SEED, Case, plain_step, step_errors, step_on_rank
+from tests.oracles.runs import Setup
+from tests.oracles.sharded_run import check_resume
 from tests.oracles.tiny_wan import text_condition
 from tests.tiers import parametrize
 
@@ -50,26 +38,9 @@ SETTINGS = Dmd2Settings(
     audio_shift_ratio=RATIO, fake_updates_per_student_update=1,
 )  # fmt: skip
 BATCH = 4
-ADAPTERS = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family whose networks make sound, and what trains."""
-
-    family: str
-    network: Any
-    architecture: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    condition: dict[str, tuple[int, ...]]
-    settings: Dmd2Settings
-    lora: dict[str, LoraSettings] = field(default_factory=dict)
-
-    @property
-    def given(self) -> str:
-        return next((name for name in ("keyframe", "reference") if f"{name}s" in self.condition), "")
-
-
+TRAINED = ("student", "fake")
+"""Roles in the order of the steps that train them."""
+ADAPTERS = {role: LoraSettings(rank=3, alpha=6) for role in TRAINED}
 _LTX2 = ("ltx2", LTX2VideoTransformer3DModel, ARCHITECTURE, SHAPES, CONDITION, SETTINGS)
 LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.to_out.0", "*ff.net.*"])
 """Layers that the recipe of LTX-2 adapts."""
@@ -95,19 +66,13 @@ CASES = {
 }  # fmt: skip
 
 
-def _write(folder, case):
-    for seed, name in enumerate(("teacher", "student", "fake")):
-        torch.manual_seed(seed)
-        network = case.network(**case.architecture)
-        for parameter in network.parameters():  # biases of 0 would hide errors in their gradients
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        network.save_pretrained(folder / name)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return _write(tmp_path_factory.mktemp("ltx2"), CASES["ltx2"])
+    return CASES["ltx2"].write(tmp_path_factory.mktemp("ltx2"))
+
+
+def given_rows(case):
+    return next((name for name in ("keyframe", "reference") if f"{name}s" in case.condition), "")
 
 
 def condition(case):
@@ -134,63 +99,17 @@ def condition(case):
 # On the ranks
 
 
-def _roles(case, folder, mesh):
-    sharding = ShardSettings(activation_checkpointing="selective")
-    plans = [
-        plan_role(
-            name,
-            checkpoint=str(folder / ("teacher" if name in case.lora else name)),
-            family=case.family,
-            sharding=sharding,
-            lora=case.lora.get(name),
-        )
-        for name in ("teacher", "student", "fake")
-    ]
-    roles = build_roles(
-        plans, mesh=mesh, device=torch.device("cpu"), precision="fp64", trained=("student", "fake"), shapes=case.shapes,
-        condition_shapes=case.condition,
-    )  # fmt: skip
-    for name in case.lora:
-        for key, parameter in roles[name].named_parameters().items():
-            copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
-    return roles
-
-
 def _steps(case, folder, dp_shard, cp):
-    """Return this rank's samples, and loss, clip norm, gradients and observations of a step of each trained role."""
+    """Return this rank's samples, and a step of each trained role."""
     mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4, device_type="cpu")
-    mine, found = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank], {}
-    method = build_method(case.settings, _roles(case, folder, mesh))
+    mine = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+    method = build_method(case.settings, case.roles(folder, mesh))
     clock = method.clock("student")
     batch = Batch(latents=None, condition=condition(case)[mine], latent_shapes=case.shapes, latent_shifts=clock)
-    for step, name in ((0, "student"), (1, "fake")):
-        role = method.roles[name]
-        random = StepRandom(seed=4, step=step, positions=mine.tolist())
-        losses = accumulate_gradients(
-            method, step, [batch], share=len(mine) / BATCH, random=lambda _, random=random: random
-        )
-        (value,) = losses.sums.values()
-        norm, named = grad_norm(role.parameters()), role.named_parameters()
-        gradients = full_tensors({n: p.grad for n, p in named.items() if p.grad is not None})
-        found[name] = value, norm, gradients, method.observations.drain()
-        role.network.zero_grad()  # adapters share it
-    return mine.tolist(), found
+    return mine, {name: step_on_rank(method, step, batch, mine, BATCH) for step, name in enumerate(TRAINED)}
 
 
 # The formulas
-
-
-def _plain(case, folder, name):
-    """Return a plain network in float64; one with adapters is the teacher's, with peft's adapters."""
-    network = case.network.from_pretrained(folder / ("teacher" if name in case.lora else name))
-    if name in case.lora:
-        layers = r".*\.(to_[qkv]|to_out\.0|net\.0\.proj|net\.2)"
-        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=6, target_modules=layers), network)
-        for key, parameter in network.named_parameters():
-            parameter.requires_grad_("lora_" in key)
-            if "lora_" in key:
-                parameter.data = random_adapter(name, public_name(key), parameter.shape)
-    return nn.Module.to(network, torch.float64)
 
 
 def _call_ltx2(network, x, times, given):
@@ -218,28 +137,23 @@ def _call_ltx2(network, x, times, given):
 def truth(request, tmp_path_factory):
     """Return a case and its folder, and loss, clip norm, gradients and normalisers of the whole batch by role."""
     case, found = CASES[request.param], {}
-    folder = _write(tmp_path_factory.mktemp(request.param), case)
-    networks = {name: _plain(case, folder, name) for name in ("teacher", "student", "fake")}
+    folder = case.write(tmp_path_factory.mktemp(request.param))
+    networks = {name: case.plain(folder, name) for name in ("teacher", *TRAINED)}
 
     def call(name, x, times, null):
         network, given = networks[name], condition(case).null if null else condition(case)
         if case.family == "ltx2":
             return _call_ltx2(network, x, times, given)
-        rows = given.tensors | {f"{case.given}_noise": noise} if case.given else None
+        rows = given.tensors | {f"{kind}_noise": noise} if kind else None
         return tiny_minimax_h3.velocity(network, x, times, given.tensors["text"], rows)
 
-    for step, name in ((0, "student"), (1, "fake")):
-        random = StepRandom(seed=4, step=step, positions=range(BATCH))
-        if case.given:
-            noise = random.normal(f"condition/{case.given}_noise", case.condition[f"{case.given}s"], torch.float64)
+    for step, name in enumerate(TRAINED):
+        random = StepRandom(seed=SEED, step=step, positions=range(BATCH))
+        if kind := given_rows(case):
+            noise = random.normal(f"condition/{kind}_noise", case.condition[f"{kind}s"], torch.float64)
         formulas = Dmd2OfParts(call, case.settings, random, case.shapes, {"video": 1.0, "audio": RATIO})
         loss = formulas.student_loss() if name == "student" else formulas.fake_loss()
-        loss.backward()
-        named = {public_name(n): p for n, p in networks[name].named_parameters()}
-        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        found[name] = loss.detach(), norm, gradients, formulas.normalisers
-        networks[name].zero_grad()
+        found[name] = *plain_step(loss, networks[name]), formulas.normalisers
     return case, folder, found
 
 
@@ -247,31 +161,19 @@ def truth(request, tmp_path_factory):
 def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
     """Student's and fake's loss, clip norm, all gradients, and the normaliser of each part."""
     case, folder, wanted = truth
-    ranks, errors = pools[dp_shard * cp].run(_steps, case, folder, dp_shard, cp), {}
-    for name, (loss, norm, gradients, normalisers) in wanted.items():
-        shares = {tuple(mine): found[name] for mine, found in ranks}
-        errors[name, "loss"] = relative_error(sum(share[0] for share in shares.values()), loss)
-        errors[name, "norm"] = max(relative_error(torch.as_tensor(found[name][1]), norm) for _, found in ranks)
-        each = [gradient_errors(found[name][2], gradients) for _, found in ranks]
-        errors[name, "gradients"] = max(error for errors_of in each for error in errors_of.values())
+    ranks = pools[dp_shard * cp].run(_steps, case, folder, dp_shard, cp)
+    errors = step_errors(ranks, wanted)
+    for name, (*_, normalisers) in wanted.items():
+        shares = {tuple(mine.tolist()): found[name][3] for mine, found in ranks}
         for part, q in normalisers.items():
             observed = "dmd_normaliser" if part == "video" else f"dmd_normaliser/{part}"
-            total = sum(share[3][observed][0] for share in shares.values())
+            total = sum(share[observed][0] for share in shares.values())
             errors[name, f"normaliser of {part}"] = relative_error(torch.as_tensor(total / BATCH), q.mean())
     print(f"\n{case.family} {dp_shard} x {cp}:", {" ".join(key): f"{error:.0e}" for key, error in errors.items()})
     assert max(errors.values()) < 1e-5, errors
 
 
 # A run
-
-
-def _run(setup, folder, run_dir, first=0, save_at=()):
-    """Run from step ``first``; return losses and weights."""
-    config = make_config(setup, folder)
-    config.run_dir = run_dir
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trace = make_trainer(setup, folder, config, resume_from).record(save_at)
-    return trace.losses, trace.weights
 
 
 @pytest.mark.slow
@@ -282,8 +184,4 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, folder, tmp_path, l
         latent_shape=SHAPES["video"], audio_shape=SHAPES["audio"], condition_shapes=CONDITION, lora=lora,
         ema=EmaSettings(enabled=True),
     )  # fmt: skip
-    losses, weights = pools[4].run(_run, setup, folder, str(tmp_path), 0, (2,))[0]
-    again, other = pools[4].run(_run, setup, folder, str(tmp_path), 2)[0]
-    assert again == losses[2:] and other.keys() == weights.keys()
-    assert all(torch.equal(other[role][name], value) for role in weights for name, value in weights[role].items())
-    assert len(set(losses)) == 4 and all(torch.isfinite(torch.tensor(losses)))
+    check_resume(pools[4], setup, folder, tmp_path)

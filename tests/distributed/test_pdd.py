@@ -3,15 +3,13 @@
 import json
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import MiniMaxH3Transformer3DModel, WanTransformer3DModel
-from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,90 +17,66 @@ from distill.config.schema import EmaSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
 from distill.methods.pdd import Pdd, PddSettings
-from distill.train.gradients import accumulate_gradients
-from fsdp_cp.context.check_parallel import gradient_errors, relative_error
+from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.reduce import grad_norm
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding.initialise import copy_own_part
-from fsdp_cp.sharding.settings import ShardSettings
 from models.export import RoleExport
 from models.export_folder import sharded
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
 from models.roles.load import build_roles
 from models.roles.role_plan import plan_role
-from tests.distributed.test_parts import _run
 from tests.oracles import tiny_minimax_h3, tiny_wan
-from tests.oracles.full_tensors import full_tensors
+from tests.oracles.method_step import SEED, Case, plain_step, step_errors, step_on_rank
 from tests.oracles.pdd_of_heads import PddOfHeads
-from tests.oracles.plain_run import from_a_frame, public_name
+from tests.oracles.plain_run import from_a_frame
 from tests.oracles.runs import Setup, random_adapter
-from tests.oracles.tiny_wan import text_condition
+from tests.oracles.sharded_run import check_resume
+from tests.oracles.tiny_wan import CONDITION_SHAPES, text_condition
 from tests.oracles.written_out import WrittenOut
 from tests.tiers import parametrize
 from tests.unit.refused import refused
 
 MESHES = [(2, 2), (1, 1), (1, 2), (2, 1)]
-BATCH = 4
+BATCH, STEPS = 4, (0, 1)
 SETTINGS = PddSettings(grid_steps=8, steps=[2, 4], guidance_scale=2.0, shift=3.0)
 ADAPTERS = {"student": LoraSettings(rank=3, alpha=6)}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A family, and what trains."""
+@dataclass(frozen=True, kw_only=True)
+class PddCase(Case):
+    """A family whose student has heads."""
 
-    family: str
-    network: Any
-    architecture: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    text: tuple[int, int]
     layers: dict[str, str]
     """Last layer of each part."""
-    settings: PddSettings
-    lora: dict[str, LoraSettings] = field(default_factory=dict)
     ratio: float = 1.0
     """Shift from the video's time to the sound's."""
-    frame: tuple[int, ...] | None = None
-    """Shape of a given first frame."""
-
-    @property
-    def condition_shapes(self):
-        return {"text": self.text, **({} if self.frame is None else {"first_frame": self.frame})}
 
 
-_WAN = ("wan", WanTransformer3DModel, tiny_wan.ARCHITECTURE, {"video": tiny_wan.LATENT_SHAPE}, tiny_wan.TEXT_SHAPE)
+_WAN = ("wan", WanTransformer3DModel, tiny_wan.ARCHITECTURE, {"video": tiny_wan.LATENT_SHAPE})
+_VIDEO = {"layers": {"video": "proj_out"}}
 CASES = {
-    "wan": Case(*_WAN, {"video": "proj_out"}, SETTINGS),
-    "wan, from a frame": Case(*_WAN, {"video": "proj_out"}, SETTINGS, frame=(4, 1, 8, 8)),
-    "wan, all blocks": Case(*_WAN, {"video": "proj_out"}, replace(SETTINGS, blocks="all", solver="euler", targets=3)),
-    "minimax_h3, adapted": Case(
-        "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES, (5, 20),
-        {"video": "proj_out", "audio": "audio_proj_out"},
-        replace(SETTINGS, guidance_scale=1.0, shift=12.0, audio_weight=0.7), ADAPTERS, 0.25,
+    "wan": PddCase(*_WAN, CONDITION_SHAPES, SETTINGS, **_VIDEO),
+    "wan, from a frame": PddCase(*_WAN, CONDITION_SHAPES | {"first_frame": (4, 1, 8, 8)}, SETTINGS, **_VIDEO),
+    "wan, all blocks": PddCase(
+        *_WAN, CONDITION_SHAPES, replace(SETTINGS, blocks="all", solver="euler", targets=3), **_VIDEO
+    ),
+    "minimax_h3, adapted": PddCase(
+        "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
+        {"text": (5, 20)}, replace(SETTINGS, guidance_scale=1.0, shift=12.0, audio_weight=0.7), ADAPTERS,
+        layers={"video": "proj_out", "audio": "audio_proj_out"}, ratio=0.25,
     ),
 }  # fmt: skip
 
 
-def _write(folder, case):
-    for seed, name in enumerate(("teacher", "student")):
-        torch.manual_seed(seed)
-        network = case.network(**case.architecture)
-        for parameter in network.parameters():  # biases of 0 would hide errors in their gradients
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        network.save_pretrained(folder / name)
-    return folder
-
-
 def _condition(case):
     generator = torch.Generator().manual_seed(7)
-    text, null = (torch.randn(n, *case.text, generator=generator).double() for n in (BATCH, 1))
+    text, null = (torch.randn(n, *case.condition["text"], generator=generator).double() for n in (BATCH, 1))
     made = text_condition(text, null[0])
-    if case.frame is None:
+    if "first_frame" not in case.condition:
         return made
-    frame = torch.randn(BATCH, *case.frame, generator=generator).double()
+    frame = torch.randn(BATCH, *case.condition["first_frame"], generator=generator).double()
     return replace(made, tensors=made.tensors | {"first_frame": frame})
 
 
@@ -114,27 +88,8 @@ def _mesh(dp_shard, cp):
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=4, device_type="cpu")
 
 
-def _method(case, folder, mesh, precision="fp64", size=1.0) -> Pdd:
-    """Return the method with random heads of ``size`` and adapters."""
-    plans = [
-        plan_role(
-            name,
-            checkpoint=str(folder / ("teacher" if name in case.lora else name)),
-            family=case.family,
-            sharding=ShardSettings(activation_checkpointing="selective"),
-            lora=case.lora.get(name),
-            additions=Pdd.additions(case.settings).get(name, ()),
-        )
-        for name in ("teacher", "student")
-    ]
-    roles = build_roles(
-        plans, mesh=mesh, device=torch.device("cpu"), precision=precision, trained=("student",), shapes=case.shapes,
-        condition_shapes=case.condition_shapes,
-    )  # fmt: skip
-    for key, parameter in roles["student"].named_parameters().items():
-        if "lora_" in key or key.startswith("additions."):
-            copy_own_part(parameter.detach(), size * random_adapter("student", key, parameter.shape), key)
-    return build_method(case.settings, roles)
+def _method(case, folder, mesh, *random) -> Pdd:
+    return build_method(case.settings, case.roles(folder, mesh, *random))
 
 
 def _batch(case, method, rows):
@@ -142,22 +97,13 @@ def _batch(case, method, rows):
     return Batch(latents=None, condition=_condition(case)[rows], latent_shapes=case.shapes, latent_shifts=shifts)
 
 
-def _step(case, folder, dp_shard, cp):
-    """Return this rank's samples, and loss, clip norm and gradients of two steps."""
-    mesh, found = _mesh(dp_shard, cp), []
+def _steps(case, folder, dp_shard, cp):
+    """Return this rank's samples, and two steps."""
+    mesh = _mesh(dp_shard, cp)
     mine = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
     method = _method(case, folder, mesh)
-    role = method.roles["student"]
-    for step in (0, 1):
-        random = StepRandom(seed=4, step=step, positions=mine.tolist())
-        losses = accumulate_gradients(
-            method, step, [_batch(case, method, mine)], share=len(mine) / BATCH, random=lambda _, random=random: random
-        )
-        norm, named = grad_norm(role.parameters()), role.named_parameters()
-        gradients = full_tensors({n: p.grad for n, p in named.items() if p.grad is not None})
-        found.append((losses.sums["pdd"] * losses.weights["pdd"], norm, gradients))
-        role.network.zero_grad()
-    return mine.tolist(), found
+    batch = _batch(case, method, mine)
+    return mine, {step: step_on_rank(method, step, batch, mine, BATCH) for step in STEPS}
 
 
 # The formulas
@@ -169,17 +115,9 @@ class _Plain:
     def __init__(self, case, folder):
         self.case, self.networks = case, {}
         for name in ("teacher", "student"):
-            network = case.network.from_pretrained(folder / ("teacher" if name in case.lora else name))
-            if name in case.lora:
-                layers = r".*\.(to_[qkv]|to_out\.0|net\.0\.proj|net\.2)"
-                inject_adapter_in_model(LoraConfig(r=3, lora_alpha=6, target_modules=layers), network)
-                for key, parameter in network.named_parameters():
-                    parameter.requires_grad_("lora_" in key)
-                    if "lora_" in key:
-                        parameter.data = random_adapter(name, public_name(key), parameter.shape)
+            self.networks[name] = case.plain(folder, name)
             if case.family == "wan":
-                network.set_attn_processor(WrittenOut())
-            self.networks[name] = nn.Module.to(network, torch.float64)
+                self.networks[name].set_attn_processor(WrittenOut())
         self.heads = {}
         for part, layer in case.layers.items():
             linear = self.networks["student"].get_submodule(layer).requires_grad_(False)
@@ -210,33 +148,24 @@ class _Plain:
             times = {part: time.expand(len(text)) for part, time in times.items()}
             return tiny_minimax_h3.velocity(self.networks[name], x, times, text)
         t, network = times["video"].expand(len(text)), self.networks[name]
-        if self.case.frame is not None:
+        if "first_frame" in condition.tensors:
             v, *_ = from_a_frame(network, x["video"], t, condition.tensors["first_frame"], text)
         else:
             (v,) = network(hidden_states=x["video"], timestep=1000 * t, encoder_hidden_states=text, return_dict=False)
         return {"video": v}
 
-    def gradients(self):
-        named = {public_name(n): p for n, p in self.networks["student"].named_parameters()} | self.heads
-        found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        for parameter in named.values():
-            parameter.grad = None
-        return found
-
 
 @pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c != "wan" else ()) for c in CASES])
 def truth(request, tmp_path_factory):
     """Return a case and its folder, and loss, clip norm and gradients of the whole batch in two steps."""
-    case, found = CASES[request.param], []
-    folder = _write(tmp_path_factory.mktemp("pdd"), case)
+    case, found = CASES[request.param], {}
+    folder = case.write(tmp_path_factory.mktemp("pdd"))
     plain = _Plain(case, folder)
-    for step in (0, 1):
-        random = StepRandom(seed=4, step=step, positions=range(BATCH))
+    for step in STEPS:
+        random = StepRandom(seed=SEED, step=step, positions=range(BATCH))
         ratios = {"video": 1.0, "audio": case.ratio}
-        loss = PddOfHeads(plain.call, plain.head, case.settings, random, case.shapes, ratios).loss()
-        loss.backward()
-        gradients = plain.gradients()
-        found.append((loss.detach(), torch.stack([g.norm() for g in gradients.values()]).norm(), gradients))
+        formulas = PddOfHeads(plain.call, plain.head, case.settings, random, case.shapes, ratios)
+        found[step] = plain_step(formulas.loss(), plain.networks["student"], plain.heads)
     return case, folder, found
 
 
@@ -244,13 +173,8 @@ def truth(request, tmp_path_factory):
 def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
     """Loss, clip norm and all gradients; the last layers under the heads have none."""
     case, folder, wanted = truth
-    ranks, errors = pools[dp_shard * cp].run(_step, case, folder, dp_shard, cp), {}
-    for step, (loss, norm, gradients) in enumerate(wanted):
-        shares = {tuple(mine): found[step] for mine, found in ranks}
-        errors[step, "loss"] = relative_error(sum(share[0] for share in shares.values()), loss)
-        errors[step, "norm"] = max(relative_error(torch.as_tensor(found[step][1]), norm) for _, found in ranks)
-        each = [gradient_errors(found[step][2], gradients) for _, found in ranks]
-        errors[step, "gradients"] = max(error for errors_of in each for error in errors_of.values())
+    errors = step_errors(pools[dp_shard * cp].run(_steps, case, folder, dp_shard, cp), wanted)
+    for _, _, gradients in wanted.values():
         assert all(gradients[f"additions.heads.{part}.weight"].norm() > 1e-4 for part in case.layers)
     print(f"\n{case.family} {dp_shard} x {cp}:", {f"{k} {name}": f"{error:.0e}" for (k, name), error in errors.items()})
     assert max(errors.values()) < 1e-5, errors
@@ -262,7 +186,7 @@ def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
 def _values(case, folder, size):
     """Return samples of student and teacher, and two heads' velocities with their difference by the formula."""
     mesh = _mesh(1, 1)
-    method, random = _method(case, folder, mesh, "bf16", size), StepRandom(seed=4, step=0, positions=range(BATCH))
+    method, random = _method(case, folder, mesh, "bf16", size), StepRandom(seed=SEED, step=0, positions=range(BATCH))
     batch = replace(_batch(case, method, slice(None)))
     batch = replace(batch, condition=batch.condition.to(torch.float32))
     noise, student = batch.noise(random, "noise"), method.roles["student"]
@@ -285,7 +209,7 @@ def _values(case, folder, size):
 def test_new_heads_take_the_teachers_steps_and_small_ones_are_not_rounded(pools, tmp_path):
     """Under bf16: a new student's steps are the teacher's, and heads differ in less than bf16 can tell."""
     case = replace(CASES["wan"], settings=replace(SETTINGS, guidance_scale=1.0), lora=ADAPTERS)
-    folder = _write(tmp_path, case)
+    folder = case.write(tmp_path)
     ((steps, path, *_),) = pools[1].run(_values, case, folder, 0.0)
     assert relative_error(steps.video, path.video) < 1e-6
     ((steps, path, out, difference, dtypes),) = pools[1].run(_values, case, folder, 1e-3)
@@ -297,7 +221,7 @@ def test_new_heads_take_the_teachers_steps_and_small_ones_are_not_rounded(pools,
 def _mistakes(case, folder):
     method = _method(case, folder, _mesh(1, 1))
     batch = _batch(case, method, slice(None))
-    noise = batch.noise(StepRandom(seed=4, step=0, positions=range(BATCH)), "noise")
+    noise = batch.noise(StepRandom(seed=SEED, step=0, positions=range(BATCH)), "noise")
     t, rows = torch.full((BATCH,), 0.7, dtype=torch.float64), method.grid.mean((0, 1))
     with torch.no_grad():
         for role, given in (("student", {}), ("teacher", {"heads": rows})):
@@ -309,7 +233,7 @@ def _mistakes(case, folder):
 
 
 def test_missing_heads_are_refused(pools, tmp_path):
-    assert all(pools[1].run(_mistakes, CASES["wan"], _write(tmp_path, CASES["wan"])))
+    assert all(pools[1].run(_mistakes, CASES["wan"], CASES["wan"].write(tmp_path)))
 
 
 def test_a_family_without_a_named_last_layer_is_refused():
@@ -325,17 +249,13 @@ def test_a_family_without_a_named_last_layer_is_refused():
 @pytest.mark.parametrize("blocks", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, tmp_path, blocks):
     case = CASES["minimax_h3, adapted"]
-    folder, settings = _write(tmp_path / "networks", case), replace(case.settings, blocks=blocks)
+    folder, settings = case.write(tmp_path / "networks"), replace(case.settings, blocks=blocks)
     setup = Setup(
         cp=2, dp_shard=2, micro_batch_size=2, steps=4, family=case.family, architecture=case.architecture,
         method=settings, latent_shape=case.shapes["video"], audio_shape=case.shapes["audio"],
-        condition_shapes={"text": case.text}, lora=case.lora, ema=EmaSettings(enabled=True),
+        condition_shapes=case.condition, lora=case.lora, ema=EmaSettings(enabled=True),
     )  # fmt: skip
-    losses, weights = pools[4].run(_run, setup, folder, str(tmp_path / "run"), 0, (2,))[0]
-    again, other = pools[4].run(_run, setup, folder, str(tmp_path / "run"), 2)[0]
-    assert again == losses[2:] and other.keys() == weights.keys()
-    assert all(torch.equal(other[role][name], value) for role in weights for name, value in weights[role].items())
-    assert len(set(losses)) == 4 and all(torch.isfinite(torch.tensor(losses)))
+    weights = check_resume(pools[4], setup, folder, tmp_path / "run")
     for name in ("student", "average of student"):
         assert weights[name]["additions.heads.audio.weight"].norm() > 0
 
@@ -378,7 +298,7 @@ def _from_videox(case, folder, saved, out):
     ]  # fmt: skip
     roles = build_roles(
         plans, mesh=mesh, device=torch.device("cpu"), trained=("student",), shapes=case.shapes,
-        condition_shapes={"text": case.text},
+        condition_shapes=case.condition,
     )  # fmt: skip
     method, student = build_method(case.settings, roles), roles["student"]
     export = RoleExport(
@@ -387,7 +307,7 @@ def _from_videox(case, folder, saved, out):
     )  # fmt: skip
     for kind in ("videox-pdd", "wan-lora"):
         export.write(out / kind, kind, dtype=torch.float32, about={})
-    x = _batch(case, method, slice(1)).noise(StepRandom(seed=4, step=0, positions=[0]), "noise").to(torch.float32)
+    x = _batch(case, method, slice(1)).noise(StepRandom(seed=SEED, step=0, positions=[0]), "noise").to(torch.float32)
     text, t = _condition(case)[slice(1)].to(torch.float32), torch.full((1,), 0.7)
     with torch.no_grad():
         return student.velocity(x, t, text, heads=method.grid.mean((0, 1), (5, 6)))
@@ -396,7 +316,7 @@ def _from_videox(case, folder, saved, out):
 def test_videox_funs_file_both_ways(pools, tmp_path):
     """Values of a started student are those of the file's layers; writing it back gives the file bit by bit."""
     case = replace(CASES["minimax_h3, adapted"], lora={})
-    folder = _write(tmp_path, case)
+    folder = case.write(tmp_path)
     tensors, config = _videox_file(folder, case)
     saved = find_adapters(str(folder / "theirs"))
     velocity = pools[2].run(_from_videox, case, folder, saved, tmp_path / "ours")[0]
@@ -415,7 +335,7 @@ def test_videox_funs_file_both_ways(pools, tmp_path):
         layer = name.removesuffix(".lora_up")
         network.get_submodule(layer).weight.data += tensors[name] @ tensors[f"{layer}.lora_down"]
     noise = Batch(latents=None, condition=_condition(case)[slice(1)], latent_shapes=case.shapes).noise(
-        StepRandom(seed=4, step=0, positions=[0]), "noise"
+        StepRandom(seed=SEED, step=0, positions=[0]), "noise"
     )
     times = {"video": torch.tensor([0.7]), "audio": torch.tensor([0.25 * 0.7 / (1 - 0.75 * 0.7)])}
     for row, k in enumerate((0, 5)):

@@ -20,6 +20,7 @@ from distill.methods.meanflow import MeanFlowSettings
 from distill.sample import main as sample_command
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint.save_load import Checkpoints
+from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.errors import UserError
 from models import export
 from models.additions.base import additions_of
@@ -108,10 +109,6 @@ def _plain(folder, dtype):
     return network, velocity
 
 
-def _relative(ours, truth):
-    return ((ours - truth).norm() / truth.norm()).item()
-
-
 # ---------------------------------------------------------------- values and gradients
 
 
@@ -130,7 +127,9 @@ def _values(checkpoints, trained, dp_shard, cp):
         truth = plain.velocity(video(x), t, condition).video
         same = torch.equal(fresh.velocity(video(x), t, condition, r).video, truth)
         at_t = torch.equal(role.velocity(video(x), t, condition, t).video, truth)
-        apart = [_relative(a, b) for a, b in zip(role.velocity(video(x), t, condition, r).video, truth, strict=True)]
+        apart = [
+            relative_error(a, b) for a, b in zip(role.velocity(video(x), t, condition, r).video, truth, strict=True)
+        ]
     first = fresh.weights()[W1].full_tensor()
     target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
     ((role.velocity(video(x), t, condition, r).video - target).square().mean() * len(x) / BATCH).backward()
@@ -161,7 +160,7 @@ def test_values_and_gradients(pools, checkpoints, trained, dp_shard, cp):
         assert first.norm() > 0.1 and torch.equal(first, ranks[0][4])
         assert gradients.keys() == truth.keys()
         for name, gradient in gradients.items():
-            assert _relative(gradient, truth[name]) < 1e-5, name
+            assert relative_error(gradient, truth[name]) < 1e-5, name
         assert gradients[W1].norm() > 1e-6 and gradients[W2].norm() > 1e-6
 
 
@@ -192,10 +191,10 @@ def test_jvp_along_v_0_1(pools, trained, dp_shard, cp):
     out, tangent = torch.func.jvp(lambda x, t: velocity(x, t, r, condition), (x, t), tangents)
     for dp_rank, ours, our_tangent, left in pools[dp_shard * cp].run(_jvp, trained, dp_shard, cp):
         mine = _slice(dp_rank, dp_shard)
-        assert _relative(ours, out[mine]) < 1e-6 and _relative(our_tangent, tangent[mine]) < 1e-6
+        assert relative_error(ours, out[mine]) < 1e-6 and relative_error(our_tangent, tangent[mine]) < 1e-6
         assert left is None
     still = torch.func.jvp(lambda x, t: velocity(x, t, r + (t - t.detach()), condition), (x, t), tangents)[1]
-    assert _relative(still, tangent) > 1e-3, "the interval grows with t"
+    assert relative_error(still, tangent) > 1e-3, "the interval grows with t"
 
 
 # ---------------------------------------------------------------- dtypes, mistakes

@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 
 import fsdp_cp.attention
 from fsdp_cp import build_mesh
+from fsdp_cp.context.check_parallel import relative_error
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
-from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
+from tests.oracles.wan64 import LATENTS, plain_wan, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -99,7 +100,7 @@ def test_half_precision_comes_out_in_fp32():
     (out, _), (t_out, _) = torch.func.jvp(lambda *x: _written_out(*x, None, 0.25), tuple(wide[:3]), tuple(wide[3:]))
     found = attention_dual(*tensors, None, 0.25)
     assert {x.dtype for x in found} == {torch.float32}
-    assert relative(found.out, out) < 2e-6 and relative(found.t_out, t_out) < 2e-6
+    assert relative_error(found.out, out) < 2e-6 and relative_error(found.t_out, t_out) < 2e-6
 
 
 def _derivative_of_wan(folder, sizes):
@@ -141,7 +142,7 @@ def test_derivatives_of_a_network_on_meshes(pools, wan64, sizes):
 
     out, tangent = torch.func.jvp(velocity, (x,), (direction,))
     for ours, t_ours, launches in pools[sizes["cp"]].run(_derivative_of_wan, wan64, sizes):
-        assert relative(ours, out) < 1e-5 and relative(t_ours, tangent) < 1e-5
+        assert relative_error(ours, out) < 1e-5 and relative_error(t_ours, tangent) < 1e-5
         assert launches == len(network.blocks) * (sizes.get("ring", 1) + 1)
 
 

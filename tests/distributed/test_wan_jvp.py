@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from fsdp_cp.context.check_parallel import relative_error
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
-from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
+from tests.oracles.wan64 import LATENTS, plain_wan, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
 
 SLOW = pytest.mark.slow
@@ -55,7 +56,7 @@ def oracle(wan64):
         return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
 
     out, tangent = torch.func.jvp(velocity, (x, t), (dx, dt))
-    assert relative(out, plain) < 1e-7, "the oracle is diffusers' network"
+    assert relative_error(out, plain) < 1e-7, "the oracle is diffusers' network"
     return out, tangent, torch.func.jvp(velocity, (x, t), (torch.zeros_like(dx), dt))[1]
 
 
@@ -68,4 +69,4 @@ def test_jvp_of_wan(pools, wan64, oracle, sizes):
     for dp_rank, *ours in ranks:
         mine = slice(dp_rank * samples, (dp_rank + 1) * samples)
         for each, truth in zip(ours, (out, tangent, of_time, out), strict=True):
-            assert relative(each, truth[mine]) < 1e-6
+            assert relative_error(each, truth[mine]) < 1e-6

@@ -1,7 +1,5 @@
 """Runs of each model family from mp4 files to an export, sampled by our sampler and by diffusers' pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,11 +165,6 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
         pixels, latents = data.decode(latents), latents.video
     shapes = {name: tuple(value.shape) for name, value in data[0].items() if name != "caption"}
     return latents, pixels, dict(condition.tensors), shapes, along
-
-
-def off(found: Tensor, truth: Tensor) -> float:
-    """Return the relative error by norm."""
-    return ((found - truth).norm() / truth.norm()).item()
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Parts for the tests of ``benchmarks.gpu``, which end in all possible ways. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Helpers that type a command line in this process and check that it changes no file."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

@@ -32,10 +32,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from distill import sample
+from fsdp_cp.context.check_parallel import relative_error
 from models import export
 from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
-from tests.e2e.families import STEPS, Case, distil, off, same_weights, weights
+from tests.e2e.families import STEPS, Case, distil, same_weights, weights
 from tests.e2e.launch import losses, train, train_killed
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
@@ -106,10 +107,12 @@ def test_wan(tmp_path):
     pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=rcm)
     other = generate(rcm[0] * noise)
     method, pixels, _, _, (exact, listed, ours_other) = run.ours(times=(fitted, PUBLISHED, rcm))
-    assert off(exact, theirs) < 1e-5
-    assert off(ours_other, other) < 1e-5
-    assert torch.equal(method, listed) and off(listed, theirs) < 1e-3, "the scheduler meets the times to 1e-5"
-    assert off(ours_other, theirs) > 1e-2, "the checks can tell times apart"
+    assert relative_error(exact, theirs) < 1e-5
+    assert relative_error(ours_other, other) < 1e-5
+    assert torch.equal(method, listed) and relative_error(listed, theirs) < 1e-3, (
+        "the scheduler meets the times to 1e-5"
+    )
+    assert relative_error(ours_other, theirs) > 1e-2, "the checks can tell times apart"
     assert frames.shape == pixels.shape == (2, 17, 32, 48, 3)
 
 
@@ -134,11 +137,11 @@ def test_adapters_in_every_format(tmp_path):
     saved = adapters / "pytorch_lora_weights.safetensors"
     ours = run.ours(checkpoint=str(run.pipeline), lora=LoraSettings(), saved=saved)[0]
     exact = generate(run.student)
-    assert off(exact, ours) < 1e-3, "the scheduler meets the times to 1e-5"
-    assert off(generate(tmp_path / "merged"), exact) < 1e-4
+    assert relative_error(exact, ours) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert relative_error(generate(tmp_path / "merged"), exact) < 1e-4
     for folder in (adapters, tmp_path / "diffusers-lora", tmp_path / "wan-lora"):
-        assert off(generate(adapters=folder), exact) < 1e-4, folder
-    assert off(generate(), exact) > 1e-2, "the adapters do something"
+        assert relative_error(generate(adapters=folder), exact) < 1e-4, folder
+    assert relative_error(generate(), exact) > 1e-2, "the adapters do something"
 
 
 def check_commands(run, image, load_heads=False):
@@ -173,8 +176,8 @@ def test_wan_image_to_video(tmp_path):
         pipeline(image=case.picture(file), prompt=caption, guidance_scale=1.0, latents=start[None], **case.call())[0]
         for file, caption, start in zip(files, case.captions, case.noise(), strict=True)
     ])  # fmt: skip
-    assert off(latents, theirs) < 1e-3, "the scheduler meets the times to 1e-5"
-    assert off(run.ours(files[::-1])[0], theirs) > 3e-3, "the check can tell images apart"
+    assert relative_error(latents, theirs) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert relative_error(run.ours(files[::-1])[0], theirs) > 3e-3, "the check can tell images apart"
     check_commands(run, files[0])
 
 
@@ -196,13 +199,15 @@ def test_wan_from_a_frame_or_from_text(tmp_path):
         return torch.stack(made)
 
     of_images = theirs(WanImageToVideoPipeline, files)
-    assert off(latents[:, :, 0], of_images[:, :, 0]) < 1e-4, "the frames that were given"
-    matched = off(latents[:, :, 1:], of_images[:, :, 1:])
+    assert relative_error(latents[:, :, 0], of_images[:, :, 0]) < 1e-4, "the frames that were given"
+    matched = relative_error(latents[:, :, 1:], of_images[:, :, 1:])
     assert matched < 5e-4, "the scheduler meets the times to 1e-5"
-    assert off(run.ours(files[::-1])[0][:, :, 1:], of_images[:, :, 1:]) > 4 * matched, "the check can tell images apart"
+    assert relative_error(run.ours(files[::-1])[0][:, :, 1:], of_images[:, :, 1:]) > 4 * matched, (
+        "the check can tell images apart"
+    )
     of_text, _, _, shapes, _ = run.ours(text_alone=True)
-    assert "first_frame" not in shapes and off(of_text, theirs(WanPipeline)) < 5e-4
-    assert off(of_text[:, :, 1:], latents[:, :, 1:]) > 4 * matched, "a frame makes a difference"
+    assert "first_frame" not in shapes and relative_error(of_text, theirs(WanPipeline)) < 5e-4
+    assert relative_error(of_text[:, :, 1:], latents[:, :, 1:]) > 4 * matched, "a frame makes a difference"
     check_commands(run, files[0])
 
 
@@ -219,9 +224,9 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
         return pipeline._unpack_latents(packed, 3, 2, 3) if packed.ndim == 3 else packed
 
     latents, pixels, _, _, _ = run.ours(text_alone=True)
-    assert off(latents, theirs(of_text, noise)) < 1e-5
+    assert relative_error(latents, theirs(of_text, noise)) < 1e-5
     for change in ({"prompt": list(LTX.captions[::-1])}, {"frame_rate": 24.0}):
-        assert off(latents, theirs(of_text, noise, **change)) > 3e-4, f"the check can tell {change}"
+        assert relative_error(latents, theirs(of_text, noise, **change)) > 3e-4, f"the check can tell {change}"
     frames = torch.from_numpy(theirs(of_text, noise, output_type="np"))
     assert frames.shape == pixels.shape == (2, 17, 64, 96, 3)
     assert (frames * 255 - pixels.float()).abs().max() < 1.01
@@ -235,12 +240,12 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
     start = noise.clone()
     start[:, :, :1] = frame  # as the pipeline makes it of the image
     found = theirs(of_images, start)
-    assert off(latents, found) < 1e-4
-    assert off(run.ours(files[::-1])[0][:, :, 1:], found[:, :, 1:]) > 1e-3, "the check can tell images apart"
+    assert relative_error(latents, found) < 1e-4
+    assert relative_error(run.ours(files[::-1])[0][:, :, 1:], found[:, :, 1:]) > 1e-3, "the check can tell images apart"
     image = of_images.video_processor.preprocess(LTX.picture(files[0]), height=LTX.height, width=LTX.width)
     mode = of_images.vae.encode(image[:, :, None]).latent_dist.mode()
     encoded = of_images._normalize_latents(mode, of_images.vae.latents_mean, of_images.vae.latents_std)
-    assert off(frame[:1], encoded) < 0.02, "their pipeline rounds pixels to 8 bits"
+    assert relative_error(frame[:1], encoded) < 0.02, "their pipeline rounds pixels to 8 bits"
     check_commands(run, files[0])
 
 
@@ -267,7 +272,7 @@ def test_ltx2_with_sound(tmp_path):
         with mock.patch.object(pipeline.connectors, "forward", return_value=texts):
             video, audio = pipeline(**call)
         video = pipeline._normalize_latents(video, vae.latents_mean, vae.latents_std)
-        return {"video": off(latents, video), "audio": off(sound, (audio - mean) / spread)}
+        return {"video": relative_error(latents, video), "audio": relative_error(sound, (audio - mean) / spread)}
 
     assert max(theirs().values()) < 1e-5
     assert min(theirs(frame_rate=24.0).values()) > 1e-4, "the check can tell frame rates apart"
@@ -290,7 +295,7 @@ def _steps_of_minimax_h3(run, network, latents, sound, condition):
             **{key: run.case.call()[key] for key in ("height", "width", "num_frames")}, num_inference_steps=5,
         )  # fmt: skip
         found = made.get("audio_latents").permute(1, 2, 0)
-        return off(latents[i : i + 1], made.get("latents")), off(sound[i], found)
+        return relative_error(latents[i : i + 1], made.get("latents")), relative_error(sound[i], found)
 
     return theirs, [made.config.shift for made in schedulers.values()]
 
@@ -314,12 +319,12 @@ def test_a_sparse_wan(tmp_path):
     dense = pipeline(list(WAN.captions), **call)[0]
     _with_sparse_attention(run.student, pipeline)
     ours = run.ours()[0]
-    assert off(ours, pipeline(list(WAN.captions), **call)[0]) < 1e-5
+    assert relative_error(ours, pipeline(list(WAN.captions), **call)[0]) < 1e-5
     gates = [gate for name, gate in pipeline.transformer.named_parameters() if "to_gate_compress" in name]
     assert len(gates) == 4
     for gate in gates:
         gate.data.zero_()
-    assert off(ours, pipeline(list(WAN.captions), **call)[0]) > 1e-3 < off(ours, dense)
+    assert relative_error(ours, pipeline(list(WAN.captions), **call)[0]) > 1e-3 < relative_error(ours, dense)
 
 
 def test_a_sparse_minimax_h3(tmp_path):
@@ -392,7 +397,7 @@ def test_minimax_h3_by_heads(tmp_path, capfd):
     ends = torch.tensor(
         [1 - 12 / 13, 12 / 13], dtype=torch.float32
     )  # the steps' lengths: 12 / (1 + 11 / 2) / 2 = 12/13
-    assert off((ends[:, None] * mean).sum(0), plain["proj_out.bias"]) < 1e-5
+    assert relative_error((ends[:, None] * mean).sum(0), plain["proj_out.bias"]) < 1e-5
     for words, name in ((("--steps", "3"), "--steps"), (("--format", "diffusers-lora"), "--format")):
         assert written("no", *words) == 2 and name in capfd.readouterr().err and not (tmp_path / "no").exists()
 
@@ -413,9 +418,9 @@ def test_hunyuan(tmp_path):
     assert condition["glyph_mask"].sum(1).tolist() == [0, 14]
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
     pipeline = _of_hunyuan(run, HunyuanVideo15Pipeline)
-    assert off(latents, pipeline(prompt=captions, latents=noise, **call)[0]) < 1e-5
+    assert relative_error(latents, pipeline(prompt=captions, latents=noise, **call)[0]) < 1e-5
     for other in (captions[::-1], [caption.replace('"', "'") for caption in captions]):
-        assert off(latents, pipeline(prompt=other, latents=noise, **call)[0]) > 3e-4, other
+        assert relative_error(latents, pipeline(prompt=other, latents=noise, **call)[0]) > 3e-4, other
     decoded = pipeline(prompt=captions[1], latents=noise[1:], **call | {"output_type": "np"})[0]
     frames = torch.from_numpy(decoded)[0]
     assert frames.shape == pixels[1].shape == (9, 48, 80, 3)
@@ -439,9 +444,9 @@ def test_hunyuan_image_to_video(tmp_path):
         features = pipeline._get_image_embeds(pipeline.image_encoder, pipeline.feature_extractor, image, "cpu")
         assert torch.allclose(condition["image_embeds"][i], features[0], atol=1e-5)
         theirs = pipeline(image=image, prompt=caption, latents=start, **call)[0]
-        assert off(latents[i], theirs[0]) < 1e-5
+        assert relative_error(latents[i], theirs[0]) < 1e-5
         other = pipeline(image=Image.open(files[1 - i]), prompt=caption, latents=start, **call)[0]
-        assert off(other, theirs) > 1e-3, "the check can tell images apart"
+        assert relative_error(other, theirs) > 1e-3, "the check can tell images apart"
 
 
 @pytest.mark.long
@@ -471,9 +476,9 @@ def test_two_experts_from_images(tmp_path):
             )[0]  # fmt: skip
         return torch.stack(made)
 
-    assert off(latents, generate(run.student)) < 1e-3, "the scheduler meets the times to 1e-5"
-    assert off(latents, generate(run.student, boundary=0.7)) > 3e-3, "the check can tell the experts apart"
-    assert off(latents, generate(run.pipeline)) > 3e-3, "and the training"
+    assert relative_error(latents, generate(run.student)) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert relative_error(latents, generate(run.student, boundary=0.7)) > 3e-3, "the check can tell the experts apart"
+    assert relative_error(latents, generate(run.pipeline)) > 3e-3, "and the training"
 
     assert export.main([str(run.folder), str(tmp_path / "both"), "--weights", "raw"]) == 0
     for name, expert in zip(EXPERTS, ("high", "low"), strict=True):
@@ -503,7 +508,7 @@ def test_adapters_of_two_experts(tmp_path, capfd):
     untrained = generate(plain)
     for name, folder in files.items():
         plain.load_lora_weights(folder, load_into_transformer_2=name == EXPERTS[1])
-    assert off(generate(plain), whole) < 1e-4 and off(untrained, whole) > 1e-3
+    assert relative_error(generate(plain), whole) < 1e-4 and relative_error(untrained, whole) > 1e-3
 
     # A file of adapters belongs to one expert. An export never replaces an expert of its base.
     command = [str(run.folder), str(tmp_path / "lora"), "--weights", "raw", "--format", "diffusers-lora"]
@@ -584,7 +589,7 @@ def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
     untrained = pipeline(**call)[0]
     pipeline.transformer.load_lora_adapter(weights(run.folder / "export" / "student_lora"), prefix="transformer")
     merged = _of_hunyuan(run, HunyuanVideo15Pipeline)(**call)[0]
-    assert off(pipeline(**call)[0], merged) < 1e-5 < 1e-4 < off(untrained, merged)
+    assert relative_error(pipeline(**call)[0], merged) < 1e-5 < 1e-4 < relative_error(untrained, merged)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@
 ``run`` works on a temporary copy of the tracked files, as they are on disk. It exits with 1 if a fault survives.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Attention written out in float64 in one process, and the same case over the ranks of a process group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -3,6 +3,7 @@
 import torch
 
 from fsdp_cp.attention.kernels.kernel import attention_dual
+from fsdp_cp.context.check_parallel import relative_error
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3, torch.float64: 1e-10}
 """Relative errors up to which a kernel counts as correct on a GPU. Guesses, since no kernel has run on one."""
@@ -190,10 +191,6 @@ def check_derivative(device, dtype, tolerance, masked, *, chunked):
     }
     _assert_small(errors, tolerance)
     return errors
-
-
-def relative_error(value, truth):
-    return ((value.double() - truth).norm() / truth.norm()).item()
 
 
 def check_dense(*tensors):

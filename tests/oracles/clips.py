@@ -1,7 +1,5 @@
 """Random clips in memory, in place of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,11 @@
 """Differences between two runs."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from tests.oracles.runs import Trace
 
 
@@ -39,14 +37,11 @@ def compare(trace: Trace, oracle: Trace) -> Difference:
     worst, gradient = "", 0.0
     for step, (ours, truth) in enumerate(zip(trace.gradients, oracle.gradients, strict=True)):
         assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
-        whole = torch.stack([g.norm() for g in truth.values()]).norm()
-        for name, g in truth.items():
-            error = ((ours[name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
-            error = error if math.isfinite(error) else math.inf  # comparisons with NaN are false
+        for name, error in gradient_errors(ours, truth).items():
             if error > gradient:
                 gradient, worst = error, f"{trace.roles[step]} step {step + 1} {name}"
     weight = [
-        ((trace.weights[role][n] - w).norm() / w.norm()).item()
+        relative_error(trace.weights[role][n], w)
         for role, weights in oracle.weights.items()
         for n, w in weights.items()
     ]

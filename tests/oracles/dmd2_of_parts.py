@@ -1,7 +1,5 @@
 """DMD2 on samples of several parts, written out for float64: each part at its own shifted time."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

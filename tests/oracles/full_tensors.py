@@ -1,7 +1,5 @@
 """Full tensors of sharded ones by a single exchange, where ``full_tensor`` needs a collective per tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

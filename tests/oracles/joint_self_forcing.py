@@ -1,7 +1,5 @@
 """Self-forcing in one process: rollouts with Python lists as caches, and one backward of the whole clip."""
 
-from __future__ import annotations
-
 import torch
 
 from distill.methods.base import Batch

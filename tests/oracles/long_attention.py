@@ -1,7 +1,5 @@
 """Attention written out in float64 for some queries of a long sequence, piece by piece, and its inputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Each follows the code that writes the format: FastVideo's schema and record crea
 shards, LightX2V's builder.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Parallel decoding distillation written out for float64: a loop over heads, each part at its own times."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

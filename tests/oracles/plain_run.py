@@ -4,8 +4,6 @@ It shares only the method's formulas with the trainer. The rest is torch's (``to
 ``torch.nn.utils.clip_grad_norm_``), on the whole batch at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +23,7 @@ from models.additions.base import attach_additions
 from models.condition import Condition
 from models.families.base import Outputs
 from models.families.registry import FAMILIES
+from models.lora.settings import LoraSettings
 from models.roles.load import seed_of_expert
 from models.roles.network import Network
 from models.roles.role import EXPERTS, Call, Role
@@ -214,12 +213,18 @@ def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn
         network.load_lora_adapter(setup.training_adapter, prefix=None)
         network.fuse_lora()
         network.unload_lora()
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=_ADAPTED[setup.family])
+    inject_random_adapters(network, name, lora, _ADAPTED[setup.family])
+    return network
+
+
+def inject_random_adapters(network: torch.nn.Module, role: str, lora: LoraSettings, layers: str) -> None:
+    """Give ``network`` peft's adapters on ``layers`` with the random values of ``role``; they alone train."""
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=layers)
     inject_adapter_in_model(config, network)
     for key, parameter in network.named_parameters():
+        parameter.requires_grad_("lora_" in key)
         if "lora_" in key:
-            parameter.data = random_adapter(name, public_name(key), parameter.shape)
-    return network
+            parameter.data = random_adapter(role, public_name(key), parameter.shape)
 
 
 def public_name(name: str) -> str:

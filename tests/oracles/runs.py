@@ -1,7 +1,5 @@
 """Miniature runs, and the record of a run: the same for the trainer on ranks and for plain networks."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,18 +1,19 @@
 """Recording trainer on a mesh, for comparison with :mod:`tests.oracles.plain_run`."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
 from distill.train.optimizers import Trained
 from distill.train.trainer import Trainer
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.initialise import copy_own_part
@@ -126,3 +127,23 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
     for other in traces[1:]:
         assert other.losses == traces[0].losses and other.norms == traces[0].norms, "ranks disagree"
     return traces[0]
+
+
+def check_resume(pool: RankPool, setup: Setup, folder: Path, run_dir: Path) -> dict[str, dict[str, Tensor]]:
+    """Check that a run of ``setup``, resumed after two steps, has the losses and weights of an unbroken one; return
+    the weights."""
+    whole = pool.run(_run_from, setup, folder, str(run_dir), 0, (2,))[0]
+    again = pool.run(_run_from, setup, folder, str(run_dir), 2)[0]
+    assert again.losses == whole.losses[2:] and again.weights.keys() == whole.weights.keys()
+    for role, weights in whole.weights.items():
+        assert all(torch.equal(again.weights[role][name], value) for name, value in weights.items())
+    assert len(set(whole.losses)) == setup.steps and all(map(math.isfinite, whole.losses))
+    return whole.weights
+
+
+def _run_from(setup: Setup, folder: Path, run_dir: str, first: int, save_at: Sequence[int] = ()) -> Trace:
+    config = make_config(setup, folder)
+    config.run_dir = run_dir
+    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
+    trace = make_trainer(setup, folder, config, resume_from).record(save_at)
+    return Trace(losses=trace.losses, weights=trace.weights)

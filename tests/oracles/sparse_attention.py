@@ -1,7 +1,5 @@
 """Video sparse attention written out densely in float64 in one process, and the same case over ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """A set of a teacher's clips with states, of random numbers, for the sizes of the rendered clips."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny HunyuanVideo 1.5 for comparisons: its sizes, three checkpoints, and its call by diffusers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

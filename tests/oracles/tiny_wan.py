@@ -1,7 +1,5 @@
 """Tiny Wan for comparisons: its sizes, and checkpoints of three networks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

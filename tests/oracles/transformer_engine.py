@@ -6,8 +6,6 @@ gradients, and products of the rounded values in fp32. It runs none of the packa
 ``python -m tests.oracles.transformer_engine key=value ...`` runs ``train.py`` with it.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -42,8 +42,3 @@ def sample(latents, seed=0):
     x, target = (torch.randn(BATCH, *latents, generator=generator, dtype=torch.float64) for _ in range(2))
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
     return x, t, torch.randn(BATCH, *TEXT, generator=generator, dtype=torch.float64), target
-
-
-def relative(ours, truth):
-    """Return the norm of the difference, relative to the norm of the truth."""
-    return ((ours - truth).norm() / truth.norm()).item()

@@ -1,7 +1,5 @@
 """Wan's attention in diffusers, written out."""
 
-from __future__ import annotations
-
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor

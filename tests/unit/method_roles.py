@@ -124,12 +124,14 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_batch(positions=range(4)):
-    """Return the samples at ``positions`` of a fixed global batch."""
+def make_batch(positions=range(4), count=4):
+    """Return the samples at ``positions`` of a fixed global batch of ``count``, with states at three times."""
     positions = list(positions)
+    text = normal(count, *TEXT, seed=2)[positions]
     return Batch(
-        latents=video(normal(4, *SHAPE, seed=1)[positions]),
-        condition=text_condition(normal(4, *TEXT, seed=2)[positions], normal(*TEXT, seed=3), normal(*TEXT, seed=13)),
+        latents=video(normal(count, *SHAPE, seed=1)[positions]),
+        condition=text_condition(text, normal(*TEXT, seed=3), normal(*TEXT, seed=13)),
+        states=video(normal(count, 3, *SHAPE, seed=4)[positions]),
     )
 
 
@@ -168,6 +170,16 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 def close(a, b, tolerance=1e-12):
     return (a - b).norm() <= tolerance * b.norm()
+
+
+def noise_of(call, x0) -> Tensor:
+    """Return the noise in the state of a call, whose clean samples are ``x0``."""
+    return (call.x - (1 - wide(call.t)) * x0) / wide(call.t)
+
+
+def is_normal(noise) -> bool:
+    """Return whether all numbers of ``noise`` may be standard normal draws."""
+    return stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > 1e-3
 
 
 def student_sample(method) -> Tensor:

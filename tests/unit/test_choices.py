@@ -1,7 +1,5 @@
 """Values that settings take: words, ranges, and composed values as typed objects."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -25,7 +25,9 @@ from tests.unit.method_roles import (
     close,
     dmd2,
     gradients,
+    is_normal,
     make_batch,
+    noise_of,
     normal,
     null_text_of,
     random_at,
@@ -96,9 +98,9 @@ def test_rollout_follows_backward_simulation(which, length):
         if k:
             x0 = calls[k - 1].x - wide(calls[k - 1].t) * calls[k - 1].v
             noises.append((call.x - (1 - time) * x0) / time)
-    noises += [(c.x - (1 - wide(c.t)) * student_sample(method)) / wide(c.t) for c in method.roles["fake"].calls]
+    noises += [noise_of(c, student_sample(method)) for c in method.roles["fake"].calls]
     for noise in noises:
-        assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+        assert is_normal(noise)
     together = torch.corrcoef(torch.stack([noise.flatten() for noise in noises]))
     assert (together - torch.eye(len(noises))).abs().max() < 0.25, "each noise of a step is a draw of its own"
 
@@ -141,8 +143,8 @@ def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
     assert torch.equal(fake.text, text_of(batch)), "the fake score has no guidance"
     for call in (real, fake):
         assert not call.x.requires_grad and not call.with_grad
-    noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    noise = noise_of(fake, theta)
+    assert is_normal(noise)
     assert len(set(fake.t.tolist())) == 4
 
 
@@ -166,7 +168,7 @@ def test_the_ode_follows_the_students_own_velocity(step):
     for before, after in itertools.pairwise(calls):
         assert close(after.x, before.x + wide(after.t - before.t) * before.v)
     noise, batch = calls[0].x, make_batch()
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert is_normal(noise)
     sample = method.generate("student", video(noise), batch.condition, 3, random_at(9)).video
     assert torch.equal(sample, method.generate("student", video(noise), batch.condition, 3, random_at(8)).video)
     assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
@@ -227,8 +229,8 @@ def test_the_student_starts_from_a_clip_noised_to_one_of_its_times(step):
     (call,), batch = method.roles["student"].calls, make_batch()
     length = random_at(step).shared_integer("dmd2/rollout_length", 1, 3)
     assert (call.t == [1.0, 0.8, 0.5][length - 1]).all() and call.with_grad == (step % 6 == 0)
-    noise = (call.x - (1 - wide(call.t)) * batch.latents.video) / wide(call.t)
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    noise = noise_of(call, batch.latents.video)
+    assert is_normal(noise)
 
 
 def test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_score():
@@ -236,7 +238,7 @@ def test_a_forced_teacher_scores_the_clip_with_the_time_and_noise_of_the_fake_sc
     method = dmd2(Painter(theta), student_input="clips", data_forcing=1.0)
     run_loss(method, 0).backward()
     (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
-    noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
+    noise = noise_of(fake, theta)
     x_t = (1 - wide(fake.t)) * batch.latents.video + wide(fake.t) * noise
     assert close(real.x, torch.cat([x_t, x_t])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
     w, teacher = method.settings.guidance_scale, method.roles["teacher"]
@@ -289,8 +291,8 @@ def test_fake_loss_is_flow_matching_on_the_students_samples():
     loss = run_loss(method, 1)
     (call,) = method.roles["fake"].calls
     assert call.with_grad and torch.equal(call.text, text_of(make_batch())), "caption only, no guidance"
-    noise = (call.x - (1 - wide(call.t)) * theta) / wide(call.t)
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    noise = noise_of(call, theta)
+    assert is_normal(noise)
     assert close(loss, (call.v - (noise - theta)).square().sum() / (4 * N), 1e-10)
     loss.backward()
     assert not method.roles["teacher"].calls, "the teacher has no part in it"

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
 
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
@@ -20,7 +19,9 @@ from tests.unit.method_roles import (
     close,
     dmd2,
     gradients,
+    is_normal,
     make_batch,
+    noise_of,
     normal,
     random_at,
     run_loss,
@@ -77,8 +78,8 @@ def test_student_is_judged_at_its_own_time_and_noise():
     method = gan(Painter(theta))
     run_loss(method, 0)
     (score,), (call,) = method.roles["fake"].calls, method.roles["fake"].logit_calls
-    noises = [((c.x - (1 - wide(c.t)) * theta) / wide(c.t)).flatten().detach() for c in (score, call)]
-    assert stats.kstest(noises[1].numpy(), "norm").pvalue > 1e-3
+    noises = [noise_of(c, theta).flatten().detach() for c in (score, call)]
+    assert is_normal(noises[1])
     assert abs(torch.corrcoef(torch.stack(noises))[0, 1]) < 0.25
     assert len({*score.t.tolist(), *call.t.tolist()}) == 2 * B
 
@@ -145,11 +146,11 @@ def test_what_the_head_is_shown():
         (student - (1 - wide(t)) * theta) / wide(t),
         (real - (1 - wide(t)) * make_batch().latents.video) / wide(t),
         (disturbed - real) / 0.1,
-        (score.x - (1 - wide(score.t)) * theta) / wide(score.t),
+        noise_of(score, theta),
     ]
     noises = [noise.detach().flatten() for noise in noises]
     for noise in noises:
-        assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-3
+        assert is_normal(noise)
     assert (torch.corrcoef(torch.stack(noises)) - torch.eye(4)).abs().max() < 0.25
 
 
@@ -163,8 +164,8 @@ def test_both_losses_share_one_rollout_and_drop_it():
     assert len(method.roles["student"].calls) == 3, "a rollout is expensive: not twice"
     assert not any(call.with_grad for call in method.roles["student"].calls)
     call = method.roles["fake"].calls[-1]
-    noise = (call.x - (1 - wide(call.t)) * sample) / wide(call.t)
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    noise = noise_of(call, sample)
+    assert is_normal(noise)
     losses["fake_score"].closure()
     assert len(method.roles["student"].calls) == 6, "the second loss took the samples away"
 

@@ -8,8 +8,11 @@ from scipy import stats
 
 from distill.methods import Batch, build_method
 from distill.methods.base import guided_velocity
+from distill.methods.dcm import DcmSettings
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
+from distill.methods.meanflow import MeanFlowSettings
+from distill.methods.ode_regression import OdeRegressionSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
@@ -26,7 +29,9 @@ from tests.unit.method_roles import (
     dmd2,
     flow_matching,
     gradients,
+    is_normal,
     make_batch,
+    noise_of,
     normal,
     null_text_of,
     random_at,
@@ -64,10 +69,10 @@ def test_flow_matching_loss_is_the_mean_squared_velocity_error(time):
     loss = run_loss(method, 4)
     (call,) = method.roles["student"].calls
     x0 = make_batch().latents.video
-    noise = (call.x - (1 - wide(call.t)) * x0) / wide(call.t)
+    noise = noise_of(call, x0)
     assert torch.equal(call.text, text_of(make_batch()))
     assert close(loss, (call.v - (noise - x0)).square().sum() / (4 * N))
-    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert is_normal(noise)
     loss.backward()
     assert len(gradients(method.roles["student"])) == 3
 
@@ -158,17 +163,20 @@ def test_captions_are_dropped_whole_with_the_asked_probability(p, least, most):
 # ---------------------------------------------------------------- losses are means
 
 
-def scm():
-    return build_method(ScmSettings(tangent_warmup=0, guidance_scale=2.5), {"teacher": Net(20), "student": Net(21)})
+def of_teacher(settings):
+    return build_method(settings, {"teacher": Net(20), "student": Net(21)})
 
 
 METHODS_AND_STEPS = [
     (lambda: flow_matching(caption_dropout=0.5), 0),
     (dmd2, 0),
     (lambda: dmd2(fake_updates_per_student_update=1), 3),
-    (scm, 3),
+    (lambda: of_teacher(ScmSettings(tangent_warmup=0, guidance_scale=2.5)), 3),
+    (lambda: of_teacher(DcmSettings(grid_steps=6)), 0),
+    (lambda: of_teacher(MeanFlowSettings(tangent_warmup=0, weight_power=1.0)), 0),
+    (lambda: of_teacher(OdeRegressionSettings(step_list=[1.0, 0.8, 0.5])), 0),
 ]
-NAMES = ["flow_matching", "dmd", "fake_score", "scm"]
+NAMES = ["flow_matching", "dmd", "fake_score", "scm", "dcm", "meanflow", "ode_regression"]
 
 
 def loss_and_gradients(method, step, groups):

@@ -1,7 +1,5 @@
 """Packaging: installed files, import cost, pinned versions, and allowed imports between packages."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

@@ -19,7 +19,9 @@ from tests.unit.method_roles import (
     close,
     dmd2,
     gradients,
+    is_normal,
     make_batch,
+    noise_of,
     null_text_of,
     run_loss,
     text_of,
@@ -187,8 +189,8 @@ def test_the_low_phase_is_dmd2_below_the_border():
         assert [call.t[0].item() for call in calls] == [1.0, 0.8, 0.5]
         assert ((fake.t > 0.02) & (fake.t < 0.5)).all() and method.roles["fake"].reach == 0
         x_g = calls[-1].x - 0.5 * calls[-1].v
-        noise = (fake.x - (1 - wide(fake.t)) * x_g) / wide(fake.t)
-        assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-5
+        noise = noise_of(fake, x_g)
+        assert is_normal(noise)
     assert plain.phase is CLEAN
 
 

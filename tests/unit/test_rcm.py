@@ -19,7 +19,9 @@ from tests.unit.method_roles import (
     Painter,
     close,
     gradients,
+    is_normal,
     make_batch,
+    noise_of,
     normal,
     random_at,
     student_sample,
@@ -115,12 +117,12 @@ def test_rollouts(role, length):
     noises = [calls[0].x]
     for before, call in pairwise(calls):
         x0 = before.x - wide(before.t) * before.v
-        noises.append((call.x - (1 - wide(call.t)) * x0) / wide(call.t))
+        noises.append(noise_of(call, x0))
         assert torch.equal(call.text, text_of(make_batch()))
     (score,) = method.roles["fake"].calls
-    noises.append((score.x - (1 - wide(score.t)) * student_sample(method)) / wide(score.t))
+    noises.append(noise_of(score, student_sample(method)))
     for noise in noises:
-        assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > 1e-3
+        assert is_normal(noise)
     together = torch.corrcoef(torch.stack([noise.detach().flatten() for noise in noises]))
     assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is a fresh draw"
 

@@ -3,8 +3,6 @@
 Shape legend: C t h w latents, T H W pixels, L tokens, D width of an embedding.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

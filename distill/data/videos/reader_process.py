@@ -3,8 +3,6 @@
 A process is started once and reads many files. It is replaced when it ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -5,8 +5,6 @@
 x, e, v are samples; times are those of the video, as in :mod:`schedules`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
