@@ -1,4 +1,4 @@
-"""A test-sized LTX-2 pipeline folder with random weights: LTX-2.3, or 2.0.
+"""A test-sized LTX-2 pipeline folder with random weights: LTX-2.3, 2.0 or 2.5.
 
     python -m tests.tiny_ltx2_pipeline FOLDER [--seed 0] [--version 2.0]
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from models.families.ltx2_5 import CHANGES
 from tests.tiny_pipeline import _tokenizer, command
 
 CHANNELS, SOUND_CHANNELS, BANDS = 8, 2, 4
@@ -26,6 +27,12 @@ LATER: dict[str, Any] = {
     "use_prompt_embeddings": False, "perturbed_attn": True,
 }  # fmt: skip
 """Changes of LTX-2.3."""
+DECODER: dict[str, Any] = {
+    "latent_channels": CHANNELS, "decoder_head_dim": 16, "decoder_stage_channels": (64, 32, 16, 16, 16),
+    "decoder_stage_depths": (1, 1, 1, 1, 2), "decoder_stage_kernels": ((3, 1, 1), (3, 3, 3), (3, 3, 3), (3, 5, 3)),
+    "decoder_upsample_channel_reductions": (2, 2, 1, 1), "decoder_stage5_kernel": (5, 3, 7), "decoder_t_emb_dim": 32,
+}  # fmt: skip
+"""Diffusion decoder of LTX-2.5."""
 _VOCODER: dict[str, Any] = {
     "in_channels": 8 * BANDS, "hidden_channels": 16, "upsample_kernel_sizes": [20, 16], "upsample_factors": [10, 8],
     "resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]],
@@ -37,19 +44,26 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
 
     VAE 8 channels, 8x in time, 32x in space. Sound at 16 kHz, 16 mel bins: latents of 2 channels and 4 bands, 25 a
     second. Vocoder to 8 kHz (2.0), or 16 kHz with a bandwidth extension (2.3). Statistics of both VAEs are
-    those of noise. Gemma 3 of 3 layers, a connector of 8 registers for each stream. Transformer 2 layers of 4 heads.
+    those of noise. Gemma of 3 layers, a connector of 8 registers for each stream. Transformer 2 layers of 4 heads.
+    2.5 has the diffusion decoder too.
     """
     from diffusers import (
         AutoencoderKLLTX2Audio,
         AutoencoderKLLTX2Video,
         FlowMatchEulerDiscreteScheduler,
         LTX2Pipeline,
+        LTX2VideoDiffusionDecoderModel,
         LTX2VideoTransformer3DModel,
     )
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma4UnifiedConfig,
+        Gemma4UnifiedForConditionalGeneration,
+    )
 
-    later = version == "2.3"
+    later = version != "2.0"
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLLTX2Video(
@@ -77,12 +91,13 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
             audio_vae.latents_mean.copy_(rows.mean(dim=(0, 1)))
             audio_vae.latents_std.copy_(rows.std(dim=(0, 1)).clamp_min(1e-3))
         tokenizer = _tokenizer()
+        gemma = {
+            "vocab_size": len(tokenizer), "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12,
+        }  # fmt: skip
         text_encoder = Gemma3ForConditionalGeneration(
             Gemma3Config(
-                text_config={
-                    "vocab_size": len(tokenizer), "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
-                    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12,
-                },
+                text_config=gemma,
                 vision_config={
                     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
                     "image_size": 28, "patch_size": 14,
@@ -91,6 +106,11 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
                 image_token_index=2,
             )
         ).eval()  # fmt: skip
+        if version == "2.5":
+            more = {"num_global_key_value_heads": 1, "global_head_dim": 16, "attention_k_eq_v": True}
+            layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+            config = Gemma4UnifiedConfig(text_config=gemma | more | layers, image_token_id=2, video_token_id=3)
+            text_encoder = Gemma4UnifiedForConditionalGeneration(config).eval()
         heads = {"connector_num_attention_heads": 4, "connector_num_layers": 1}
         heads |= {"connector_num_learnable_registers": REGISTERS}
         connectors = LTX2TextConnectors(
@@ -116,7 +136,10 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
                 buffer.normal_().abs_() if name == "mel_basis" else buffer.normal_()
         else:
             vocoder = LTX2Vocoder(**_VOCODER, output_sampling_rate=8000).eval()
-        transformer = LTX2VideoTransformer3DModel(**TRANSFORMER | (LATER if later else {})).eval()
+        changes = (LATER if later else {}) | (CHANGES if version == "2.5" else {})
+        transformer = LTX2VideoTransformer3DModel(**TRANSFORMER | changes).eval()
+        if version == "2.5":
+            LTX2VideoDiffusionDecoderModel(**DECODER).save_pretrained(Path(folder) / "diffusion_decoder")
     LTX2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,

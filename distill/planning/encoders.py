@@ -17,12 +17,14 @@ from distill.config import Config
 from distill.data.base import VAE_PRECISIONS
 from distill.data.encoders.choose import FAMILIES
 from distill.data.encoders.image import IMAGE_ENCODERS, encode_zeros
+from distill.data.encoders.ltx2_5 import prepared
 from distill.data.encoders.wan import EncoderFolder
 from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
 from fsdp_cp.measure.fake_world import fake_tensors
 from fsdp_cp.measure.memory import LiveStorages, Peak
+from models.families.ltx2_5 import DECODER
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
 from models.sample import VIDEO
@@ -55,8 +57,20 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
     if config.sample.at_end or config.sample.every or config.guard.every:
         shape = (1, *parts[VIDEO])
-        peaks["decode"] = _peak(build_codec, lambda vae: _decode(vae, torch.zeros(shape, dtype=vae.dtype)))
+        build = partial(_build_decoder, data, settings[DECODER], build_codec) if DECODER in settings else build_codec
+        peaks["decode"] = _peak(build, lambda vae: _decode(vae, torch.zeros(shape, dtype=vae.dtype)))
     return peaks
+
+
+def _build_decoder(data: VideoFolderSettings | EncodedSettings, settings: Mapping[str, Any], codec: Any) -> Any:
+    """Build a diffusion decoder, next to the VAE."""
+    with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
+        model = prepared(build_vae(settings), data.vae_tiling, planned=True)
+    model.codec, network = codec(), model.decoder
+    vars(model)["unused"] = network.det_stages, network.diff_blocks  # equal blocks peak as the first does
+    network.det_stages = nn.ModuleList(blocks[:1] for blocks in network.det_stages)
+    network.diff_blocks = network.diff_blocks[:1]
+    return model
 
 
 def _build_codec(
@@ -94,11 +108,12 @@ def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, A
     parts, condition_shapes = shapes
     path = config.data.encoding().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
-        settings = family_of(config.student.family, "student").planning.encoders(parts[VIDEO][0])
+        planning = family_of(config.student.family, "student").planning
+        settings = planning.encoders(parts[VIDEO][0], config.planning.model)
     else:
         used = {"image_encoder"}
         for kind in FAMILIES.values():
-            used.update(kind.codec_parts, kind.text_parts)
+            used.update(kind.codec_parts, kind.text_parts, [DECODER])
         files = {file.parent.name: file for file in Path(find_shipped(path)).glob("*/config.json")}
         settings = {name: json.loads(file.read_text()) for name, file in files.items() if name in used}
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
@@ -106,7 +121,7 @@ def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, A
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
     """Build the text encoder of ``config.json`` with random weights on the current default device."""
-    return _build(settings, [kind.text_class.class_name for kind in FAMILIES.values()])
+    return _build(settings, [name for kind in FAMILIES.values() for name in kind.text_class.class_name.split(" or ")])
 
 
 def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:

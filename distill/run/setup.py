@@ -15,6 +15,7 @@ from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
 from distill.config.trained_method import few_steps_in_words
 from distill.data import ClipDataset
+from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services
 from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
@@ -82,6 +83,8 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
         _name_few_step_networks(config, roles, method)
         method.check_files(config, {role.name: role.causal for role in roles})
     first, *others = _shapes_with_tokens(config, roles, shapes)
+    if runs_here:
+        _check_encoders(config, roles)
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     mesh = _mesh(config, sharding, heads)
     stands_for_gpu = config.dry_run and config.device == "cuda" and device.type == "cpu"
@@ -160,6 +163,14 @@ def _shapes_with_tokens(config: Config, roles: Sequence[RolePlan], shapes: Shape
     if unused and rank() == 0:
         log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
     return [(bucket, {role.tokens(*bucket) for role in roles}.pop()) for bucket in buckets]
+
+
+def _check_encoders(config: Config, roles: Sequence[RolePlan]) -> None:
+    """Check that the data's encoders are those of the networks, where shapes alone do not tell."""
+    if isinstance(config.data, (VideoFolderSettings, EncodedSettings)):
+        folder, _ = config.data.encoding().inspect()
+        for role in roles:
+            folder.check_network(role.config, f"{role.name}.{'checkpoint' if role.folders else 'architecture'}")
 
 
 def _mesh(config: Config, sharding: Mapping[str, ShardSettings], heads: int) -> MeshShape:

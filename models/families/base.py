@@ -130,9 +130,9 @@ class FamilyPlanning:
         """Return the number of text tokens that show a given frame of this size, for families whose text does."""
         return 0
 
-    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        """Return ``config.json`` of each encoder, by its sub-folder: empty for the VAE's defaults and for no image
-        encoder."""
+    def encoders(self, channels: int, model: str | None) -> dict[str, Mapping[str, Any]]:
+        """Return ``config.json`` of each encoder of a released ``model`` (:attr:`networks`), by its sub-folder: empty
+        for the VAE's defaults and for no image encoder."""
         return {name: getattr(self, name) for name in ("text_encoder", "text_encoder_2", "vae", "image_encoder")}
 
 

@@ -1,6 +1,6 @@
 """The LTX-2 family: diffusers' unmodified ``LTX2VideoTransformer3DModel``, which makes sound with the picture.
 
-LTX-2.0 and 2.3, text to video and audio, or a given first frame too. The frame replaces the noisy one
+LTX-2.0, 2.3 and 2.5, text to video and audio, or a given first frame too. The frame replaces the noisy one
 (models/families/diffusers_family.py): its tokens have time 0 in ``timestep``, and ``sigma`` stays the sample's time,
 as in ``LTX2ImageToVideoPipeline``. A video token is one latent, an audio token one row of the sound's latents.
 Both streams are split over ``mesh.cp``, and attend to each other in every block. The text has an embedding for each
@@ -24,6 +24,7 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
+from models.families import ltx2_5
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
 from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
@@ -39,15 +40,14 @@ _RELEASED_2_3 = {
     **_RELEASED, "gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True,
     "use_prompt_embeddings": False, "perturbed_attn": True,
 }  # fmt: skip
-_LATER = {"ff_bias": True, "use_prompt_adaln_single": True, "use_keyframes_abs_pos_embedding": False}
-"""Values of LTX-2.0 and 2.3 that LTX-2.5 changes."""
+_RELEASED_2_5 = {**_RELEASED_2_3, **ltx2_5.CHANGES}
 
 
 class LTX2Planning(FamilyPlanning):
-    """Lightricks' networks, and the encoders of 2.3, by diffusers' conversion scripts. Both versions have the same
-    latents, Gemma and audio VAE."""
+    """Lightricks' networks, and the encoders of 2.3 and 2.5, by diffusers' conversion scripts. All versions have the
+    same latents and audio VAE, 2.0 and 2.3 the same Gemma."""
 
-    networks = {"ltx2": _RELEASED, "ltx2_3": _RELEASED_2_3}
+    networks = {"ltx2": _RELEASED, "ltx2_3": _RELEASED_2_3, "ltx2_5": _RELEASED_2_5}
     text_encoder = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": {
@@ -77,9 +77,13 @@ class LTX2Planning(FamilyPlanning):
     }  # fmt: skip
     vae_sizes = {128: ("LTX-2's VAE", 8, 32)}
 
-    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        sound = {"audio_vae": "AutoencoderKLLTX2Audio", "vocoder": "LTX2VocoderWithBWE"}  # defaults are 2.3's
-        return super().encoders(channels) | {part: {"_class_name": name} for part, name in sound.items()}
+    def encoders(self, channels: int, model: str | None) -> dict[str, Mapping[str, Any]]:
+        named = {"audio_vae": "AutoencoderKLLTX2Audio", "vocoder": "LTX2VocoderWithBWE"}  # defaults are 2.3's
+        settings = super().encoders(channels, model)
+        if model == "ltx2_5":
+            settings["text_encoder"] = ltx2_5.TEXT_ENCODER
+            named[ltx2_5.DECODER] = ltx2_5.DECODER_CLASS
+        return settings | {part: {"_class_name": name} for part, name in named.items()}
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         shapes = super().shapes_of_clip(channels, num_frames, height, width, fps)
@@ -87,7 +91,7 @@ class LTX2Planning(FamilyPlanning):
 
 
 class LTX2(FrameFamily):
-    """LTX-2.0 and 2.3 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text or a first frame to both parts."""
+    """LTX-2.0, 2.3 and 2.5 by diffusers' ``LTX2VideoTransformer3DModel`` (0.42): text or a first frame to both."""
 
     name = "ltx2"
     class_name = "LTX2VideoTransformer3DModel"
@@ -98,7 +102,7 @@ class LTX2(FrameFamily):
     parts = {VIDEO: 1.0, AUDIO: 1.0}
     export_note = (
         "Sample with LTX2Pipeline, or from a first frame with LTX2ImageToVideoPipeline, which compresses the picture by"
-        " H.264 (image_crf=33). For a few-step student set guidance_scale, audio_guidance_scale,"
+        " H.264 (image_crf=33; 18 for LTX-2.5). For a few-step student set guidance_scale, audio_guidance_scale,"
         " modality_scale and audio_modality_scale to 1.0, and stg_scale, audio_stg_scale, guidance_rescale and"
         " audio_guidance_rescale to 0.0."
     )
@@ -106,8 +110,6 @@ class LTX2(FrameFamily):
     original_matrices = {"A.weight": "lora_A.weight", "B.weight": "lora_B.weight", "B.bias": "lora_B.bias"}
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
-        for key, earlier in _LATER.items():
-            yield key, values[key] == earlier, f"{earlier}, as in LTX-2.0 and 2.3; LTX-2.5 is not known"
         for key in ("patch_size_t", "audio_patch_size", "audio_patch_size_t"):
             yield key, values[key] == 1, "1: a token is one latent frame, or one row of sound"
         for prefix in ("", "audio_"):
@@ -129,21 +131,28 @@ class LTX2(FrameFamily):
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         if name in ("scale_shift_table", "audio_scale_shift_table"):
             super().fill_special(module, "scale_shift_table", tensor)
+        elif name == "keyframes_abs_pos_embedding":
+            tensor.zero_()
         elif name.endswith("_scale_shift_table"):  # of the captions and between the streams: not scaled down
             tensor.normal_()
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Return small networks of both versions, and one of patches and the other rotary embedding."""
+        """Return small networks of each version, one of patches and the other rotary embedding, and one of 2.5 whose
+        text does not depend on the time, which is not released."""
         sizes = {
             "in_channels": 4, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 12,
             "cross_attention_dim": 72, "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 6,
             "audio_attention_head_dim": 8, "audio_cross_attention_dim": 48, "num_layers": 2, "caption_channels": 24,
         }  # fmt: skip
         odd = {"patch_size": 2, "in_channels": 8, "out_channels": 8, "rope_type": "interleaved"}
-        return {"2.0": sizes | _RELEASED, "2.3": sizes | _RELEASED_2_3, "2.0 of patches": sizes | odd}
+        still = {"audio_ff_bias": False, "use_prompt_adaln_single": False}
+        return {
+            "2.0": sizes | _RELEASED, "2.3": sizes | _RELEASED_2_3, "2.0 of patches": sizes | odd,
+            "2.5": sizes | _RELEASED_2_5, "2.5 of still text": sizes | _RELEASED_2_5 | still,
+        }  # fmt: skip
 
     def time_embedder(self, network: LTX2VideoTransformer3DModel) -> nn.Module:
-        """Return the embedder of the video's time, one of six in LTX-2.0 and of eight in 2.3. Under bf16 it computes in
+        """Return the embedder of the video's time, one of six in LTX-2.0 and of eight since. Under bf16 it computes in
         bf16: diffusers casts its sines."""
         return network.time_embed.emb.timestep_embedder
 
@@ -180,7 +189,8 @@ class LTX2(FrameFamily):
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
         video, audio, text = self.tokens(config, shapes), shapes[AUDIO][1], condition["text"][0]
         wide, narrow, layers = self.width(config), audio_width(config), config["num_layers"]
-        modulated = config["cross_attn_mod"]  # of the text, by the time: then keys and values of the text move too
+        modulated = config["cross_attn_mod"]
+        text_moves = modulated and config["use_prompt_adaln_single"]  # by the time: so do its keys and values
         own = 2 * (video**2 * wide + audio**2 * narrow) + 4 * video * audio * narrow
         to_text = 2 * text * (video * wide + audio * narrow)
         of_text = 2 * text * (config["cross_attention_dim"] * wide + config["audio_cross_attention_dim"] * narrow)
@@ -193,7 +203,7 @@ class LTX2(FrameFamily):
             linear += audio * narrow * 3 * config["audio_num_attention_heads"]
         ends = 2 * (video * wide * config["in_channels"] + audio * narrow * config["audio_in_channels"])
         for width in (wide, narrow):
-            for modulations in (9, 4, 1, 2) if modulated else (6, 4, 1):
+            for modulations in [9 if modulated else 6, 4, 1] + [2] * text_moves:
                 ends += width * (TIME_FEATURES + width + modulations * width)
         if FIRST_FRAME in condition:  # a time for each token of the video
             ends += (video - 1) * wide * (TIME_FEATURES + wide + (9 if modulated else 6) * wide)
@@ -201,7 +211,7 @@ class LTX2(FrameFamily):
         if config["use_prompt_embeddings"]:
             still = text * (config["caption_channels"] * (wide + narrow) + wide**2 + narrow**2)
         moving, others = layers * own, layers * linear + ends
-        if modulated:
+        if text_moves:
             moving, others = moving + layers * to_text, others + layers * of_text
         else:
             others, still = others + layers * to_text, still + layers * of_text

@@ -104,9 +104,9 @@ class WanPlanning(FamilyPlanning):
 
     vae_sizes = {16: ("Wan's VAE", 4, 8), TI2V_CHANNELS: ("Wan 2.2's VAE", 4, 16)}
 
-    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
+    def encoders(self, channels: int, model: str | None) -> dict[str, Mapping[str, Any]]:
         vae_and_image = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
-        return super().encoders(channels) | vae_and_image
+        return super().encoders(channels, model) | vae_and_image
 
 
 class Wan(FrameFamily):

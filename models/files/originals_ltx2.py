@@ -1,4 +1,4 @@
-"""Networks of LTX-2.0 and 2.3 in the names of Lightricks' own code: their names and configuration as diffusers has
+"""Networks of LTX-2.0, 2.3 and 2.5 in the names of Lightricks' own code: their names and configuration as diffusers has
 them, and back. The functions are those of :mod:`models.files.originals`.
 
 A released file holds all networks of a pipeline, and their configuration in its header.
@@ -100,7 +100,10 @@ def configure(shapes: Mapping[str, Shape], given: Mapping[str, Any] | None, wher
         since_2_3 = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes
         later = ("apply_gated_attention", "cross_attention_adaln", "caption_proj_before_connector")
         given = dict.fromkeys(later, since_2_3) | {
-            "ff_bias": "transformer_blocks.0.ff.net.2.bias" in shapes,
+            **{f"{part}ff_bias": f"transformer_blocks.0.{part}ff.net.2.bias" in shapes for part in ("", "audio_")},
+            # Only networks whose text is modulated have the embedder; for the others diffusers' default stays.
+            "use_prompt_adaln_single": not since_2_3 or "prompt_adaln_single.linear.weight" in shapes,
+            "use_keyframes_abs_pos_embedding": "keyframes_abs_pos_embedding" in shapes,
             "frequencies_precision": "float64",
             "av_ca_timestep_scale_multiplier": 1000,
         }

@@ -158,7 +158,7 @@ def test_given_rows_of_minimax_h3(pools, network, anchors, clips):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["2.3", pytest.param("2.0", marks=pytest.mark.long)])
+@pytest.mark.parametrize("version", ["2.5", *(pytest.param(v, marks=pytest.mark.long) for v in ("2.0", "2.3"))])
 def test_the_first_frame_of_ltx2(pools, tmp_path, version):
     folder, condition = build_tiny_ltx2_pipeline(tmp_path / "pipeline", version=version), _condition("ltx2")
     schedulers = LTX2().schedulers(times=TIMES["ltx2"], stochastic=False, boundaries=[], experts=[0] * 4)

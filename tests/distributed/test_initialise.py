@@ -82,9 +82,9 @@ def test_every_module_and_every_seed_has_a_stream_of_its_own():
     ("family", "config"),
     [
         (Wan(), ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64}),
-        *((LTX2(), LTX2().examples()[version]) for version in ("2.0", "2.3")),
+        *((LTX2(), LTX2().examples()[version]) for version in ("2.0", "2.3", "2.5")),
     ],
-    ids=["wan", "ltx2-2.0", "ltx2-2.3"],
+    ids=["wan", "ltx2-2.0", "ltx2-2.3", "ltx2-2.5"],
 )
 def test_distributions_are_those_of_diffusers(family, config):
     """Constants are equal. Other parameters have the same distribution (Kolmogorov-Smirnov) and scale."""

@@ -14,6 +14,7 @@ from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import StepRandom
+from models.families.ltx2_5 import CHANGES
 from models.lora.settings import LoraSettings
 from tests.oracles import tiny_minimax_h3
 from tests.oracles.dmd2_of_parts import Dmd2OfParts
@@ -22,6 +23,7 @@ from tests.oracles.runs import Setup
 from tests.oracles.sharded_run import check_resume
 from tests.oracles.tiny_wan import text_condition
 from tests.tiers import parametrize
+from tests.tiny_ltx2_pipeline import LATER
 
 MESHES = [(2, 2), (1, 1), (1, 2), (2, 1)]
 SHAPES = {"video": (4, 3, 2, 3), "audio": (2, 7, 2)}
@@ -47,6 +49,11 @@ LORA = LoraSettings(rank=3, alpha=6, targets=["*.to_q", "*.to_k", "*.to_v", "*.t
 CASES = {
     "ltx2": Case(*_LTX2[:-1], replace(SETTINGS, projection=True)),
     "ltx2, adapted": Case(*_LTX2, {"student": LORA, "fake": LORA}),
+    # An embedding of keyframes is not used.
+    "ltx2, 2.5": Case(
+        *_LTX2[:2], ARCHITECTURE | LATER | CHANGES, SHAPES, {**CONDITION, "text": (5, 48), "audio_text": (5, 32)},
+        SETTINGS,
+    ),
     # The teacher has no guidance. Each rank runs its samples one by one.
     "minimax_h3, adapted": Case(
         "minimax_h3", MiniMaxH3Transformer3DModel, tiny_minimax_h3.ARCHITECTURE, tiny_minimax_h3.SHAPES,
@@ -77,7 +84,8 @@ def given_rows(case):
 
 def condition(case):
     generator = torch.Generator().manual_seed(7)
-    text, null = (torch.randn(n, 2, 5, 20, generator=generator).double() for n in (BATCH, 1))
+    shape = (2, *case.condition["text"])
+    text, null = (torch.randn(n, *shape, generator=generator).double() for n in (BATCH, 1))
     made = text_condition(text[:, 0], null[0, 0])
     rows = torch.tensor([[2], [0], [1], [3]])
     tensors = {"text_tags": torch.arange(5) < rows, "text_length": torch.tensor([5, 3, 4, 5])}
@@ -92,8 +100,10 @@ def condition(case):
         return replace(made, tensors=made.tensors | tensors)
     if case.family != "ltx2":
         return made
-    tensors = {"audio_text": text[:, 1], "fps": torch.full((BATCH, 1), 8.0, dtype=torch.float64)}
-    return replace(made, tensors=made.tensors | tensors, null_values=made.null_values | {"audio_text": null[0, 1]})
+    width = case.condition["audio_text"][1]
+    tensors = {"audio_text": text[:, 1, :, :width], "fps": torch.full((BATCH, 1), 8.0, dtype=torch.float64)}
+    null_values = made.null_values | {"audio_text": null[0, 1, :, :width]}
+    return replace(made, tensors=made.tensors | tensors, null_values=null_values)
 
 
 # On the ranks

@@ -249,9 +249,10 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
     check_commands(run, files[0])
 
 
-def test_ltx2_with_sound(tmp_path):
+@pytest.mark.parametrize("version", ["2.5", pytest.param("2.3", marks=pytest.mark.long)])
+def test_ltx2_with_sound(tmp_path, version):
     """LTX2Pipeline with neutral scales makes the same picture and sound. It normalizes given latents."""
-    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, "data.path={clips}/metadata.csv")
+    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, "data.path={clips}/metadata.csv", version=version)
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
     latents, _, condition, shapes, (sound,) = run.ours()
     assert shapes == {"text": (32, 48), "audio_text": (32, 24), "fps": (1,)}
@@ -596,13 +597,14 @@ def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
 def pipelines(tmp_path_factory):
     """Return pipeline folders by name, and clips."""
     base = tmp_path_factory.mktemp("pipelines")
-    early, late = (build_tiny_ltx2_pipeline(base / version, version=version) for version in ("2.0", "2.3"))
+    early, late, latest = (build_tiny_ltx2_pipeline(base / v, version=v) for v in ("2.0", "2.3", "2.5"))
     mixed, unconnected = (shutil.copytree(late, base / name) for name in ("mixed", "unconnected"))
     shutil.copy(early / "transformer" / "config.json", mixed / "transformer")
     shutil.rmtree(unconnected / "connectors")
     return {
         "ltx2_0": early,
         "ltx2": late,
+        "ltx2_5": latest,
         "mixed": mixed,
         "unconnected": unconnected,
         "t2v": build_tiny_pipeline(base / "t2v"),
@@ -633,6 +635,8 @@ def pipelines(tmp_path_factory):
         ("ltx2", ["teacher.checkpoint={mixed}"], "teacher.checkpoint"),
         ("ltx2", ["teacher.checkpoint={ltx2_0}"], "teacher.checkpoint"),
         ("ltx2", ["data.encoders={ltx2_0}"], "teacher.checkpoint"),
+        ("ltx2", ["data.encoders={ltx2_5}"], "teacher.checkpoint"),
+        ("ltx2", ["teacher.checkpoint={ltx2_5}", "data.encoders={ltx2_5}"], "student.checkpoint"),
         ("ltx2", ["data.encoders={ltx}", "data.max_text_tokens=128"], "teacher.checkpoint"),
         ("ltx2", ["data.encoders={unconnected}"], "data.encoders"),
         ("ltx2", ["data.num_frames=16"], "data.num_frames"),

@@ -6,15 +6,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline, LTX2VideoDiffusionDecoderModel
 from PIL import Image
 
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.image import as_frame, stretched
 from distill.data.encoders.ltx2 import log_mel
+from distill.data.encoders.ltx2_5 import window_attention
 from distill.data.sets.encode import Encoding
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
+from fsdp_cp.rng import stream
 from tests.encoded import encode_source
 from tests.tiers import parametrize
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
@@ -27,7 +29,7 @@ CAPTION = "  a red &amp; blue  square "
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {v: build_tiny_ltx2_pipeline(tmp_path_factory.mktemp("ltx2") / v, version=v) for v in ("2.0", "2.3")}
+    return {v: build_tiny_ltx2_pipeline(tmp_path_factory.mktemp("ltx2") / v, version=v) for v in ("2.0", "2.3", "2.5")}
 
 
 def clip_of(**changes):
@@ -64,7 +66,7 @@ def test_the_spectrogram_is_written_out():
     assert (log_mel(torch.zeros(1, 4000), 16000, 160, 64) == torch.tensor(1e-5).log()).all(), "silence"
 
 
-@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize("version", ["2.0", "2.3", "2.5"])
 def test_texts_are_those_of_the_pipeline(folders, version):
     pipeline = LTX2Pipeline.from_pretrained(folders[version], dtype=torch.bfloat16)
     encoder = choose_encoders(folders[version]).text_encoder(max_tokens=32, dtype=torch.bfloat16, **CPU)
@@ -77,9 +79,9 @@ def test_texts_are_those_of_the_pipeline(folders, version):
         assert torch.equal(found["text"], video[0].float()) and torch.equal(found["audio_text"], audio[0].float())
 
 
-@parametrize("version", ["2.0", "2.3"], quick=1)
+@parametrize("version", ["2.0", "2.5", "2.3"], quick=2)
 def test_clips_are_those_of_the_pipeline(folders, version):
-    """The pipeline's own normalization, packing and decoding, of both parts."""
+    """The pipeline's own normalization, packing and decoding, of both parts; 2.5's diffusion decoder draws noise."""
     folder = choose_encoders(folders[version])
     codec, pipeline = folder.codec(tiling=False, dtype=torch.float32, **CPU), LTX2Pipeline.from_pretrained(folder.path)
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +97,12 @@ def test_clips_are_those_of_the_pipeline(folders, version):
         assert torch.allclose(pipeline._pack_audio_latents(found.parts["audio"]), latents, atol=1e-5)
         frames = pipeline.prepare_latents(latents=pipeline.vae.encode(video[None]).latent_dist.mode())
         assert torch.allclose(pipeline._pack_latents(found.video), frames, atol=1e-5)
-        decoded = pipeline.vae.decode(pipeline._denormalize_latents(found.video, *statistics)).sample[0]
+        decoder, z_video = pipeline.vae, pipeline._denormalize_latents(found.video, *statistics)
+        options = {}
+        if version == "2.5":
+            decoder = LTX2VideoDiffusionDecoderModel.from_pretrained(folder.path / "diffusion_decoder")
+            options = {"generator": stream(0, "decode/noise")}
+        decoded = decoder.decode(z_video, **options).sample[0]
         wave, rate = codec.decode_sound(found.parts["audio"])
         theirs = pipeline.vocoder(pipeline.audio_vae.decode(z[:, :, :18]).sample)
     levels = codec.decode(found.video)[0].permute(3, 0, 1, 2).float()
@@ -128,13 +135,16 @@ def test_embeddings_are_stored_in_bf16(folders, tmp_path):
         ("vocoder", {"_class_name": "Vocoder"}, "LTX2Vocoder"),
         ("connectors", {"text_proj_in_factor": 49}, "text_encoder/"),
         ("connectors", {"audio_connector_num_learnable_registers": None}, "registers"),
-        ("text_encoder", {"architectures": ["Gemma4UnifiedForConditionalGeneration"]}, "Gemma3"),
+        ("text_encoder", {"architectures": ["Gemma4ForConditionalGeneration"]}, "Gemma4Unified"),
+        (".", {"_class_name": "LTX2DFRPipeline"}, "DFR"),
+        ("diffusion_decoder", {"latent_channels": 4}, "latent_channels"),
+        ("diffusion_decoder", {"_class_name": "AutoencoderKLLTX2Video"}, "LTX2VideoDiffusionDecoderModel"),
         ("transformer", {"patch_size": 2}, "patch_size"),
     ],
 )
 def test_what_is_no_ltx2_is_refused_by_name(folders, tmp_path, part, settings, named):
-    copied = shutil.copytree(folders["2.3"], tmp_path / "copy")
-    file = copied / part / "config.json"
+    copied = shutil.copytree(folders["2.5"], tmp_path / "copy")
+    file = copied / part / ("model_index.json" if part == "." else "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(UserError, match="data.encoders") as error:
         choose_encoders(copied)
@@ -150,6 +160,8 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         clip_of(fps=0.0)
     with refused("data.max_text_tokens"):
         folder.condition_shapes(CLIP, 30, None)
+    with refused("data.num_frames"):  # 1 frame, and the decoder's last window is 5
+        choose_encoders(folders["2.5"]).latent_shapes(clip_of(num_frames=1))
     copied = shutil.copytree(folders["2.3"], tmp_path / "copy")
     shutil.rmtree(copied / "connectors")
     with refused("connectors/"):
@@ -157,17 +169,18 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     assert len(folder.remarks(CLIP, 256, None)) == 1 and not folder.remarks(CLIP, 1024, None)
 
 
-def test_a_first_frame_is_that_of_the_pipeline(folders, tmp_path):
+@pytest.mark.parametrize("version", ["2.3", "2.5"])
+def test_a_first_frame_is_that_of_the_pipeline(folders, tmp_path, version):
     """A picture of another shape is re-compressed, then stretched; one cut from a clip is neither."""
     levels = torch.randint(256, (9, 7, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     picture = Image.fromarray(levels.numpy()).resize((70, 90), Image.Resampling.BILINEAR)
     picture.save(tmp_path / "a.png")
     (tmp_path / "table.csv").write_text("image,caption\na.png,a red square\n")
     data = encode_source(
-        path=tmp_path / "table.csv", encoders=folders["2.3"], cache=tmp_path / "cache", has_clips=False,
+        path=tmp_path / "table.csv", encoders=folders[version], cache=tmp_path / "cache", has_clips=False,
         num_frames=17, height=64, width=96, fps=24.0, max_text_tokens=32, image="first_frame",
     )  # fmt: skip
-    pipeline = LTX2ImageToVideoPipeline.from_pretrained(folders["2.3"])
+    pipeline = LTX2ImageToVideoPipeline.from_pretrained(folders[version])
     kept = {}
     pipeline.prepare_latents = lambda image, *_args, **_options: kept.update(image=image) or 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -176,8 +189,27 @@ def test_a_first_frame_is_that_of_the_pipeline(folders, tmp_path):
         z = pipeline.vae.encode(kept["image"].float()[:, :, None]).latent_dist.mode()
     wanted = pipeline._normalize_latents(z, pipeline.vae.latents_mean, pipeline.vae.latents_std)[0]
     assert torch.allclose(data[0]["first_frame"], wanted, atol=1e-5) and wanted.shape == (8, 1, 2, 3)
-    plain = choose_encoders(folders["2.3"]).codec(tiling=False, dtype=torch.float32, **CPU)
+    plain = choose_encoders(folders[version]).codec(tiling=False, dtype=torch.float32, **CPU)
     unpacked = as_frame(stretched(torch.from_numpy(np.array(picture)), 64, 96, Image.Resampling.BILINEAR))
     assert (plain.encode(unpacked) - wanted).abs().max() > 1e-3, "the check can tell a picture that is not compressed"
     with refused("data.image=both"):
-        Encoding(encoders=str(folders["2.3"]), num_frames=17, height=64, width=96, image="both").inspect()
+        Encoding(encoders=str(folders[version]), num_frames=17, height=64, width=96, image="both").inspect()
+
+
+@pytest.mark.parametrize("window", [(1, 1, 1), (3, 5, 7), (11, 11, 11)], ids=str)
+def test_a_window_attends_as_if_written_out(window):
+    """Blocks of queries that do not divide the grid, against a mask of all pairs in float64."""
+    grid = (13, 18, 35)
+    q, k, v = torch.randn(3, 1, *grid, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    places = torch.cartesian_prod(*map(torch.arange, grid))
+    some = places[::97]
+    seen = torch.ones(len(some), len(places), dtype=torch.bool)
+    for axis, (size, width) in enumerate(zip(grid, window, strict=True)):
+        start = (some[:, axis, None] - width // 2).clamp(0, size - width)
+        seen &= (places[:, axis] >= start) & (places[:, axis] < start + width)
+    assert (seen.sum(1) == np.prod(window)).all()
+    weights = torch.einsum("qhd,khd->hqk", q.flatten(1, 3)[0, ::97], k.flatten(1, 3)[0])
+    weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+    wanted = torch.einsum("hqk,khd->qhd", weights, v.flatten(1, 3)[0])
+    found = window_attention(q, k, v, window).flatten(1, 3)[0, ::97]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The family of LTX-2.0 and 2.3: inputs as diffusers makes them, operations, names of adapters, refused networks."""
+"""The family of LTX-2.0, 2.3 and 2.5: inputs as diffusers makes them, operations, names of adapters, refusals."""
 
 import pytest
 import torch
@@ -160,8 +160,6 @@ def test_diffusers_reads_both_formats_of_adapters(tmp_path, kind):
 @pytest.mark.parametrize(
     "change",
     [
-        {"ff_bias": False},
-        {"use_prompt_adaln_single": False},
         {"audio_patch_size": 2},
         {"audio_cross_attention_dim": 24},
         {"audio_cross_attn_mod": True},

@@ -185,7 +185,8 @@ def test_a_recipe_says_which_numbers_are_quoted_by_others(recipe):
 
 @pytest.mark.parametrize(
     ("name", "numbers", "rates"),
-    [("ltx2_3_t2av_dmd2", LTX2_3, (1e-4, 2e-5)), ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)),
+    [("ltx2_3_t2av_dmd2", LTX2_3, (1e-4, 2e-5)), ("ltx2_5_t2av_dmd2", LTX2_3, (1e-4, 2e-5)),
+     ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)),
      ("minimax_h3_t2av_pdmd", PDMD_H3, (5e-5, 1e-5)), ("minimax_h3_t2av_pdd", PDD_H3, (1e-4,))],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

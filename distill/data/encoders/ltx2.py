@@ -1,16 +1,18 @@
-"""The encoders of an LTX-2 pipeline folder (2.0, 2.3), as ``LTX2Pipeline`` of diffusers (0.42) uses them.
+"""The encoders of an LTX-2 pipeline folder (2.0, 2.3, 2.5), as ``LTX2Pipeline`` of diffusers (0.42) uses them.
 
-A VAE for the video; another for the sound's log-mel spectrogram, with a vocoder back to a waveform; Gemma 3 for the
-caption, with a connector for each stream of the transformer. A connector fills a caption up with learned registers, so
-its embeddings have no mask. diffusers has no way from a waveform to a spectrogram; :func:`log_mel` is that of
-Lightricks' ``AudioProcessor`` (https://github.com/Lightricks/LTX-2, ``ltx_core``).
+A VAE for the video; another for the sound's log-mel spectrogram, with a vocoder back to a waveform; Gemma 3 (2.5: Gemma
+4) for the caption, with a connector for each stream of the transformer. A connector fills a caption up with learned
+registers, so its embeddings have no mask. diffusers has no way from a waveform to a spectrogram; :func:`log_mel` is
+that of Lightricks' ``AudioProcessor`` (https://github.com/Lightricks/LTX-2, ``ltx_core``).
 
 Shape legend: T H W pixels, C L F channels, rows and bands of the sound's latents, D width of an embedding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from torch import Tensor
 from distill.data.encoders.folder import load_part, part_settings, require_class, shown, whole_number
 from distill.data.encoders.image import ImageInput, as_frame, stretched
 from distill.data.encoders.ltx import LtxVideoCodec, video_sizes
+from distill.data.encoders.ltx2_5 import DiffusionDecoder, check_decoded, decoder_settings, image_crf, refuse_dfr
 from distill.data.encoders.wan import EncoderFolder, TextEncoder
 from distill.data.videos.container import VideoFile
 from distill.data.videos.decode import ClipFormat, SoundFormat, read_picture
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import checked_arguments
+from models.families.ltx2_5 import is_ltx2_5
 from models.sample import AUDIO, VIDEO, PartShapes
 
 WINDOW = 1024
@@ -38,7 +42,7 @@ SOUND_CHANNELS = 2
 PIPELINE_TOKENS = 1024
 """``max_sequence_length`` of LTX2Pipeline."""
 VOCODERS = ("LTX2Vocoder", "LTX2VocoderWithBWE")
-"""Classes of 2.0 and of 2.3."""
+"""Classes of 2.0 and of later versions."""
 
 
 class Ltx2Codec(LtxVideoCodec):
@@ -54,7 +58,7 @@ class Ltx2Codec(LtxVideoCodec):
         super().__init__(folder, **options)
         import diffusers
 
-        self.folder = folder
+        self.folder, self.tiling = folder, bool(options.get("tiling"))
         kinds = {"audio_vae": diffusers.AutoencoderKLLTX2Audio, "vocoder": getattr(_parts(), folder.vocoder)}
         parts = (load_part(kind, folder.path, part, torch_dtype=torch.float32) for part, kind in kinds.items())
         self.sound_vae, self.vocoder = (part.to(self.device) for part in parts)
@@ -64,6 +68,13 @@ class Ltx2Codec(LtxVideoCodec):
         self.sound_mean, self.sound_std = (x.view(-1, 1, folder.bands) for x in statistics)
         if not (self.sound_std > 0).all():
             raise UserError(f"data.encoders={folder.path}: audio_vae/ has latents_std of 0 or less; copy it again")
+
+    @cached_property
+    def _decoder(self) -> DiffusionDecoder:
+        return DiffusionDecoder(self.folder.path, device=self.device, dtype=self.dtype, tiling=self.tiling)
+
+    def _pixels(self, z: Tensor) -> Tensor:
+        return super()._pixels(z) if self.folder.decoder is None else self._decoder(z)
 
     def _sound_latents(self, sound: Tensor) -> Tensor:
         mel = log_mel(sound, self.folder.rate, self.folder.hop, self.folder.mel_bins)
@@ -90,11 +101,12 @@ def log_mel(sound: Tensor, rate: int, hop: int, bins: int) -> Tensor:
 
 
 class Ltx2TextEncoder(TextEncoder):
-    """Gemma 3 and the two connectors."""
+    """Gemma and the two connectors."""
 
-    class_name, pipeline = "Gemma3ForConditionalGeneration", "LTX2Pipeline"
+    class_name, pipeline = "Gemma3ForConditionalGeneration or Gemma4UnifiedForConditionalGeneration", "LTX2Pipeline"
 
-    def __init__(self, folder: EncoderFolder, *, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, folder: Ltx2EncoderFolder, *, dtype: torch.dtype, **options: Any) -> None:
+        self.class_name = folder.gemma
         super().__init__(folder, dtype=dtype, **options)
         connectors = load_part(_parts().LTX2TextConnectors, folder.path, "connectors", torch_dtype=dtype)
         self.connectors = connectors.to(self.device)
@@ -147,6 +159,10 @@ class Ltx2EncoderFolder(EncoderFolder):
     """Frames of the spectrogram in a row of latents, and its bands in a band of them."""
     vocoder: str
     """Class of the vocoder."""
+    gemma: str
+    """Class of the text encoder."""
+    decoder: Mapping[str, Any] | None
+    """Settings of the diffusion decoder, of a folder that has one."""
 
     @classmethod
     def read(cls, folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> Ltx2EncoderFolder:
@@ -154,6 +170,7 @@ class Ltx2EncoderFolder(EncoderFolder):
         from diffusers import AutoencoderKLLTX2Audio
         from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR as ratio
 
+        refuse_dfr(folder, where)
         vocoder = part_settings(folder, "vocoder", where)
         require_class(where, "vocoder", [vocoder.get("_class_name")], " or ".join(VOCODERS))
         file = f"{where}: audio_vae/config.json"
@@ -191,7 +208,15 @@ class Ltx2EncoderFolder(EncoderFolder):
             sound_channels=channels,
             ratio=ratio,
             vocoder=vocoder["_class_name"],
+            gemma=next(name for name in Ltx2TextEncoder.class_name.split(" or ") if name in text["architectures"]),
+            decoder=decoder_settings(folder, where, vae),
         )
+
+    def check_network(self, config: Mapping[str, Any], setting: str) -> None:
+        """Refuse a network of LTX-2.5 with encoders of another version, and the reverse: shapes are the same."""
+        if is_ltx2_5(config) != ("Gemma4" in self.gemma):
+            version = "LTX-2.5" if is_ltx2_5(config) else "LTX-2.0 or 2.3"
+            raise UserError(f"{setting} is {version}, but data.encoders={self.path} has {self.gemma}; give its own")
 
     @property
     def bands(self) -> int:
@@ -207,7 +232,10 @@ class Ltx2EncoderFolder(EncoderFolder):
         rows = round(clip.num_frames / clip.fps * (self.rate / self.hop / float(self.ratio)))
         if rows < 1:
             raise UserError(f"data.num_frames={clip.num_frames} has no sound at data.fps={clip.fps:g}; use more")
-        return {VIDEO: self.latent_shape(clip), AUDIO: (self.sound_channels, rows, self.bands)}
+        video = self.latent_shape(clip)
+        if self.decoder is not None:
+            check_decoded(self.decoder, video[1:], clip)
+        return {VIDEO: video, AUDIO: (self.sound_channels, rows, self.bands)}
 
     def sound_format(self, clip: ClipFormat) -> SoundFormat:
         rows = self.latent_shapes(clip)[AUDIO][1]
@@ -218,7 +246,7 @@ class Ltx2EncoderFolder(EncoderFolder):
 
     def read_image(self, file: VideoFile, clip: ClipFormat, *, follows: bool = False) -> Tensor:
         """Return an image as LTX2ImageToVideoPipeline sees it: re-compressed by H.264, then stretched."""
-        image = _recompressed(read_picture(file))
+        image = _recompressed(read_picture(file), image_crf(self.gemma))
         return as_frame(stretched(image, clip.height, clip.width, Image.Resampling.BILINEAR))
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
@@ -241,11 +269,11 @@ class Ltx2EncoderFolder(EncoderFolder):
         return {"fps": torch.tensor([float(clip.fps)])}
 
 
-def _recompressed(rgb_HWC: Tensor) -> Tensor:
+def _recompressed(rgb_HWC: Tensor, crf: int) -> Tensor:
     """Return uint8 (H, W, 3) after H.264 as strong as that of the clips that LTX-2 was trained on (diffusers 0.42)."""
-    from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+    from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
 
-    return torch.from_numpy(apply_image_conditioning_crf(rgb_HWC.numpy(), DEFAULT_IMAGE_CRF))
+    return torch.from_numpy(apply_image_conditioning_crf(rgb_HWC.numpy(), crf))
 
 
 def _parts() -> Any:

