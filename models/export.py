@@ -13,7 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,23 +29,41 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
-from models.additions.base import addition_tensors
+from models.additions.base import addition_tensors, named_additions
 from models.additions.heads import Grid
-from models.export_folder import write_folder
+from models.card import Card, commit_of, extend_card, sample_clips, write_card
+from models.causal import NOTE as CAUSAL_NOTE
+from models.export_folder import SCHEDULERS, write_folder
+from models.export_heads import NOTE as HEADS_NOTE
 from models.export_heads import fused_heads, without_heads
 from models.families.base import Family
 from models.families.registry import family_of
 from models.files import fastvideo, originals, originals_ltx2
-from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
 from models.lora.files import BASE, FORMATS, file_tensors, write_file
 from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
 from models.roles.role import EXPERTS
+from models.sparse import NOTE as SPARSE_NOTE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN = {"wan": originals, "ltx2": originals_ltx2}
 """Formats of a whole network in the names of its family's own code: one file for ComfyUI, with ``config.json``."""
+_ADDITIONS_NOTE = (
+    "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
+    " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
+)
+_NO_CODE = (*OWN, fastvideo.KIND, "wan-lora", videox.KIND)
+"""Formats that diffusers' pipelines do not read as they stand."""
+_EXPERT_NOTE = (
+    "This is one of two experts, which makes no clip alone. Load it next to the other one: as `transformer` for high"
+    " noise, as `transformer_2` for low noise (adapters with `load_into_transformer_2=True`)."
+)
+_FILE_NOTE = (
+    "This file has the names of the original code. In ComfyUI use cfg 1, the sampler `{sampler}` and the times below as"
+    " sigmas, followed by 0."
+)
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +86,12 @@ class RoleExport:
     """Arguments of :meth:`models.families.base.Family.schedulers`; ``None`` for a role without schedulers."""
     grid: Grid | None = None
     """Grid of a role with heads, ``None`` without."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the run, for the card."""
+    run_dir: Path | None = None
+    """Directory of the run, whose record has the commit."""
+    is_expert: bool = False
+    """Whether this is one of two experts alone."""
     steps: int | None = None
     """Sampling steps to export a role with heads for; ``None`` for the most that it serves, next to all heads."""
 
@@ -85,7 +109,7 @@ class RoleExport:
     def expert(self, index: int) -> RoleExport:
         """Return one of two experts as a network of its own, which samples no clip alone."""
         trained, bases = {0: self.trained[index]}, lambda: [self.bases()[index]]
-        return replace(self, boundaries=(), few_steps=None, trained=trained, bases=bases)
+        return replace(self, boundaries=(), few_steps=None, trained=trained, bases=bases, is_expert=True)
 
     @property
     def not_adapters(self) -> list[str]:
@@ -108,20 +132,32 @@ class RoleExport:
             return {}
 
     def write(
-        self, folder: Path, kind: str | None, *, dtype: torch.dtype, about: Mapping[str, Any], **options: Any
+        self,
+        folder: Path,
+        kind: str | None,
+        *,
+        dtype: torch.dtype,
+        about: Mapping[str, Any],
+        card: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         """Write the role as a diffusers folder, or as an adapter file of a ``kind`` of :data:`FORMATS`. A collective.
 
         A ``kind`` of :data:`OWN` writes one file in the names of the original code, ``fastvideo`` FastVideo's folder.
-        ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`.
+        ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`. ``card`` has what
+        :meth:`_write_card` takes.
         """
         about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
+        if kind in (*FORMATS, *OWN):
+            about = {"format": kind, **about}
+        options["finish"] = partial(self._write_card, kind, about, **(card or {}))
+        if self.sparse is not None or self._additions:
+            log.warning("%s has parts that a plain diffusers pipeline drops; see its README.md", folder)
         if kind in FORMATS:
             tensors, config = self._file(kind, dtype)
             name = videox.FILE if kind == videox.KIND else LORA_NAME
-            write_file(folder, tensors, {"format": kind, **about}, name=name, config=config, **options)
+            write_file(folder, tensors, about, name=name, config=config, **options)
             return
-        options["notes"] = [note] if (note := self.family.export_note) else []
         networks = list(self.bases())
         for i, weights in self.trained.items():
             networks[i] = merged(networks[i], weights, self.scale or 1.0)
@@ -138,16 +174,84 @@ class RoleExport:
             stored = {own: name for name, own in code.own_names(network.shapes).items()}
             shapes = {own: network.shapes[name] for own, name in stored.items()}
             networks = [Weights(shapes, lambda own: network.read(stored[own]))]
-            config, about = code.own_config(config), {"format": kind, **about}
-            options |= {"max_bytes": 2**62, "schedulers": {}, "notes": []}
+            config = code.own_config(config)
+            options |= {"max_bytes": 2**62, "schedulers": {}}
             options["header"] = {"config": json.dumps({"transformer": config})}
         if kind == fastvideo.KIND:
-            options["notes"], options["pipeline"] = [*options["notes"], fastvideo.NOTE], {}
+            options["pipeline"] = {}
             if self.few_steps is not None:
                 contract = self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
                 options["pipeline"] = {fastvideo.FILE: contract} if contract else {}
         options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
         write_folder(folder, networks, config, dtype=dtype, **options)
+
+    @property
+    def _additions(self) -> list[str]:
+        """Names of additions to the exported network, other than heads."""
+        names = {name for weights in self.trained.values() for name in named_additions(weights.shapes)}
+        return [] if self.grid is not None else sorted(names)
+
+    def _notes(self, kind: str | None) -> list[str]:
+        """Return what the card says about diffusers' pipeline: what it needs, and what it lacks."""
+        if kind in OWN or kind in ("wan-lora", videox.KIND):
+            sampler = "lcm" if (self.few_steps or {}).get("stochastic") else "euler"
+            return [_FILE_NOTE.format(sampler=sampler)]
+        notes = [self.family.export_note] if self.family.export_note else []
+        if kind == fastvideo.KIND:
+            notes.append(fastvideo.NOTE)
+        if self._has_heads(kind):
+            assert self.grid is not None
+            notes.append(HEADS_NOTE.format(steps=self.steps or self.grid.steps[-1]))
+        if self._additions:
+            notes.append(_ADDITIONS_NOTE.format(names=", ".join(self._additions), file=ADDITIONS_FILE))
+        if self.is_expert:
+            notes.append(_EXPERT_NOTE)
+        parts = {CAUSAL_NOTE: self.causal, SPARSE_NOTE: self.sparse}
+        return [*notes, *(note for note, contents in parts.items() if contents is not None)]
+
+    def _has_heads(self, kind: str | None) -> bool:
+        """Whether the export is a folder with a file of heads."""
+        return self.grid is not None and self.steps != 1 and kind not in (*FORMATS, *_NO_CODE)
+
+    def _write_card(
+        self,
+        kind: str | None,
+        about: Mapping[str, Any],
+        folder: Path,
+        *,
+        scheduler: str | None = None,
+        clips: Sequence[Path] = (),
+        table: str = "",
+        **facts: Any,
+    ) -> None:
+        """Write the card into an unfinished export. ``scheduler`` is the folder of its scheduler, if it is next to the
+        export; ``facts`` are further fields of :class:`models.card.Card`."""
+        adapters = {}
+        if kind in FORMATS:
+            shapes = [shape for weights in self.trained.values() for shape in weights.shapes.items()]
+            rank = max(shape[0] for name, shape in shapes if name.endswith(".lora_A.weight"))
+            adapters = {"rank": rank, "alpha": cast(float, self.scale) * rank}
+        drops = (self.causal, self.sparse, self._additions or None, self.is_expert or None)
+        has_code = not any(part is not None for part in drops) and kind not in _NO_CODE
+        if scheduler is None and (folder / SCHEDULERS[0]).is_dir():
+            scheduler = SCHEDULERS[0]
+        made = Card(
+            family=self.family,
+            config=self.config,
+            about=about,
+            settings=self.settings,
+            few_steps=self.few_steps,
+            experts=EXPERT_FOLDERS if self.boundaries else (),
+            adapters=adapters,
+            notes=self._notes(kind),
+            has_code=has_code and (self.grid is None or kind not in FORMATS),
+            has_heads=self._has_heads(kind),
+            scheduler=scheduler,
+            commit=None if self.run_dir is None else commit_of(self.run_dir),
+            **facts,
+        )
+        write_card(folder, made.text())
+        extend_card(folder, clips=clips, table=table)
 
     def _file(self, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, and the configuration of heads."""
@@ -227,11 +331,20 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], schedulers = expert, {}
     _check_format(exported, kind, role, name)
-    exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers)
+    card = {"clips": _clips(exported, about), "base_model": options.base_model}
+    exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers, card=card)
     weights = about["weights"]
     if kind in FORMATS:
         return f"the {weights} adapters of {name}"
     return f"the {weights} weights of {name}{'' if exported.scale is None else ', merged into their base,'}"
+
+
+def _clips(exported: RoleExport, about: Mapping[str, Any]) -> list[Path]:
+    """Return the run's sample clips of these weights, if there are any."""
+    average = ((exported.settings.get("student") or {}).get("ema") or {}).get("enabled", False)
+    if about["role"] != "student" or about["weights"] != ("ema" if average else "raw") or exported.is_expert:
+        return []
+    return sample_clips(cast(Path, exported.run_dir), about["step"])
 
 
 def _read_role(
@@ -262,6 +375,8 @@ def _read_role(
         bases=bases,
         few_steps=state.get("few_steps") if role == "student" else None,
         grid=Grid(**state["heads"]) if state.get("heads") and role == "student" else None,
+        settings=settings,
+        run_dir=checkpoint.resolve().parent.parent,
     ).at_steps(options.steps)
     about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
     about["method"] = settings.get("method")  # decides how the student is sampled
@@ -351,6 +466,7 @@ def main(argv: list[str] | None = None) -> int:
         help="of a student of method=pdd: its sampling steps, the most by default; 1: a plain folder",
     )
     add("--expert", choices=EXPERTS, help="of two experts one alone, as a network of its own; both by default")
+    add("--base-model", metavar="NAME", help="name of the base on the hub for the card, where the run had a folder")
     add("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")

@@ -1,9 +1,8 @@
 """Writers of diffusers folders: transformers and schedulers."""
 
 import json
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,17 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder, withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
-from models.additions.base import addition_tensors, named_additions, network_tensors
-from models.causal import NOTE as CAUSAL_NOTE
+from models.additions.base import addition_tensors, network_tensors
 from models.causal import write_causal
-from models.export_heads import NOTE as HEADS_NOTE
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
 from models.lora.merge import Weights
-from models.sparse import NOTE as SPARSE_NOTE
 from models.sparse import write_sparse
 
 NAME = "diffusion_pytorch_model"
 MAX_BYTES = 5 * 10**9
 """Maximum size of a file in bytes, and thus of the weights in memory."""
-_NOTE = (
-    "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
-    " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
-)
 SCHEDULERS = ("scheduler", "audio_scheduler")
 """Folders of :meth:`models.families.base.Family.schedulers`."""
-log = logging.getLogger(__name__)
 
 
 def sharded(tensors: Mapping[str, Tensor]) -> Weights:
@@ -70,8 +61,8 @@ def write_folder(
     sparse: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     heads: Weights | None = None,
-    notes: Sequence[str] = (),
     pipeline: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], object] = lambda folder: None,
     move_aside: bool = False,
 ) -> None:
     """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
@@ -81,10 +72,10 @@ def write_folder(
 
     Each tensor is read once, on every rank. ``config``, ``causal`` and ``sparse`` are the contents of ``config.json``,
     ``causal.json`` and ``sparse.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and
-    ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own, and
-    ``notes``, after those on what diffusers does not know, into ``README.md``. With ``pipeline``, JSON files by name,
-    one network is in ``transformer/`` too, next to these files. For ``about`` and
-    ``move_aside`` see :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
+    ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own. With
+    ``pipeline``, JSON files by name, one network is in ``transformer/`` too, next to these files. ``finish`` adds
+    files to the unfinished folder, as the card does. For ``about`` and ``move_aside`` see
+    :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written; on every rank, after the last tensor is read.
@@ -107,10 +98,8 @@ def write_folder(
         for file, tensors in files:
             (unfinished / file).parent.mkdir(exist_ok=True)
             save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
-        for place, split, weights in zip(places, splits, networks, strict=True):
-            _write_texts(
-                unfinished / place, folder / place, config, split, weights.shapes, causal, sparse, heads, notes
-            )
+        for place, split in zip(places, splits, strict=True):
+            _write_texts(unfinished / place, config, split, causal, sparse)
         if boundaries:
             index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
             index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -119,6 +108,7 @@ def write_folder(
             (unfinished / name).write_text(json.dumps(contents, indent=2) + "\n")
         for name, scheduler in (schedulers or {}).items():
             scheduler.save_pretrained(unfinished / name)
+        finish(unfinished)
 
     def write() -> None:
         try:
@@ -158,33 +148,16 @@ def _read_files(
 
 def _write_texts(
     unfinished: Path,
-    folder: Path,
     config: dict[str, Any],
     split: StateDictSplit,
-    shapes: Mapping[str, tuple[int, ...]],
     causal: Mapping[str, Any] | None,
     sparse: Mapping[str, Any] | None,
-    heads: Weights | None,
-    more_notes: Sequence[str],
 ) -> None:
-    """Write ``config.json``, ``causal.json``, ``sparse.json``, an index of files, and notes on what diffusers lacks."""
-    notes: list[str] = []
-    if heads is not None:
-        steps, *_ = next(iter(heads.shapes.values()))
-        notes.append(HEADS_NOTE.format(steps=steps))
-    elif addition_tensors(shapes):
-        notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS_FILE))
-        log.warning("%s: %s", folder, notes[0])
+    """Write ``config.json``, ``causal.json``, ``sparse.json`` and an index of files."""
     if causal is not None:
         write_causal(unfinished, causal)
-        notes.append(CAUSAL_NOTE)
     if sparse is not None:
         write_sparse(unfinished, sparse)
-        notes.append(SPARSE_NOTE)
-        log.warning("%s has sparse attention, which a plain diffusers pipeline drops; see its README.md", folder)
-    notes += more_notes
-    if notes:
-        (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))

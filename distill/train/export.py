@@ -13,10 +13,11 @@ from distill.methods import Method
 from distill.run.setup import RunPlan
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
-from fsdp_cp.files.atomic_folder import withdraw
+from fsdp_cp.files.atomic_folder import amended_folder, withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_first_rank
 from models.additions.heads import Grid
+from models.card import extend_card, sample_clips
 from models.export import DTYPES, RoleExport, base_fingerprints, exported_weights
 from models.export_folder import export_schedulers, sharded
 from models.lora.files import BASE
@@ -43,10 +44,12 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     run_dir, role = Path(config.run_dir), method.roles["student"]
     has_average = trained[0].average is not None
     weights = exported_weights(config.export.weights, has_average)
-    student = _student_weights(method, trained, averaged=weights == "ema")
+    student = _student_weights(config, method, trained, averaged=weights == "ema")
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)
-    options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True}
+    schedulers = student.schedulers()
+    card = {"scheduler": "../scheduler"} if schedulers else {}
+    options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True, "card": card}
     student.write(run_dir / "export" / "student", "merged", **options)
     whole, of_bases = student.not_adapters, base_fingerprints(role.adapters)
     adapters = {} if role.adapters is None or whole else {network.name: network for network in trained}
@@ -57,7 +60,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
             student.expert(adapters[name].index).write(folder, "diffusers-lora", **options | {"about": of_expert})
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
-    on_first_rank(lambda: export_schedulers(run_dir / "export", student.schedulers()))
+    on_first_rank(lambda: export_schedulers(run_dir / "export", schedulers))
     if rank() != 0:
         return
     if role.adapters is not None and whole:
@@ -69,7 +72,15 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")
 
 
-def _student_weights(method: Method, trained: Sequence[Trained], *, averaged: bool) -> RoleExport:
+def show_clips(run_dir: Path, step: int) -> None:
+    """Add the sample clips of the last ``step`` to the card of the run's export. Rank 0 calls it."""
+    folder, clips = run_dir / "export" / "student", sample_clips(run_dir, step)
+    if clips:
+        with amended_folder(folder) as unfinished:
+            extend_card(unfinished, clips=clips)
+
+
+def _student_weights(config: Config, method: Method, trained: Sequence[Trained], *, averaged: bool) -> RoleExport:
     """Return the student with its ``trained`` networks, or their averages."""
     role = method.roles["student"]
     role.rest()
@@ -84,4 +95,6 @@ def _student_weights(method: Method, trained: Sequence[Trained], *, averaged: bo
         bases=lambda: [sharded(network.base_parameters()) for network in role.networks],
         few_steps=method.few_steps,
         grid=None if method.heads is None else Grid(**method.heads),
+        settings=asdict(config),
+        run_dir=Path(config.run_dir),
     )

@@ -24,7 +24,7 @@ from distill.evaluate.evaluator import Evaluator
 from distill.evaluate.guard import Guard
 from distill.methods import Batch, Method, build_method
 from distill.run.open import Run
-from distill.train.export import export_student
+from distill.train.export import export_student, show_clips
 from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, StepLine, speed
 from distill.train.optimizers import ENOUGH_TRIES, Trained, averaged, build_trained
@@ -148,6 +148,8 @@ class Trainer:
             export_student(self.config, self.method, self.trained_of("student"), self.step)
         if self.config.sample.at_end:
             self._write_samples()
+            if self.config.export.at_end:
+                on_first_rank(lambda: show_clips(self.run_dir, self.step))
             if self.config.sample.report_clips:
                 self._write_report()
         barrier()

@@ -135,6 +135,21 @@ def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = 
         raise
 
 
+@contextmanager
+def amended_folder(folder: Path) -> Iterator[Path]:
+    """Yield a copy of the export in ``folder``, which replaces it on success; :func:`atomic_folder` in a locked run
+    directory. Files of the copy are links: remove a file before writing it again."""
+    files, about = _manifest(folder)
+    with atomic_folder(folder, about, move_aside=True) as unfinished:
+        for name in files:
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                (unfinished / name).hardlink_to(folder.resolve() / name)
+            except OSError:  # a file system without links
+                shutil.copy2(folder / name, unfinished / name)
+        yield unfinished
+
+
 def withdraw(folder: Path) -> None:
     """Remove an earlier export. Keep and log anything else in its place."""
     if folder.is_dir() and any(folder.iterdir()):

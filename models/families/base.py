@@ -68,6 +68,31 @@ class GateLayer(NamedTuple):
     bias: bool
 
 
+class Pipeline(NamedTuple):
+    """Pipeline of diffusers that samples a family's networks, for the code on model cards (models/card.py)."""
+
+    text: str
+    """Class that samples from text."""
+    image: str
+    """Class that samples from a first frame."""
+    neutral: Sequence[str] = ("guidance_scale=1.0",)
+    """Arguments of a call without guidance, which a few-step student has built in."""
+    parts: Sequence[str] = ()
+    """Further arguments of ``from_pretrained``."""
+    imports: Sequence[str] = ()
+    """Classes of diffusers that ``parts`` need."""
+    adapters: str = "pipeline.load_lora_weights({where})"
+    """Line that loads an adapter file."""
+    takes_fps: bool = False
+    """Whether a call takes ``frame_rate``."""
+    takes_tokens: bool = True
+    """Whether a call takes ``max_sequence_length``."""
+    reseeds: bool = True
+    """Whether a call takes ``callback_on_step_end``, in which the noise of the next step can be seeded."""
+    same_noise: bool = True
+    """Whether a seeded call draws the noise of ``distill.sample``."""
+
+
 class Flops(NamedTuple):
     """Floating-point operations of one forward of one sample."""
 
@@ -157,7 +182,9 @@ class Family(ABC):
     takes_times: ClassVar[bool] = True
     """Whether diffusers' pipeline takes a list of times. Otherwise it cannot sample a student without a scheduler."""
     export_note: ClassVar[str] = ""
-    """Text for ``README.md`` of an export: what diffusers' pipeline needs, where that is not its defaults."""
+    """Text for the card of an export: what diffusers' pipeline needs, where that is not its defaults."""
+    pipeline: ClassVar[Pipeline | None] = None
+    """Pipeline for the code on the card; ``None`` for a card without code."""
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False

@@ -29,7 +29,17 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import (
+    FamilyPlanning,
+    Flops,
+    LatentShape,
+    NetworkConfig,
+    Outputs,
+    Pipeline,
+    Shape,
+    Shapes,
+    config_of,
+)
 from models.families.diffusers_family import (
     TIME_FEATURES,
     DiffusersFamily,
@@ -84,6 +94,17 @@ class Hunyuan(DiffusersFamily):
     masked_attention = True
     open_counts = ("glyphs", "glyph_mask", "image_embeds")
     planning = HunyuanPlanning()
+    pipeline = Pipeline(
+        "HunyuanVideo15Pipeline",
+        "HunyuanVideo15ImageToVideoPipeline",
+        neutral=(),
+        parts=("guider=ClassifierFreeGuidance(guidance_scale=1.0)",),
+        imports=("ClassifierFreeGuidance",),
+        adapters="pipeline.transformer.load_lora_adapter("
+        '{where}, weight_name="pytorch_lora_weights.safetensors", prefix="transformer")',
+        takes_tokens=False,
+        reseeds=False,
+    )
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         wanted = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"

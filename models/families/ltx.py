@@ -23,7 +23,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes
+from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Pipeline, Shape, Shapes
 from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.sample import VIDEO, PartShapes, Sample
 
@@ -56,6 +56,7 @@ class LTX(FrameFamily):
     label = "LTX"
     passes_times = True
     planning = LTXPlanning()
+    pipeline = Pipeline("LTXPipeline", "LTXImageToVideoPipeline", takes_fps=True)
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         inputs, width = values["in_channels"], self.width(values)

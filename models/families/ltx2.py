@@ -25,7 +25,17 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import ltx2_5
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Shape, Shapes, config_of
+from models.families.base import (
+    FamilyPlanning,
+    Flops,
+    LatentShape,
+    NetworkConfig,
+    Outputs,
+    Pipeline,
+    Shape,
+    Shapes,
+    config_of,
+)
 from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
@@ -102,9 +112,23 @@ class LTX2(FrameFamily):
     parts = {VIDEO: 1.0, AUDIO: 1.0}
     export_note = (
         "Sample with LTX2Pipeline, or from a first frame with LTX2ImageToVideoPipeline, which compresses the picture by"
-        " H.264 (image_crf=33; 18 for LTX-2.5). For a few-step student set guidance_scale, audio_guidance_scale,"
-        " modality_scale and audio_modality_scale to 1.0, and stg_scale, audio_stg_scale, guidance_rescale and"
-        " audio_guidance_rescale to 0.0."
+        " H.264 (image_crf=33; 18 for LTX-2.5). The sound is `clip.audio`. A few-step student needs all scales neutral."
+    )
+    pipeline = Pipeline(
+        "LTX2Pipeline",
+        "LTX2ImageToVideoPipeline",
+        neutral=tuple(
+            f"{prefix}{name}={scale}"
+            for prefix in ("", "audio_")
+            for name, scale in (
+                ("guidance_scale", 1.0),
+                ("modality_scale", 1.0),
+                ("stg_scale", 0.0),
+                ("guidance_rescale", 0.0),
+            )
+        ),
+        takes_fps=True,
+        same_noise=False,  # it draws both parts from one stream
     )
     # Lightricks' and ComfyUI's, and the only ones that diffusers (0.42) converts.
     original_matrices = {"A.weight": "lora_A.weight", "B.weight": "lora_B.weight", "B.bias": "lora_B.bias"}

@@ -33,6 +33,7 @@ from models.families.base import (
     LatentShape,
     NetworkConfig,
     Outputs,
+    Pipeline,
     Shape,
     Shapes,
     config_of,
@@ -117,6 +118,7 @@ class Wan(FrameFamily):
     transformer = WanTransformer3DModel
     label = "Wan"
     planning = WanPlanning()
+    pipeline = Pipeline("WanPipeline", "WanImageToVideoPipeline")
     open_counts = ("image_embeds",)
     frame_times = True
     causal = True

@@ -68,6 +68,7 @@ def write_file(
     *,
     name: str = NAME,
     config: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], object] = lambda folder: None,
     move_aside: bool = False,
 ) -> None:
     """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective. VideoX-Fun's
@@ -84,6 +85,7 @@ def write_file(
                     write_causal(unfinished, causal)
                 for folder_name, scheduler in (schedulers or {}).items():
                     scheduler.save_pretrained(unfinished / folder_name)
+                finish(unfinished)
         except SafetensorError as error:  # includes a full disk
             raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
 

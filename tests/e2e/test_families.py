@@ -11,6 +11,9 @@ import av
 import pytest
 import torch
 from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
     ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15ImageToVideoPipeline,
@@ -28,12 +31,14 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
 from distill import sample
 from fsdp_cp.context.check_parallel import relative_error
 from models import export
+from models.card import is_ours
 from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
 from tests.e2e.families import STEPS, Case, distil, same_weights, weights
@@ -114,6 +119,38 @@ def test_wan(tmp_path):
     )
     assert relative_error(ours_other, theirs) > 1e-2, "the checks can tell times apart"
     assert frames.shape == pixels.shape == (2, 17, 32, 48, 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "build", "vae", "changes"),
+    [
+        (WAN, build_tiny_pipeline, AutoencoderKLWan, (f"method.step_list={STEPS}",)),
+        pytest.param(
+            WAN, build_tiny_pipeline, AutoencoderKLWan, ("method.step_list=[1.0,0.7,0.6,0.1]",), marks=pytest.mark.long
+        ),
+        pytest.param(LTX, build_tiny_ltx_pipeline, AutoencoderKLLTXVideo, (), marks=pytest.mark.long),
+        pytest.param(HUNYUAN, build_tiny_hunyuan_pipeline, AutoencoderKLHunyuanVideo15, (), marks=pytest.mark.long),
+    ],
+    ids=["wan", "no scheduler fits", "ltx", "hunyuan"],
+)
+def test_the_code_on_a_card(tmp_path, monkeypatch, case, build, vae, changes):
+    """As it stands, it makes the clip of ``distill.sample``; the card has clips and a license."""
+    run = distil(tmp_path, case, build, *changes)
+    (run.pipeline / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    out, found, decode = tmp_path / "card", [], vae.decode
+    assert export.main([str(run.folder), str(out)]) == 0
+    monkeypatch.setattr(
+        vae, "decode", lambda self, z, *rest, **named: found.append(z) or decode(self, z, *rest, **named)
+    )
+    for folder, license_of_base in ((run.student, "other"), (out, "apache-2.0")):
+        text = (folder / "README.md").read_text()
+        assert is_ours(text) and ModelCard(text).data.license == license_of_base
+        assert sorted(path.name for path in (folder / "samples").iterdir()) == ["0.mp4", "1.mp4"]
+        monkeypatch.chdir(folder)
+        exec(text.split("```python")[1].split("```")[0], {})
+    words = ["--steps", "4", "--caption", case.captions[0], "--out", str(tmp_path / "sampled")]
+    assert sample.main([str(run.folder), *words]) == 0
+    assert max(off(theirs, found[-1]) for theirs in found[:-1]) < 1e-5
 
 
 @pytest.mark.long

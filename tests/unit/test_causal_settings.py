@@ -110,7 +110,6 @@ def test_a_given_frame_is_a_chunk():
 def test_an_export_says_that_it_is_causal(exported):
     """A role that loads it takes its settings, ``fake`` too, so that methods can refuse it."""
     assert read_causal(exported, "x") == (CAUSAL, 7)
-    assert "distill.sample" in (exported / "README.md").read_text()
     role = plan_role("student", checkpoint=str(exported))
     assert (role.causal, role.trained_frames) == (CAUSAL, 7)
     assert plan_role("teacher", checkpoint=str(exported), causal=CausalSettings(chunk=2)).causal == CAUSAL

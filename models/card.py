@@ -1,0 +1,370 @@
+"""Model card of an export: ``README.md`` with the hub's metadata, how the network was made, and how it is sampled.
+
+The card ends with a seal, the checksum of all above. :func:`is_ours` tells a card that nobody has edited since, so that
+no command replaces words of a user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import stream_seed
+from models.families.base import Family, Pipeline
+from models.files.checkpoint_files import HEADS_FILE
+from models.files.shipped import find_shipped, parse_hub_name
+from models.sample import VIDEO
+
+FILE = "README.md"
+PROMPT = "A red kite over the sea."
+SHOWN_CLIPS = 4
+_SEAL = "\n<!-- written by fsdp_cp, {}; without this line it is yours and no command replaces it -->\n"
+_SAMPLE = "```bash\npython -m distill.sample RUN_DIR --student FOLDER\n```"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Facts of an export, from which its card is written."""
+
+    family: Family
+    config: Mapping[str, Any]
+    """Configuration of the network."""
+    about: Mapping[str, Any]
+    """Description of the export: ``role``, ``step``, ``weights``, ``dtype``, and ``format`` of one file."""
+    settings: Mapping[str, Any]
+    """Settings of the run; empty if they are not known."""
+    few_steps: Mapping[str, Any] | None
+    """Arguments of :meth:`models.families.base.Family.schedulers`; ``None`` for other than a few-step student."""
+    experts: Sequence[str] = ()
+    """Folders of two experts, by the names of a pipeline's parts."""
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    """``rank`` and ``alpha`` of an adapter file."""
+    notes: Sequence[str] = ()
+    """Texts on what diffusers' pipeline needs or lacks."""
+    has_code: bool = True
+    """Whether diffusers' pipeline samples the export."""
+    has_heads: bool = False
+    """Whether a note defines ``use_heads``, which the code then calls."""
+    scheduler: str | None = None
+    """Folder of the export's scheduler, from the export's own folder; ``None`` without."""
+    repository: str | None = None
+    """Name of the export on the hub, if it is known."""
+    base_model: str | None = None
+    """Name of the base on the hub, if the settings have a folder."""
+    commit: str | None = None
+    """Commit of this program that trained the network."""
+
+    def text(self) -> str:
+        """Return the card without seal."""
+        name = self.base.name if self.base is not None else self.family.class_name
+        steps = "" if self.few_steps is None else f" in {len(self.few_steps['times'])} steps"
+        sections = {
+            f"# {name}{steps}": [self._summary()],
+            "## Sample": [*self.notes, *self._code()],
+            "## Trained times": self._times(),
+            "## Not to be used with": self._limits(),
+            "## How it was made": [self._table()],
+        }
+        blocks = [f"{title}\n\n" + "\n\n".join(parts) for title, parts in sections.items() if parts]
+        return "\n\n".join([self._metadata(), *blocks]) + "\n"
+
+    # Facts
+
+    @property
+    def base(self) -> _Base | None:
+        """The network that the role started from."""
+        role = self.settings.get(self.about.get("role", "student")) or {}
+        path = role.get("checkpoint") or (self.settings.get("teacher") or {}).get("checkpoint")
+        return _Base.of(path, self.base_model) if path else None
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return self.settings.get("data") or {}
+
+    @property
+    def method(self) -> str | None:
+        return (self.settings.get("method") or {}).get("name")
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether an image conditions the network."""
+        return bool(self.data.get("image"))
+
+    # Parts
+
+    def _metadata(self) -> str:
+        from huggingface_hub import ModelCardData
+
+        task, base = "image-to-video" if self.takes_image else "text-to-video", self.base
+        kinds = [task, self.method, None if self.few_steps is None else "few-step", "lora" if self.adapters else None]
+        facts: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": task, **_license(base)}
+        if base is not None and base.repository is not None:
+            relation = "adapter" if self.adapters else "finetune"
+            facts |= {"base_model": base.repository, "base_model_relation": relation}
+        data = ModelCardData(tags=[kind for kind in (*kinds, "fsdp_cp") if kind], **facts)
+        return f"---\n{data.to_yaml()}\n---"
+
+    def _summary(self) -> str:
+        what = "Adapters (LoRA) for" if self.adapters else "Weights of"
+        made = "" if self.method is None else f", trained with `{self.method}` by fsdp_cp"
+        return f"{what} {self.family.class_name}{made}. License: as the base's."
+
+    def _times(self) -> list[str]:
+        if self.few_steps is None:
+            return []
+        times, boundaries = self.few_steps["times"], self.few_steps.get("boundaries") or []
+        noise = "with fresh noise at each step" if self.few_steps["stochastic"] else "along the velocity (Euler steps)"
+        lines = [f"{', '.join(f'{time:.6g}' for time in times)} (1 is pure noise), {noise}."]
+        if boundaries:
+            lines.append(f"The first expert serves times from {boundaries[0]:g} on, the second earlier ones.")
+        shifts = self.few_steps.get("shifts") or self.family.parts
+        if len(shifts) > 1:
+            lines.append("Shifts of the parts' times: " + ", ".join(f"{k} {v:.6g}" for k, v in shifts.items()) + ".")
+        return ["\n".join(lines)]
+
+    def _limits(self) -> list[str]:
+        limits = []
+        if self.few_steps is not None:
+            limits += [
+                f"numbers of steps other than {len(self.few_steps['times'])}: these have times that it was not trained"
+                " at",
+                "guidance: it is trained in, so scales stay at 1 and a negative prompt has no effect",
+                "the base's scheduler, or other samplers",
+            ]
+        if self.adapters:
+            limits.append("another base than its own, or that base quantized")
+        if size := _size(self.data):
+            limits.append(f"clips of very different size: it was trained at {size}")
+        return ["\n".join(f"- {limit}" for limit in limits)] if limits else []
+
+    def _table(self) -> str:
+        about, base = self.about, self.base
+        fingerprint = (self.data.get("path") or "").rstrip("/")
+        data = [self.data.get("name"), PurePosixPath(fingerprint).name]
+        rows = {
+            "base": None if base is None else base.shown,
+            "method": self.method,
+            "training steps": about.get("step"),
+            "weights": about.get("weights") and f"{about['weights']} {about['role']}, {about.get('dtype', '')}",
+            "adapters": ", ".join(f"{key} {value:g}" for key, value in self.adapters.items()),
+            "format": about.get("format"),
+            "expert": about.get("expert"),
+            "data": ": ".join(part for part in data if part),
+            "clips": _size(self.data),
+            "batch size": self.settings.get("batch_size"),
+            "commit of fsdp_cp": self.commit,
+        }
+        lines = [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
+        return "\n".join(["| fact | value |", "|---|---|", *lines])
+
+    # Code
+
+    def _code(self) -> list[str]:
+        """Return code that samples the export with diffusers alone, or the command that does it."""
+        pipeline, encoders = self.family.pipeline, self.data.get("encoders")
+        lines = None
+        if self.has_code and pipeline is not None and encoders and self.about.get("role") == "student":
+            with suppress(UserError):
+                lines = self._pipeline_lines(pipeline, _Base.of(encoders, self.base_model))
+        if lines is None:
+            return [f"With this program, where RUN_DIR is the run that made it:\n\n{_SAMPLE}"]
+        noise = "It makes the first clip of `distill.sample --seed 0` for this caption (on a CPU, in fp32).\n\n"
+        exact = self.few_steps is not None and pipeline.same_noise and not self.takes_image
+        return [f"{noise if exact else ''}```python\n" + "\n".join(lines) + "\n```"]
+
+    def _pipeline_lines(self, pipeline: Pipeline, base: _Base) -> list[str]:
+        kind, network = (pipeline.image if self.takes_image else pipeline.text), self.family.class_name
+        parts = [f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"]
+        own = [] if self.adapters else [*(self.experts or [""])]
+        for folder in own:
+            where = self._where(folder)
+            parts.append(f"{folder or 'transformer'}={network}.from_pretrained({where})")
+        names = ["FlowMatchEulerDiscreteScheduler", kind, *([network] if own else []), *pipeline.imports]
+        if self.scheduler is not None:
+            parts.append(f"scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained({self._where(self.scheduler)})")
+        parts += pipeline.parts
+        before, call = self._call(pipeline)
+        made = "clip.mp4" if self.repository else "../clip.mp4"  # a file in the export would count as a change
+        utilities = ["encode_video", *(["load_image"] if self.takes_image else [])]
+        return [
+            *(["from functools import partial", ""] if any("partial(" in line for line in before) else []),
+            "import torch",
+            f"from diffusers import {', '.join(sorted(names))}",
+            f"from diffusers.utils import {', '.join(utilities)}",
+            "",
+            f"pipeline = {kind}.from_pretrained(",
+            *(f"    {part}," for part in [base.argument, *parts]),
+            ')',
+            'pipeline.to("cuda" if torch.cuda.is_available() else "cpu")',
+            *([pipeline.adapters.format(where=self._where(""))] if self.adapters else []),
+            *([f'use_heads(pipeline.transformer, "{HEADS_FILE}")'] if self.has_heads else []),
+            *before,
+            "clip = pipeline(",
+            *(f"    {argument}," for argument in call),
+            ")",
+            f'encode_video(clip.frames[0], fps={round(self.data.get("fps") or 16)}, output_path="{made}")',
+        ]  # fmt: skip
+
+    def _where(self, folder: str) -> str:
+        """Return the arguments of ``from_pretrained`` for a ``folder`` of the export, or next to it."""
+        parent, _, name = folder.rpartition("/")
+        place = self.repository or parent or "."
+        return ", ".join([json.dumps(place), *([f'subfolder="{name}"'] if name else [])])
+
+    def _call(self, pipeline: Pipeline) -> tuple[list[str], list[str]]:
+        """Return lines before the call, and its arguments."""
+        captions = (self.settings.get("sample") or {}).get("captions") or [PROMPT]
+        before: list[str] = []
+        call = [f"prompt={json.dumps(captions[0], ensure_ascii=False)}"]
+        if self.takes_image:
+            call.append('image=load_image("first_frame.png")')
+        if self.few_steps is not None:
+            call.append(f"num_inference_steps={len(self.few_steps['times'])}")
+            call += pipeline.neutral
+        call += [f"{key}={self.data[key]}" for key in ("height", "width", "num_frames") if self.data.get(key)]
+        if pipeline.takes_fps and self.data.get("fps"):
+            call.append(f"frame_rate={self.data['fps']:g}")
+        if pipeline.takes_tokens and self.data.get("max_text_tokens"):
+            call.append(f"max_sequence_length={self.data['max_text_tokens']}")
+        start = f"torch.Generator().manual_seed({stream_seed(0, 'sample/noise', 0, 0)})"
+        if self.few_steps is None:
+            return before, call
+        times, stochastic = self.few_steps["times"], self.few_steps["stochastic"]
+        if self.scheduler is None:  # diffusers has no scheduler with these times
+            shape = self.family.planning.shapes_of_clip(
+                self.config["out_channels"], *(self.data[key] for key in ("num_frames", "height", "width", "fps"))
+            )[VIDEO]
+            before += [
+                f"times = {times}",
+                f"pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling={stochastic})",
+                "pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=times)",
+                f"noise = torch.randn(1, {', '.join(map(str, shape))}, generator={start})",
+            ]
+            call.append("latents=times[0] * noise")
+        else:
+            call.append(f"generator={start}")
+        if stochastic and pipeline.reseeds and len(times) > 1:
+            seeds = [stream_seed(0, f"sample/renoise_{k}", 0, 0) for k in range(1, len(times))]
+            before += [
+                "# The scheduler draws its noise from torch's global stream. Any seeds do.",
+                f"seeds = {[*seeds, 0]}",
+                "torch.manual_seed(seeds[0])",
+                "def reseed(pipeline, step, time, tensors):",
+                "    torch.manual_seed(seeds[min(step + 1, len(seeds) - 1)])",
+                "    return tensors",
+            ]
+            call.append("callback_on_step_end=reseed")
+        return before, call
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Network or pipeline that a setting names."""
+
+    path: str
+    repository: str | None
+    """Name on the hub."""
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, path: str, chosen: str | None) -> _Base:
+        if (name := parse_hub_name(path)) is not None:
+            return cls(path, name.repo, name.revision)
+        return cls(path, chosen)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.repository or self.path).name
+
+    @property
+    def shown(self) -> str:
+        return f"{self.repository or self.name}{'' if self.revision is None else f' at {self.revision}'}"
+
+    @property
+    def argument(self) -> str:
+        """First arguments of ``from_pretrained``."""
+        if self.revision is None:
+            return json.dumps(self.repository or self.path)
+        return f'"{self.repository}", revision="{self.revision}"'
+
+
+def _license(base: _Base | None) -> dict[str, str]:
+    """Return the hub's metadata of the base's license, from its own card where it is on this machine."""
+    from huggingface_hub import ModelCard
+
+    if base is not None:
+        folder = find_shipped(base.path)
+        for file in (folder / FILE, folder.parent / FILE):
+            with suppress(Exception):  # a missing card, or one of any other kind
+                found = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+                keys = ("license", "license_name", "license_link")
+                if isinstance(found.get("license"), str):
+                    return {key: str(found[key]) for key in keys if found.get(key)}
+    link = (
+        {} if base is None or base.repository is None else {"license_link": f"https://huggingface.co/{base.repository}"}
+    )
+    return {"license": "other", "license_name": "license-of-the-base", **link}
+
+
+def _size(data: Mapping[str, Any]) -> str:
+    if not all(data.get(key) for key in ("num_frames", "height", "width")):
+        return ""
+    rate = f" at {data['fps']:g} per second" if data.get("fps") else ""
+    return f"{data['num_frames']} frames of {data['height']} x {data['width']}{rate}"
+
+
+def commit_of(run_dir: Path) -> str | None:
+    """Return the commit of this program in the newest start of a run; ``None`` if it is not known."""
+    with suppress(OSError, ValueError, IndexError, TypeError, KeyError):
+        start = json.loads((run_dir / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        return start["commit"] and f"{start['commit']}{'' if start.get('clean') else ' with changes'}"
+    return None
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Write a sealed card into an unfinished export."""
+    file = folder / FILE
+    file.unlink(missing_ok=True)  # it may be a link to the earlier export's
+    file.write_text(text + _SEAL.format(hashlib.sha256(text.encode()).hexdigest()), encoding="utf-8")
+
+
+def is_ours(text: str) -> bool:
+    """Return whether a card is sealed and has not changed since."""
+    body, _, _ = text.rpartition("\n<!-- written by fsdp_cp, ")
+    return bool(body) and text == body + _SEAL.format(hashlib.sha256(body.encode()).hexdigest())
+
+
+def extend_card(folder: Path, *, clips: Sequence[Path] = (), table: str = "") -> None:
+    """Add sample clips and the table of an evaluation to the card of an unfinished export, if it is ours."""
+    text = (folder / FILE).read_text(encoding="utf-8")
+    if not is_ours(text) or not (clips or table):
+        return
+    body = text.rpartition("\n<!-- written by fsdp_cp, ")[0]
+    if table:
+        body += f"\n## Evaluation\n\n{table.strip()}\n"
+    if clips:
+        (folder / "samples").mkdir(exist_ok=True)
+        links = []
+        for i, clip in enumerate(clips[:SHOWN_CLIPS]):
+            shutil.copyfile(clip, folder / "samples" / f"{i}.mp4")
+            links.append(f'<video controls loop src="samples/{i}.mp4"></video>')
+        body += "\n## Clips\n\n" + "\n".join(links) + "\n"
+    write_card(folder, body)
+
+
+def sample_clips(run_dir: Path, step: int) -> list[Path]:
+    """Return the student's sample clips of a run's step, at the most steps that it was sampled with."""
+    files = [*(run_dir / "samples").glob(f"step_{step:08d}_student_*steps_*.mp4")]
+    numbers = {file: [int(part) for part in file.stem.split("_student_")[1].split("steps_")] for file in files}
+    most = max((n for n, _ in numbers.values()), default=0)
+    return sorted((file for file in files if numbers[file][0] == most), key=lambda file: numbers[file][1])
