@@ -173,7 +173,7 @@ class Card:
         if self.has_code and pipeline is not None and encoders and self.about.get("role") == "student":
             with suppress(UserError):
                 lines = self._pipeline_lines(pipeline, _Base.of(encoders, self.base_model))
-        if lines is None:
+        if lines is None or pipeline is None:
             return [f"With this program, where RUN_DIR is the run that made it:\n\n{_SAMPLE}"]
         noise = "It makes the first clip of `distill.sample --seed 0` for this caption (on a CPU, in fp32).\n\n"
         exact = self.few_steps is not None and pipeline.same_noise and not self.takes_image

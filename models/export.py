@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint.folder import find_checkpoint, read_state, readable, reader
 from fsdp_cp.choices import user_path
-from fsdp_cp.errors import UserError, paths_of_the_user, shown
-from fsdp_cp.files.atomic_folder import refuse_input, refuse_occupied
+from fsdp_cp.errors import UserError, one_line, paths_of_the_user, shown
+from fsdp_cp.files.atomic_folder import description, refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
 from models.additions.base import addition_tensors, named_additions
 from models.additions.heads import Grid
@@ -44,6 +44,7 @@ from models.lora import videox
 from models.lora.files import BASE, FORMATS, file_tensors, write_file
 from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
+from models.push import check_name, push
 from models.roles.role import EXPERTS
 from models.sparse import NOTE as SPARSE_NOTE
 
@@ -317,6 +318,7 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
     role, kind, expert = options.role, options.format, options.expert
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)
+    table = _table(options.evaluation, [out, checkpoint.resolve().parent.parent / "export" / "student"], state["step"])
     try:
         exported, about, dtype = _read_role(checkpoint, state, out, options)
         schedulers = exported.schedulers(kind)
@@ -331,12 +333,34 @@ def export_checkpoint(checkpoint: Path, out: Path, options: argparse.Namespace) 
             exported, name = exported.expert(EXPERTS.index(expert)), f"the {role}'s expert for {expert} noise"
             about["expert"], schedulers = expert, {}
     _check_format(exported, kind, role, name)
-    card = {"clips": _clips(exported, about), "base_model": options.base_model}
+    card = {"clips": _clips(exported, about), "base_model": options.base_model, "repository": options.push}
+    card["table"] = table
     exported.write(out, kind, dtype=dtype, about=about, schedulers=schedulers, card=card)
     weights = about["weights"]
     if kind in FORMATS:
         return f"the {weights} adapters of {name}"
     return f"the {weights} weights of {name}{'' if exported.scale is None else ', merged into their base,'}"
+
+
+def _table(evaluation: str | None, exports: Sequence[Path], step: int) -> str:
+    """Return the table of a ``distill.evaluate`` of one of ``exports`` of this step; empty without ``evaluation``."""
+    if evaluation is None:
+        return ""
+    folder = user_path(evaluation, "--evaluation")
+    try:
+        participants = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["participants"]
+        table = (folder / "evaluation.md").read_text(encoding="utf-8").partition("\n\n")[0]
+        evaluated = {participant["weights"] for participant in participants.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--evaluation {folder} is not a finished distill.evaluate ({one_line(error)})") from error
+    made = (path for path in exports if path.is_dir() and description(path).get("step") == step)
+    weights = (" ".join(map(fingerprint, inspect_checkpoint(str(path), "OUT").folders)) for path in made)
+    if evaluated.isdisjoint(weights):
+        places = " and ".join(str(path) for path in exports)
+        raise UserError(f"--evaluation {folder} is not of step {step}; evaluate an export of it, in {places}")
+    for name in participants:
+        table = table.replace(f" {name} |", f" {Path(name).name} |", 1)
+    return table
 
 
 def _clips(exported: RoleExport, about: Mapping[str, Any]) -> list[Path]:
@@ -466,6 +490,10 @@ def main(argv: list[str] | None = None) -> int:
         help="of a student of method=pdd: its sampling steps, the most by default; 1: a plain folder",
     )
     add("--expert", choices=EXPERTS, help="of two experts one alone, as a network of its own; both by default")
+    add("--push", metavar="NAME", help="upload OUT to the hub too, as owner/name; again: what is missing")
+    add("--private", action="store_true", help="with --push: make a new repository private")
+    add("--yes", action="store_true", help="with --push: replace files of the repository without a question")
+    add("--evaluation", metavar="DIR", help="for the card: --out of a distill.evaluate of an export of this step")
     add("--base-model", metavar="NAME", help="name of the base on the hub for the card, where the run had a folder")
     add("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
@@ -473,12 +501,18 @@ def main(argv: list[str] | None = None) -> int:
 
     @paths_of_the_user()
     def work() -> None:
+        if args.push is not None:
+            check_name(args.push)
+        elif args.private or args.yes:
+            raise UserError("--private and --yes are for --push, which is not given; leave them out")
         out = user_path(args.out, "OUT")
         run = user_path(args.run, "RUN") if args.run else ""
         checkpoint = find_checkpoint(run, "RUN", best=args.checkpoint == "best")
         if args.base is not None:
             args.base = str(user_path(args.base, "--base"))
         print(f"{out}: {export_checkpoint(checkpoint, out, args)} in {checkpoint}")
+        if args.push is not None:
+            print(push(out, args.push, private=args.private, replace=args.yes))
 
     return exit_code(work)
 

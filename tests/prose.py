@@ -16,9 +16,9 @@ EVERYTHING += ("docs", "fsdp_cp", "models", "distill", "configs", "benchmarks", 
 UNCHECKED = ("tests/prose.py", "tests/unit/test_documents.py")  # the checker and its test
 BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "README.md": 860,
-    "ARCHITECTURE.md": 810,
+    "ARCHITECTURE.md": 815,
     "CONTRIBUTING.md": 450,
-    "docs/getting_started.md": 820,
+    "docs/getting_started.md": 900,
     "docs/data.md": 1560,
     "docs/running.md": 1940,
     "docs/configuration.md": 1250,

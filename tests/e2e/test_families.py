@@ -134,7 +134,7 @@ def test_wan(tmp_path):
     ids=["wan", "no scheduler fits", "ltx", "hunyuan"],
 )
 def test_the_code_on_a_card(tmp_path, monkeypatch, case, build, vae, changes):
-    """As it stands, it makes the clip of ``distill.sample``; the card has clips and a license."""
+    """The code as it stands makes the clip of ``distill.sample``; the card has clips and a license."""
     run = distil(tmp_path, case, build, *changes)
     (run.pipeline / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     out, found, decode = tmp_path / "card", [], vae.decode

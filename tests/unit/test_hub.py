@@ -1,14 +1,9 @@
 """Names on the hub: a server on this machine answers as the hub does; what it holds comes into a cache."""
 
 import errno
-import hashlib
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from unittest import mock
-from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import pytest
@@ -17,10 +12,11 @@ from huggingface_hub import constants
 
 from models.files.hub import encoder_files, network_files, resolve
 from models.files.shipped import find_shipped, parse_hub_name
+from tests.hub import FIRST, repository_of, serve
 from tests.pools import Pools
 from tests.unit.refused import refusal
 
-FIRST, SECOND = "1" * 40, "2" * 40
+SECOND = "2" * 40
 SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 NEEDED = {"model_index.json", "transformer/config.json", "transformer/m.safetensors.index.json", *SHARDS}
 
@@ -33,72 +29,15 @@ def repository(mark):
     return {name: text.encode() for name, text in texts.items()}
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """The hub's answers for ``owner/net``; ``owner/gated`` is gated. ``state`` is shared with the test."""
-
-    def answer(self, code, body=b"", **headers):
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self):
-        state, parts = self.server.state, unquote(urlsplit(self.path).path).strip("/").split("/")
-        api = parts[:2] == ["api", "models"]
-        repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
-        if repo == "owner/gated":
-            return self.answer(403, X_Error_Code="GatedRepo")
-        if repo != "owner/net":
-            return self.answer(404, X_Error_Code="RepoNotFound")
-        commit = state.branches.get(rest[1], rest[1])
-        if (files := state.commits.get(commit)) is None:
-            return self.answer(404, X_Error_Code="RevisionNotFound")
-        if api and rest[0] == "revision":
-            body = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-            return self.answer(200, json.dumps(body).encode(), Content_Type="application/json")
-        if api:
-            tree = [
-                {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
-                for name, text in files.items()
-            ]
-            return self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
-        name = "/".join(rest[2:])
-        if name == state.broken:
-            return self.answer(403)
-        if self.command == "GET":
-            state.sent.append(name)
-        tag = hashlib.sha1(files[name]).hexdigest()
-        return self.answer(200, files[name], ETag=f'"{tag}"', X_Repo_Commit=commit)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """Serve a repository with two commits, of which ``main`` is the first; the cache is empty."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.state = SimpleNamespace(
-        commits={FIRST: repository("first"), SECOND: repository("second")}, branches={"main": FIRST}, broken="", sent=[]
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name, value in (
-        ("ENDPOINT", address),
-        ("HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"),
-        ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ("HF_HUB_OFFLINE", False),
-    ):
-        monkeypatch.setattr(constants, name, value)
-    server.state.close = lambda: (server.shutdown(), server.server_close())
-    yield server.state
-    server.state.close()
+    state = serve(monkeypatch, tmp_path / "cache")
+    state.repos["owner/net"] = repo = repository_of(repository("first"))
+    repo.commits[SECOND] = repository("second")
+    state.branches, state.commits = repo.branches, repo.commits
+    yield state
+    state.close()
 
 
 def take(name="owner/net", wanted=network_files, **options):
