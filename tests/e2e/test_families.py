@@ -150,7 +150,7 @@ def test_the_code_on_a_card(tmp_path, monkeypatch, case, build, vae, changes):
         exec(text.split("```python")[1].split("```")[0], {})
     words = ["--steps", "4", "--caption", case.captions[0], "--out", str(tmp_path / "sampled")]
     assert sample.main([str(run.folder), *words]) == 0
-    assert max(off(theirs, found[-1]) for theirs in found[:-1]) < 1e-5
+    assert max(relative_error(theirs, found[-1]) for theirs in found[:-1]) < 1e-5
 
 
 @pytest.mark.long
