@@ -17,6 +17,7 @@ from tests.counted import Counted
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import PLAN, Transformer
+from tests.tiers import long, long_case, slow
 
 BLOCKS, TOKENS, DIM, HEADS, BATCH = 3, 185, 96, 4, 4
 WAYS = (("none", False), ("full", False), ("full", True), ("selective", False))
@@ -69,7 +70,7 @@ def _bytes_kept():
     }
 
 
-@pytest.mark.long
+@long
 def test_bytes_kept(pools):
     """A device keeps full < selective < none; offloading leaves almost nothing of the units on it."""
     kept, _ = pools[2].run(_bytes_kept)
@@ -157,10 +158,8 @@ def _check(ranks, truth, settings, cp):
             assert max(gradient_errors(found, gradients).values()) < 1e-12, settings
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.long)]
-)
+@slow
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"cp": 2}), long_case(4, {"dp_shard": 2, "cp": 2})])
 def test_gradients_calls_and_gathers(pools, truth, world, sizes):
     """Attention runs once in all if its output is kept, and once more under full checkpointing."""
     gathers = set()
@@ -177,14 +176,14 @@ FULL = {"activation_checkpointing": "full", "activation_offload": True, "compile
 SELECTIVE = {"activation_checkpointing": "selective", "activation_offload": False, "compile": True}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [FULL, pytest.param(SELECTIVE, marks=pytest.mark.long)], ids=str)
+@slow
+@pytest.mark.parametrize("settings", [FULL, long_case(SELECTIVE)], ids=str)
 def test_compiled(pools, truth, settings):
     ranks = pools[2].run(_train, {"cp": 2, "ulysses": 2}, settings)
     _check(ranks, truth, settings, 2)
     assert {rank["graphs"] for rank in ranks} == {1}, "all blocks share one"
 
 
-@pytest.mark.long
+@long
 def test_compiled_by_inductor(pools, truth):
     _check(pools[4].run(_train, {"dp_shard": 2, "cp": 2}, FULL, "inductor"), truth, FULL, 2)

@@ -12,10 +12,11 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention, cross
 from fsdp_cp.attention.mask import BlockMask, block_causal, teacher_forcing
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, all_on_ranks, context_mesh, errors, on_ranks, oracle, plain_attention
+from tests.tiers import long_case, slow, slow_case
 
 FACTORS = [
-    (1, 1), (1, 2), (2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow),
-    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 4), (2, 3), (6, 1), (4, 2))),
+    (1, 1), (1, 2), (2, 1), (3, 1), slow_case(2, 2),
+    *(long_case(*sizes) for sizes in ((1, 4), (2, 3), (6, 1), (4, 2))),
 ]  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def _cases(draw):
     )
 
 
-@pytest.mark.slow
+@slow
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(_cases(), min_size=1, max_size=1))
 def test_any_shape(pools, cases):

@@ -20,10 +20,11 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention, ring
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import teacher_forcing
 from tests.oracles.attention import Case, context_mesh, equal_blocks
+from tests.tiers import long_case, slow, slow_case
 
 FACTORS = [
-    (1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow),
-    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((4, 1), (2, 3))),
+    (1, 2), (3, 1), slow_case(2, 2),
+    *(long_case(*sizes) for sizes in ((4, 1), (2, 3))),
 ]  # fmt: skip
 PASSES = ("forward", "backward", "jvp")
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2}
@@ -186,7 +187,7 @@ SPARSE = [
 ]
 
 
-@pytest.mark.slow
+@slow
 def test_hops_that_nobody_needs_are_not_made(pools):
     for world in (3, 4):
         cases = [entry for entry in SPARSE if entry[0].world == world]

@@ -17,6 +17,7 @@ from fsdp_cp.attention.layout import Chunk
 from fsdp_cp.errors import UserError
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
 from tests.pools import Pools
+from tests.tiers import slow_case
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,8 @@ def _fail(case):
     "case",
     [
         Case(ulysses=2, tokens=(8,), head_groups=2),
-        pytest.param(Case(ring=3, tokens=(12,)), marks=pytest.mark.slow),
-        pytest.param(Case(ring=2, ulysses=2, tokens=(8,), head_groups=2), marks=pytest.mark.slow),
+        slow_case(Case(ring=3, tokens=(12,))),
+        slow_case(Case(ring=2, ulysses=2, tokens=(8,), head_groups=2)),
     ],
     ids=lambda case: f"{case.ring}x{case.ulysses}",
 )

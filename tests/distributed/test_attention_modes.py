@@ -14,6 +14,7 @@ from fsdp_cp.attention.mask import block_causal
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, errors, make_inputs, on_ranks, oracle, plain_attention
+from tests.tiers import slow
 
 HEADS, TEXT = 4, 5
 
@@ -174,7 +175,7 @@ def _anomaly():
     return True
 
 
-@pytest.mark.slow
+@slow
 def test_anomaly_mode_sees_no_gradient_that_is_still_on_its_way(pools):
     assert all(pools[2].run(_anomaly))
 
@@ -220,7 +221,7 @@ def test_autocast_as_for_torchs_own_attention(pools):
     assert pools[2].run(_autocast) == [(torch.bfloat16, True, torch.bfloat16)] * 2
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_ring_of_8_is_as_precise_as_one_kernel(pools, dtype):
     """Chunks are merged in fp32, so 8 of them cost no more than 1.3 times the error of one kernel over all tokens."""

@@ -19,11 +19,12 @@ from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 from fsdp_cp.sharding.activations import ATTENTION, compile_forward, offload_inputs, recompute_in_backward
 from tests.counted import Counted
 from tests.oracles.attention import Case, context_mesh, plain_attention
+from tests.tiers import long, long_case, slow_case
 
 MESHES = [
     (1, 1), (1, 2), (3, 1),
-    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (1, 3))),
-    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1), (1, 4), (4, 1), (2, 3))),
+    *(slow_case(*sizes) for sizes in ((2, 2), (1, 3))),
+    *(long_case(*sizes) for sizes in ((2, 1), (1, 4), (4, 1), (2, 3))),
 ]  # fmt: skip
 BATCH, HEAD_DIM = 2, 6
 
@@ -314,7 +315,7 @@ def _compare_compiled(mesh):
             assert (a - b).norm() <= 1e-12 * a.norm(), mask
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("ring", [1, 2])
 def test_compiled(pools, ring):
     """Caches and masks are arguments of a compiled block."""

@@ -22,13 +22,13 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.method_step import plain_step
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, text_condition, tiny_role
+from tests.tiers import long_case, slow, slow_case
 
-SLOW, LONG = pytest.mark.slow, pytest.mark.long
 MESHES = [
-    *(pytest.param(mesh, marks=SLOW) for mesh in ({"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
-    *(pytest.param(mesh, marks=LONG) for mesh in ({"cp": 1}, {"dp_shard": 2}, {"cp": 2})),
-    pytest.param({"dp_replicate": 2, "cp": 2}, marks=LONG), pytest.param({"cp": 3, "ring": 3}, marks=LONG),
-    *(pytest.param({"cp": 4, "ring": ring}, marks=LONG) for ring in (1, 2, 4)),
+    *(slow_case(mesh) for mesh in ({"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2})),
+    *(long_case(mesh) for mesh in ({"cp": 1}, {"dp_shard": 2}, {"cp": 2})),
+    long_case({"dp_replicate": 2, "cp": 2}), long_case({"cp": 3, "ring": 3}),
+    *(long_case({"cp": 4, "ring": ring}) for ring in (1, 2, 4)),
 ]  # fmt: skip
 CHUNKS, FRAMES, TEXT = (1, 2, 2, 2), 7, (5, 10)
 SHAPE = (2, 4, FRAMES, 10, 6)
@@ -366,7 +366,7 @@ def _offloaded(folder):
     )
 
 
-@SLOW
+@slow
 def test_adapters(pools, checkpoints):
     """A causal student with adapters on a ring of two, with weights and saved tensors in CPU memory."""
     ((whole, (loss, norm, gradients)),) = pools[1].run(_with_adapters, checkpoints, {"cp": 1})
@@ -408,7 +408,7 @@ def _streamed(folder, sizes, precision):
     return found, graphs, size
 
 
-@SLOW
+@slow
 @pytest.mark.parametrize(
     ("sizes", "precision", "bound"),
     [({"cp": 1}, "fp32", 1e-5), ({"cp": 2, "ring": 1}, "fp32", 1e-5), ({"cp": 3, "ring": 3}, "fp64", 1e-12)],

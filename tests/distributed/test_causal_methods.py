@@ -20,12 +20,13 @@ from tests.oracles.causal_wan import CausalWan
 from tests.oracles.method_step import SEED, plain_step, step_errors, step_on_rank
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition, tiny_role
+from tests.tiers import long_case, slow
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 MESHES = [
     {"cp": 2},
     {"cp": 2, "ring": 2},
-    *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ({"dp_shard": 2, "cp": 2}, {"cp": 1}, {"dp_shard": 2})),
+    *(long_case(mesh) for mesh in ({"dp_shard": 2, "cp": 2}, {"cp": 1}, {"dp_shard": 2})),
 ]
 CHUNKS, SHAPE, TEXT = (1, 2, 2), (4, 5, 6, 10), (5, 10)
 """15 tokens a frame, so that chunks have 15 and 30."""

@@ -13,8 +13,7 @@ from fsdp_cp.mesh import build_mesh, context_overrides, first_collectives, group
 from fsdp_cp.reduce import full_tensor, parameter_norms
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
-
-SLOW = pytest.mark.slow
+from tests.tiers import long_case, slow
 
 
 def _one_cycle(setup, folder):
@@ -31,8 +30,8 @@ def _one_cycle(setup, folder):
     return dict(sent.alone), sum(sent.calls.values())
 
 
-@SLOW
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 1), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
+@slow
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 1), long_case((2, 1))], ids=str)
 def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes):
     """NCCL would create a communicator for each such group, with some hundred MiB of buffers."""
     setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2)

@@ -11,8 +11,8 @@ from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.tiers import long, long_case
 
-slow, long = pytest.mark.slow, pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 FULL = {"activation_checkpointing": "full", "activation_offload": True}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -59,7 +59,7 @@ def _run(pools, folder, backend="eager", **given):
     return [made for _, made in ranks]
 
 
-@pytest.mark.long
+@long
 def test_rcm(pools, checkpoints):
     """Student, fake score and the frozen teacher are compiled. The student's derivative runs uncompiled blocks.
 
@@ -73,7 +73,7 @@ def test_rcm(pools, checkpoints):
         assert made[EVALUATED:] == [4] * (STEPS - EVALUATED), made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=long) for name in ("meanflow", "scm", "dmd2, GAN")])
+@pytest.mark.parametrize("name", [long_case(name) for name in ("meanflow", "scm", "dmd2, GAN")])
 def test_other_methods(pools, checkpoints, name):
     """The GAN takes no derivative; it has a forward that ends early and hooks on the blocks."""
     _run(pools, checkpoints, method=METHODS[name])

@@ -14,8 +14,8 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import BATCH, Setup, random_clips
 from tests.oracles.sharded_run import trace_on_ranks
+from tests.tiers import long_case, slow, slow_case
 
-slow, long = pytest.mark.slow, pytest.mark.long
 METHOD = Dmd2Settings(
     fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0, student_input="clips"
 )
@@ -64,10 +64,10 @@ def written_out(setup, folder):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=slow),
-        pytest.param({"micro_batch_size": 4}, marks=long),
-        pytest.param({"dp_shard": 4, "micro_batch_size": 1}, marks=long),
-        pytest.param({"cp": 3, "micro_batch_size": 4}, marks=slow),
+        slow_case({"dp_shard": 2, "cp": 2, "micro_batch_size": 2}),
+        long_case({"micro_batch_size": 4}),
+        long_case({"dp_shard": 4, "micro_batch_size": 1}),
+        slow_case({"cp": 3, "micro_batch_size": 4}),
     ],
     ids=str,
 )
@@ -88,7 +88,7 @@ def test_the_gradient_is_the_formula(pools, checkpoints, sizes, probability):
     "changes",
     [
         {"lora": {"student": LoraSettings(rank=2), "fake": LoraSettings(rank=2)}, "dp_shard": 2, "cp": 1},
-        pytest.param({"dp_shard": 1, "cp": 2, "micro_batch_size": 2}, marks=long),
+        long_case({"dp_shard": 1, "cp": 2, "micro_batch_size": 2}),
     ],
     ids=str,
 )

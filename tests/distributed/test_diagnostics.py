@@ -16,8 +16,7 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.state import gathered_units
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-
-slow = pytest.mark.slow
+from tests.tiers import long_case, slow, slow_case
 
 
 class _Uneven(nn.Module):
@@ -63,8 +62,8 @@ def _norms(sizes, changes):
     ("sizes", "changes"),
     [
         ({"dp_shard": 2, "cp": 2}, {"strategy": "optim"}),
-        pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"offload": "cpu", "precision": "bf16"}, marks=slow),
-        pytest.param({"dp_replicate": 4}, {"strategy": "no_shard"}, marks=pytest.mark.long),
+        slow_case({"dp_replicate": 2, "dp_shard": 2}, {"offload": "cpu", "precision": "bf16"}),
+        long_case({"dp_replicate": 4}, {"strategy": "no_shard"}),
     ],
 )
 def test_norms_are_those_of_the_full_tensors_by_one_collective(pools, sizes, changes):

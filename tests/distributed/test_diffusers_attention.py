@@ -14,6 +14,7 @@ from fsdp_cp import build_mesh, sequence_lengths
 from fsdp_cp.context.check_parallel import check_parallel, gradient_errors, relative_error
 from fsdp_cp.context.diffusers_attention import KNOWN, parallelize_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from tests.tiers import slow_case
 
 SEQUENCES = {"qwen": ("encoder_hidden_states", "hidden_states")}
 
@@ -88,8 +89,8 @@ def _parallel(name, tokens, text, cp, checkpointing, sequences):
     [
         ("ltx", 3, 11, 12, False),
         ("qwen", 2, 11, 7, False),
-        pytest.param("ltx", 2, 11, 7, True, marks=pytest.mark.slow),
-        pytest.param("qwen", 3, 11, 7, True, marks=pytest.mark.slow),
+        slow_case("ltx", 2, 11, 7, True),
+        slow_case("qwen", 3, 11, 7, True),
     ],
 )
 def test_outputs_and_gradients(pools, name, cp, tokens, text, checkpointing):

@@ -20,6 +20,7 @@ from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role, write_checkpoints
+from tests.tiers import long, long_case, slow, slow_case
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
 """Three, so that scores are compared within their common refinement."""
@@ -31,7 +32,6 @@ METHODS = runs.METHODS | {
     "scm": replace(runs.METHODS["scm"], guidance_scale_2=1.0),
     "phased": replace(runs.METHODS["dmd2"], guidance_scale_2=2.0, phased=True, student_sampler="ode", projection=True),
 }
-slow, long = pytest.mark.slow, pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,13 @@ def _check(pools, folder, setup):
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        pytest.param("rcm", {"cp": 2, "micro_batch_size": 4, "steps": 4}, marks=slow),
-        pytest.param("dmd2", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
-        pytest.param("dmd2", {"cp": 4, "micro_batch_size": 4}, marks=long),
-        pytest.param("rcm", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "steps": 5}, marks=long),
-        pytest.param("scm", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
-        pytest.param("dmd2, GAN", {"dp_shard": 2}, marks=long),
-        pytest.param("flow_matching", {"cp": 2, "micro_batch_size": 4}, marks=long),
+        slow_case("rcm", {"cp": 2, "micro_batch_size": 4, "steps": 4}),
+        long_case("dmd2", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}),
+        long_case("dmd2", {"cp": 4, "micro_batch_size": 4}),
+        long_case("rcm", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2, "steps": 5}),
+        long_case("scm", {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}),
+        long_case("dmd2, GAN", {"dp_shard": 2}),
+        long_case("flow_matching", {"cp": 2, "micro_batch_size": 4}),
     ],
     ids=str,
 )
@@ -98,11 +98,11 @@ def test_some_roles_alone(pools, tmp_path, roles):
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        pytest.param("rcm", {"cp": 2, "micro_batch_size": 2}, marks=long),
-        pytest.param("dmd2", {"dp_shard": 2, "cp": 2}, marks=long),
-        pytest.param("dmd2, GAN", {"dp_shard": 2, "changes": {"all": {"strategy": "optim"}}}, marks=long),
-        pytest.param("flow_matching", {"dp_shard": 2, "batch_size": 8, "expert_draws": 4}, marks=long),
-        pytest.param("scm", {"dp_replicate": 2, "cp": 2}, marks=long),
+        long_case("rcm", {"cp": 2, "micro_batch_size": 2}),
+        long_case("dmd2", {"dp_shard": 2, "cp": 2}),
+        long_case("dmd2, GAN", {"dp_shard": 2, "changes": {"all": {"strategy": "optim"}}}),
+        long_case("flow_matching", {"dp_shard": 2, "batch_size": 8, "expert_draws": 4}),
+        long_case("scm", {"dp_replicate": 2, "cp": 2}),
     ],
     ids=str,
 )

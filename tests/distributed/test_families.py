@@ -16,9 +16,8 @@ from tests.oracles.runs import METHODS, Setup, random_clips
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import trace_on_ranks
 from tests.oracles.tiny_wan import tiny_role
-from tests.tiers import parametrize
+from tests.tiers import long, long_case, parametrize, slow, slow_case
 
-slow, long = pytest.mark.slow, pytest.mark.long
 TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48}
 TI2V_LATENTS = (48, 3, 6, 10)  # 45 tokens
 FRAME = (48, 1, 6, 10)
@@ -79,22 +78,19 @@ def test_two_steps(pools, folders, family):
 @pytest.mark.parametrize(
     ("family", "method", "sizes"),
     [
-        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in ("wan-image", "ltx")),
-        *(
-            pytest.param(family, "dmd2", SPLIT, marks=long)
-            for family in ("wan-ti2v", "wan-ti2v, text", "ltx, text", "hunyuan")
-        ),
-        pytest.param("wan-ti2v", "rcm", TWO, marks=slow),
-        *(pytest.param(family, "rcm", TWO, marks=long) for family in ("wan-image", "ltx", "hunyuan")),
+        *(slow_case(family, "dmd2", SPLIT) for family in ("wan-image", "ltx")),
+        *(long_case(family, "dmd2", SPLIT) for family in ("wan-ti2v", "wan-ti2v, text", "ltx, text", "hunyuan")),
+        slow_case("wan-ti2v", "rcm", TWO),
+        *(long_case(family, "rcm", TWO) for family in ("wan-image", "ltx", "hunyuan")),
         # A second time, in addition to the times of tokens.
-        pytest.param("ltx", "meanflow", TWO, marks=slow),
-        *(pytest.param(family, "meanflow", TWO, marks=long) for family in ("wan-ti2v", "hunyuan")),
-        *(pytest.param(family, "dmd2", {"cp": 4, "micro_batch_size": 4}, marks=long) for family in ("ltx", "hunyuan")),
-        pytest.param("hunyuan", "dmd2, GAN", TWO, marks=long),
+        slow_case("ltx", "meanflow", TWO),
+        *(long_case(family, "meanflow", TWO) for family in ("wan-ti2v", "hunyuan")),
+        *(long_case(family, "dmd2", {"cp": 4, "micro_batch_size": 4}) for family in ("ltx", "hunyuan")),
+        long_case("hunyuan", "dmd2, GAN", TWO),
         # Replicas refuse parameters that get no gradient; checkpointing runs blocks again.
-        pytest.param("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=long),
-        pytest.param("hunyuan", "dmd2", TWO | {"activation_checkpointing": True}, marks=slow),
-        pytest.param("hunyuan, text", "dmd2", TWO | {"changes": {"all": {"compile": True}}}, marks=long),
+        long_case("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}),
+        slow_case("hunyuan", "dmd2", TWO | {"activation_checkpointing": True}),
+        long_case("hunyuan, text", "dmd2", TWO | {"changes": {"all": {"compile": True}}}),
     ],
     ids=str,
 )

@@ -31,8 +31,9 @@ from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, text_condition, tiny_role
 from tests.oracles.transformer_engine import install
+from tests.tiers import long, long_case, slow
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
 TE = {"fp8": "transformer_engine"}
 LAYERS = 3  # the first and the last block stay in bf16
@@ -78,9 +79,9 @@ def _check_near(trace, oracle):
 @pytest.mark.parametrize(
     ("changes", "dp_shard", "cp"),
     [
-        pytest.param(GATHER, 2, 1, marks=pytest.mark.long),
+        long_case(GATHER, 2, 1),
         (FP8, 1, 2),
-        pytest.param(TE, 1, 2, marks=pytest.mark.long),
+        long_case(TE, 1, 2),
         (TE, 2, 2),
     ],
 )
@@ -89,7 +90,7 @@ def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("changes", "cases"),
     [
@@ -126,7 +127,7 @@ def test_how_it_is_sharded_changes_nothing(pools, checkpoints, changes, cases):
         assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), (more, norm)
 
 
-@pytest.mark.parametrize("changes", [pytest.param(GATHER, marks=pytest.mark.long), TE])
+@pytest.mark.parametrize("changes", [long_case(GATHER), TE])
 def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
     """The three roles share one base. Its layers compute in fp8; the adapters do not."""
     sizes = {"cp": 2, "lora": LORA, "activation_checkpointing": True}
@@ -227,7 +228,7 @@ def _saved(folder, run_dir, setup, first=0):
     return trace, {name: list(get_model_state_dict(role.network)) for name, role in trainer.roles.items()}
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("dp_shard", [1, 2])
 def test_checkpoints_and_exports_do_not_know_transformer_engine(pools, checkpoints, tmp_path, dp_shard):
     """A resume continues bit by bit. Without fp8 the same checkpoint has the same names and values."""
@@ -277,7 +278,7 @@ def _gathered_bytes(folder, settings):
     return gathered, reduced, elements, len(layers), sent.calls["all_reduce"]
 
 
-@pytest.mark.long
+@long
 def test_bytes_of_gathers(pools, checkpoints):
     """An fp8 layer saves one byte per element; its scale costs 4 bytes, in one call before the forward."""
     bf16, fp8, gather = (pools[2].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, FP8, GATHER))

@@ -15,6 +15,7 @@ from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.sharding_memory import ShardingMemory
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.tiers import long, long_case, slow
 
 METHOD = Dmd2Settings(
     fake_updates_per_student_update=1,
@@ -29,7 +30,6 @@ METHOD = Dmd2Settings(
 )
 UNEVEN = (4, 3, 6, 10)  # 45 tokens, which neither 2 nor 4 ranks divide
 BOUND = 1e-6
-slow = pytest.mark.slow
 
 
 def gan(**changes) -> Setup:
@@ -49,9 +49,9 @@ def oracle(checkpoints):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"dp_shard": 2, "cp": 2, "micro_batch_size": 2}, marks=pytest.mark.long),
+        long_case({"dp_shard": 2, "cp": 2, "micro_batch_size": 2}),
         {"cp": 3, "micro_batch_size": 2, "activation_checkpointing": True},
-        pytest.param({"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=pytest.mark.long),
+        long_case({"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}),
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ def test_the_gan_is_felt(checkpoints, oracle):
             assert share > 1e-4 or any(name.startswith(prefix) for prefix in unread), (step, name, share)
 
 
-@pytest.mark.long
+@long
 def test_another_block(pools, checkpoints):
     setup = gan(cp=2, micro_batch_size=4, method=replace(METHOD, gan_blocks=[0]), steps=2)
     oracle = oracle_trace(setup, checkpoints)

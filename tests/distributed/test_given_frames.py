@@ -23,6 +23,7 @@ from models.families.minimax_h3 import MiniMaxH3
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
 from tests.oracles.tiny_minimax_h3 import REFERENCE_SIZES, references_of
+from tests.tiers import long_case, slow
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_minimax_h3_pipeline import TRANSFORMER
 
@@ -132,15 +133,15 @@ def _of_minimax_h3(network, condition, noises):
     return {part: torch.stack(x) for part, x in zip(("video", "audio"), zip(*made, strict=True), strict=True)}
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("anchors", "clips"),
     [
         ([0, 1], None),
         ([1], None),
-        pytest.param([0], None, marks=pytest.mark.long),
+        long_case([0], None),
         (None, [0, 1]),
-        pytest.param(None, [2, 3], marks=pytest.mark.long),
+        long_case(None, [2, 3]),
     ],
 )
 def test_given_rows_of_minimax_h3(pools, network, anchors, clips):
@@ -157,8 +158,8 @@ def test_given_rows_of_minimax_h3(pools, network, anchors, clips):
     assert min(_off(other, theirs).values()) > 3e-5, "the check sees noise twenty times as large"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["2.5", *(pytest.param(v, marks=pytest.mark.long) for v in ("2.0", "2.3"))])
+@slow
+@pytest.mark.parametrize("version", ["2.5", *(long_case(v) for v in ("2.0", "2.3"))])
 def test_the_first_frame_of_ltx2(pools, tmp_path, version):
     folder, condition = build_tiny_ltx2_pipeline(tmp_path / "pipeline", version=version), _condition("ltx2")
     schedulers = LTX2().schedulers(times=TIMES["ltx2"], stochastic=False, boundaries=[], experts=[0] * 4)

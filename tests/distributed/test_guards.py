@@ -15,8 +15,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
-
-SLOW = pytest.mark.slow
+from tests.tiers import long_case
 
 
 @lru_cache
@@ -138,9 +137,9 @@ def _penalties(settings, replicas):
     [
         ("optim_grads_params", False, 1),
         ("optim_grads", False, 1),
-        pytest.param("no_shard", False, 1, marks=pytest.mark.long),
-        pytest.param("optim", False, 2, marks=pytest.mark.long),
-        pytest.param("optim_grads_params", True, 2, marks=pytest.mark.long),
+        long_case("no_shard", False, 1),
+        long_case("optim", False, 2),
+        long_case("optim_grads_params", True, 2),
     ],
 )
 def test_a_gradient_penalty(pools, strategy, kept, replicas):

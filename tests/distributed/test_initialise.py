@@ -14,10 +14,10 @@ from models.families.ltx2 import LTX2
 from models.families.wan import Wan
 from models.roles.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
+from tests.tiers import long_case, slow, slow_case
 
 WORLD = 4
 MESHES = {"dp4": {}, "dp2 x cp2": {"cp": 2}, "replicas": {"dp_replicate": 2}}
-slow = pytest.mark.slow
 
 
 def _full_network(seed=5):
@@ -45,9 +45,9 @@ def _random_weights(mesh, trainable, settings):
     ("mesh", "settings"),
     [
         ("dp2 x cp2", {"activation_checkpointing": "full", "offload": "cpu"}),
-        pytest.param("replicas", {"strategy": "optim"}, marks=slow),
-        pytest.param("dp4", {"precision": "bf16"}, marks=pytest.mark.long),
-        pytest.param("dp4", {"strategy": "no_shard", "precision": "fp64"}, marks=pytest.mark.long),
+        slow_case("replicas", {"strategy": "optim"}),
+        long_case("dp4", {"precision": "bf16"}),
+        long_case("dp4", {"strategy": "no_shard", "precision": "fp64"}),
     ],
 )
 def test_random_weights_are_the_same_on_every_mesh(pools, mesh, settings):

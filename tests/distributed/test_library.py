@@ -11,6 +11,7 @@ from fsdp_cp.context_parallel import parallelize_context
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
+from tests.tiers import slow_case
 
 BATCH = 4
 
@@ -44,7 +45,7 @@ def _sharded(sizes, checkpointing):
     [
         ({"cp": 3, "ring": 3}, True),
         ({"dp_shard": 2, "cp": 2}, False),
-        pytest.param({"dp_shard": 2, "cp": 3}, True, marks=pytest.mark.slow),
+        slow_case({"dp_shard": 2, "cp": 3}, True),
     ],
 )
 def test_loss_and_gradients(pools, sizes, checkpointing):

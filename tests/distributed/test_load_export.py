@@ -13,6 +13,7 @@ from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
+from tests.tiers import slow_case
 
 
 def _load(path):
@@ -32,7 +33,7 @@ def _weights_and_output(path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["one_file", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("several_files", "bf16", "pipeline"))],
+    ["one_file", *(slow_case(kind) for kind in ("several_files", "bf16", "pipeline"))],
 )
 def test_every_rank_reads_its_shards(pools, checkpoints, tmp_path, kind):
     network = WanTransformer3DModel.from_pretrained(checkpoints / "student")

@@ -16,6 +16,7 @@ from models.families.wan import Wan
 from models.roles.ema import Ema
 from models.roles.network import Network
 from models.roles.role import Role
+from tests.tiers import slow
 
 RATES = (1e-2, 3e-3, 2e-2, 5e-3)
 SETTINGS = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1, "no_decay": ["*.bias"]}
@@ -107,7 +108,7 @@ def _full(role, optimizer):
     return {name: full_tensor(weight) for name, weight in role.weights().items()} | state
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("how", ["load_state_dict(assign=True)", "to_empty", "a checkpoint"])
 def test_replaced_shards_are_updated(pools, tmp_path, how):
     for names in pools[3].run(_replaced, how, tmp_path):
@@ -132,7 +133,7 @@ def _loaded_on_another(folder, sizes):
     return loaded, {float(state["step"]) for state in optimizer.state.values()}
 
 
-@pytest.mark.slow
+@slow
 def test_state_goes_over_to_another_mesh(pools, tmp_path):
     """A rank whose shard of a parameter is empty counts steps too, so the counts load on another mesh."""
     saved = pools[3].run(_saved_on_one_mesh, tmp_path)[0]

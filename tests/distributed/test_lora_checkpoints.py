@@ -23,8 +23,9 @@ from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
+from tests.tiers import long_case, slow
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 STEPS, STOP = 4, 3
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 OWN = Setup(dp_shard=2, micro_batch_size=2, lora=LORA, steps=STEPS, ema=EmaSettings(enabled=True, decay=0.7, start=1))
@@ -69,8 +70,8 @@ def straight(pools, checkpoints, tmp_path_factory):
     "sizes",
     [
         {},
-        pytest.param({"dp_shard": 1, "cp": 2}, marks=pytest.mark.long),
-        pytest.param({"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}, marks=pytest.mark.long),
+        long_case({"dp_shard": 1, "cp": 2}),
+        long_case({"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     ],
     ids=str,
 )

@@ -12,9 +12,9 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, random_adapter
 from tests.oracles.sharded_run import trace_on_ranks
 from tests.pools import Pools
+from tests.tiers import long_case, slow
 
-pytestmark = pytest.mark.slow
-long = pytest.mark.long
+pytestmark = slow
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 SPLIT = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 REPLICAS = {"dp_replicate": 2, "dp_shard": 2}
@@ -48,7 +48,7 @@ def _check(pools, checkpoints, oracle, **changes):
         # Replicas add the gradients of a unit by position.
         (REPLICAS, {"activation_checkpointing": "full", "activation_offload": True}),
         *(
-            pytest.param(sizes, changes, marks=long)
+            long_case(sizes, changes)
             for sizes, changes in (
                 ({"dp_shard": 2}, {}),
                 (SPLIT, {"activation_checkpointing": "full"}),
@@ -61,7 +61,7 @@ def _check(pools, checkpoints, oracle, **changes):
             )
         ),
         # Each role has a graph. Recomputation must run the adapters of its forward.
-        pytest.param({"cp": 2}, {"compile": True, "activation_checkpointing": "full"}, marks=long),
+        long_case({"cp": 2}, {"compile": True, "activation_checkpointing": "full"}),
     ],
     ids=str,
 )
@@ -71,7 +71,7 @@ def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, sizes, changes):
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for step in trace.gradients for name in step)
 
 
-@pytest.mark.parametrize("adapted", ["student", pytest.param("fake", marks=long)])
+@pytest.mark.parametrize("adapted", ["student", long_case("fake")])
 def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
     lora = {adapted: LORA[adapted]}
     trace = _check(pools, checkpoints, oracle_trace(Setup(lora=lora, steps=3), checkpoints), **SPLIT, lora=lora)
@@ -82,7 +82,7 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
 @pytest.mark.parametrize(
     "method",
     [
-        *(pytest.param(name, marks=long) for name in ("dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching")),
+        *(long_case(name) for name in ("dmd2, GAN", "rcm", "scm", "meanflow", "flow_matching")),
         "flow_matching, built-in guidance",
     ],
 )

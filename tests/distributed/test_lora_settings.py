@@ -18,7 +18,7 @@ from models.roles.load import build_roles
 from models.roles.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow, slow_case
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_settings_that_exclude_each_other(words, named):
         plan_run(compose_config([*WORDS, *words]))
 
 
-@pytest.mark.slow
+@slow
 def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
     """The export replaces neither a network nor adapters that a run starts from. Without an export they are allowed."""
     own = tmp_path / "export" / "student"
@@ -110,7 +110,7 @@ def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
         plan_run(compose_config(words))
 
 
-@pytest.mark.slow
+@slow
 def test_who_shares():
     def groups(*words):
         plan = plan_run(compose_config([*WORDS, *words]))
@@ -136,7 +136,7 @@ def _first_values(path, architecture):
     return {name: full_tensors(role.weights()) for name, role in (*roles.items(), ("plain", plain["teacher"]))}
 
 
-@pytest.mark.parametrize("random", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("random", [False, slow_case(True)])
 def test_first_values(pools, checkpoints, random):
     """The base has the values without adapters, from files and from a seed; A has peft's values; B is zero."""
     path, architecture = (None, ARCHITECTURE) if random else (str(checkpoints / "teacher"), None)

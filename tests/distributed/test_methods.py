@@ -15,8 +15,8 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+from tests.tiers import long, long_case, slow, slow_case
 
-slow, long = pytest.mark.slow, pytest.mark.long
 FAST = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
 RING = {"cp": 3, "micro_batch_size": 4}
 
@@ -25,7 +25,7 @@ RING = {"cp": 3, "micro_batch_size": 4}
     ("method", "sizes"),
     [
         *(
-            pytest.param(name, FAST, marks=slow)
+            slow_case(name, FAST)
             for name in (
                 "flow_matching",
                 "flow_matching, built-in guidance",
@@ -37,7 +37,7 @@ RING = {"cp": 3, "micro_batch_size": 4}
                 "dcm",
             )
         ),
-        *(pytest.param(name, FAST, marks=long) for name in ("rcm, last step", "dmd2, last step")),
+        *(long_case(name, FAST) for name in ("rcm, last step", "dmd2, last step")),
         *(
             pytest.param(name, RING, marks=slow if name in ("scm", "rcm, last step") else long)
             for name in METHODS
@@ -55,9 +55,7 @@ def test_three_steps(pools, checkpoints, method, sizes):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("method", "sizes"), [("dcm", RING), ("scm", RING), pytest.param("dcm", FAST, marks=long)], ids=str
-)
+@pytest.mark.parametrize(("method", "sizes"), [("dcm", RING), ("scm", RING), long_case("dcm", FAST)], ids=str)
 def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, sizes):
     causal, lora = CausalSettings(chunk=1, window=1, context_time=0.1), {"student": LoraSettings(rank=2)}
     setup = Setup(**sizes, steps=3, method=METHODS[method], causal=causal, lora=lora)
@@ -67,9 +65,7 @@ def test_a_causal_teacher_and_an_adapted_student(pools, checkpoints, method, siz
 
 
 @slow
-@pytest.mark.parametrize(
-    ("history", "sizes"), [("clean", FAST), ("noisy", RING), pytest.param("clean", RING, marks=long)], ids=str
-)
+@pytest.mark.parametrize(("history", "sizes"), [("clean", FAST), ("noisy", RING), long_case("clean", RING)], ids=str)
 def test_a_causal_student(pools, checkpoints, history, sizes):
     """Teacher forcing and diffusion forcing equal dense masks, with a time and draws for each chunk."""
     method = replace(METHODS["flow_matching"], history=history)

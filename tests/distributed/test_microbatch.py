@@ -13,6 +13,7 @@ from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, 
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import TOKENS, Transformer
+from tests.tiers import slow, slow_case
 
 KINDS = {
     "no_shard": ({"dp_shard": 4}, {"strategy": "no_shard"}),
@@ -28,7 +29,6 @@ SAMPLES, MINE = 16, 4
 
 
 QUICK = ("optim", "optim_grads")
-slow = pytest.mark.slow
 
 
 @lru_cache
@@ -132,7 +132,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=slow) for k in KINDS])
+@pytest.mark.parametrize("kind", [k if k in QUICK else slow_case(k) for k in KINDS])
 def test_gradients_and_collectives_of_micro_batches(pools, kind):
     """ZeRO-2 reduces in every micro-batch, so it never holds full gradients. ZeRO-1 reduces once a step."""
     for error, calls in pools[4].run(_accumulation, kind):
@@ -161,7 +161,7 @@ def _nested(kind):
     return _error(model)
 
 
-@pytest.mark.parametrize("kind", ["optim", pytest.param("hsdp", marks=slow)])
+@pytest.mark.parametrize("kind", ["optim", slow_case("hsdp")])
 def test_nested_contexts(pools, kind):
     assert max(pools[4].run(_nested, kind)) < 1e-13
 
@@ -215,11 +215,11 @@ def _broken(kind, where, begun):
     ("kind", "where", "begun"),
     [
         ("optim_grads_params", "forward", True),
-        pytest.param("optim", "backward", True, marks=slow),
-        pytest.param("no_shard", "forward", False, marks=slow),
-        pytest.param("optim_grads", "backward", True, marks=slow),
-        pytest.param("keep_gathered", "first", False, marks=slow),
-        pytest.param("hsdp", "last backward", True, marks=slow),
+        slow_case("optim", "backward", True),
+        slow_case("no_shard", "forward", False),
+        slow_case("optim_grads", "backward", True),
+        slow_case("keep_gathered", "first", False),
+        slow_case("hsdp", "last backward", True),
     ],
 )
 def test_the_step_after_one_that_broke_off_equals_a_fresh_one(pools, kind, where, begun):
@@ -302,7 +302,7 @@ def _unreached(reduce_unused):
     return 0.0
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("reduce_unused", [False, True])
 def test_a_unit_that_the_last_backward_misses(pools, reduce_unused):
     assert max(pools[4].run(_unreached, reduce_unused)) < 1e-13

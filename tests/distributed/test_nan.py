@@ -11,6 +11,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import first_non_finite, local_shard
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.tiers import slow
 
 
 def _poisoned(folder, run_dir, in_a_row):
@@ -58,7 +59,7 @@ def flat(x):
     return [part for each in x.values() for part in flat(each)] if isinstance(x, dict) else [local_shard(x)]
 
 
-@pytest.mark.slow
+@slow
 def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
     results = pools[2].run(_poisoned, checkpoints, tmp_path, (2,))
     for skipped, updates, unchanged, rates, error, leftover, saved in results:
@@ -70,7 +71,7 @@ def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
         assert rates == pytest.approx([1e-4 * share for share in cosine], rel=1e-12)
 
 
-@pytest.mark.slow
+@slow
 def test_bad_steps_in_a_row_stop_the_run(pools, checkpoints, tmp_path):
     for skipped, updates, *_, error, leftover, saved in pools[2].run(_poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
         # The student's good update at step 4 does not count for the fake score. The checkpoint of step 5 does not
@@ -93,7 +94,7 @@ def _bad_on_one_rank(folder):
     return [*found, first_non_finite(named, world)]
 
 
-@pytest.mark.slow
+@slow
 def test_the_first_bad_parameter_is_named_alike_on_all_ranks(pools, checkpoints):
     for found in pools[4].run(_bad_on_one_rank, checkpoints):
         assert found == ["no parameter", "no parameter", "blocks.1.attn1.to_q.weight"]

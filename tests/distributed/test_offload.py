@@ -29,6 +29,7 @@ from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
+from tests.tiers import long, long_case, slow
 
 WORLD = 2
 STEPS, STOP = 4, 2
@@ -55,7 +56,7 @@ def straight(pools, checkpoints, tmp_path_factory):
     return pools[WORLD].run(_run, Setup(dp_shard=2), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
-@pytest.mark.slow
+@slow
 def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight, tmp_path):
     setup = Setup(dp_shard=2, changes={"all": {"offload": "cpu"}})
     trace, *others = pools[WORLD].run(_run, setup, checkpoints, tmp_path, 0, STEPS)
@@ -74,13 +75,13 @@ COPIES = Setup(dp_shard=2, changes={"all": {"offload": "cpu"}, "student": {"stra
 REPLICAS = Setup(dp_replicate=2, cp=2, changes={"all": {"strategy": "optim"}, "fake": {"strategy": "no_shard"}})
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (SHARDED, COPIES),
-        pytest.param(COPIES, SHARDED, marks=pytest.mark.long),
-        pytest.param(SHARDED, REPLICAS, marks=pytest.mark.long),
+        long_case(COPIES, SHARDED),
+        long_case(SHARDED, REPLICAS),
     ],
 )
 def test_a_run_resumes_under_another_strategy(pools, checkpoints, straight, tmp_path, before, after):
@@ -149,7 +150,7 @@ def _same_export(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(p, theirs[name]) for name, p in ours.items())
 
 
-@pytest.mark.slow
+@slow
 def test_every_piece_works_on_offloaded_shards(pools, checkpoints, tmp_path):
     plain = pools[WORLD].run(_pieces, checkpoints, tmp_path / "plain", "none")
     offloaded = pools[WORLD].run(_pieces, checkpoints, tmp_path / "cpu", "cpu")

@@ -10,6 +10,7 @@ from fsdp_cp import build_mesh, shard_module
 from models.families.wan import Wan
 from models.roles.network import Network
 from models.roles.role import Role
+from tests.tiers import long_case, slow_case
 
 RATES = [1e-2, 3e-3, 2e-2]
 WORLD = 4
@@ -105,9 +106,9 @@ SHARDED, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
     ("sizes", "strategy"),
     [
         (SHARDED, "optim_grads_params"),
-        pytest.param(SHARDED, "optim", marks=pytest.mark.long),
-        pytest.param(REPLICAS, "optim_grads", marks=pytest.mark.slow),
-        pytest.param({"dp_replicate": 4}, "no_shard", marks=pytest.mark.long),
+        long_case(SHARDED, "optim"),
+        slow_case(REPLICAS, "optim_grads"),
+        long_case({"dp_replicate": 4}, "no_shard"),
     ],
 )
 def test_groups_on_shards_equal_plain_adamw(pools, sizes, strategy):

@@ -16,6 +16,7 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, sample, sharded_role
+from tests.tiers import long_case, slow, slow_case
 
 DIM = 72
 FEW_LATENTS = (4, 1, 4, 6)  # 6 tokens: on 4 ranks the last has none
@@ -56,18 +57,15 @@ def _compare(pool, folder, sizes, shapes, checkpointing=False):
     assert max(gradient_errors(ranks[0][1], truth).values()) < 1e-6
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("sizes", "checkpointing"),
     [
         ({"cp": 2}, False),
         ({"dp_shard": 2, "cp": 1}, False),
         ({"cp": 3, "ring": 3}, True),
-        pytest.param({"dp_shard": 2, "cp": 2, "ring": 2}, True, marks=SLOW),
-        pytest.param({"dp_shard": 2, "cp": 3}, False, marks=pytest.mark.long),
-        pytest.param({"cp": 6, "ring": 2}, True, marks=pytest.mark.long),
+        slow_case({"dp_shard": 2, "cp": 2, "ring": 2}, True),
+        long_case({"dp_shard": 2, "cp": 3}, False),
+        long_case({"cp": 6, "ring": 2}, True),
     ],
 )
 def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
@@ -76,7 +74,7 @@ def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
     _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
-@pytest.mark.slow
+@slow
 def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
     """Two forwards of different lengths precede one backward; recomputation must use each forward's own length.
 
@@ -112,7 +110,7 @@ def _largest_tensor(folder):
     return ours.largest, plain.largest
 
 
-@pytest.mark.slow
+@slow
 def test_no_rank_ever_makes_all_embeddings(pools, wan64):
     for ours, plain in pools[4].run(_largest_tensor, wan64):
         assert ours < 1183 * DIM <= plain, "the test sees such a tensor"

@@ -10,17 +10,18 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import trace_on_ranks
+from tests.tiers import long_case, slow, slow_case
 
 # The power schedule counts updates: by steps of both roles it would keep another share.
 RUN = {"steps": 3, "ema": EmaSettings(enabled=True, decay=None, gamma=1.0)}
 
 
 def _slow(**changes):
-    return pytest.param(changes, marks=pytest.mark.slow)
+    return slow_case(changes)
 
 
 def _long(**changes):
-    return pytest.param(changes, marks=pytest.mark.long)
+    return long_case(changes)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def oracle_of_sizes(checkpoints):
     return oracle_trace(Setup(**SIZES), checkpoints)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "changes", [{}, {"cp": 2, "micro_batch_size": 2}, {"dp_shard": 2, "cp": 2}, _long(dp_shard=2)], ids=str
 )
@@ -79,7 +80,7 @@ def test_clips_of_three_sizes(pools, checkpoints, oracle_of_sizes, changes):
     assert difference.largest < 1e-5, difference
 
 
-@pytest.mark.slow
+@slow
 def test_dmd2_in_fp64(pools, checkpoints):
     """The bounds are those of Wan's norms, which diffusers computes in fp32."""
     setup = Setup(cp=3, precision="fp64", steps=1, micro_batch_size=2)

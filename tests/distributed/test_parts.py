@@ -22,7 +22,7 @@ from tests.oracles.method_step import SEED, Case, plain_step, step_errors, step_
 from tests.oracles.runs import Setup
 from tests.oracles.sharded_run import check_resume
 from tests.oracles.tiny_wan import text_condition
-from tests.tiers import parametrize
+from tests.tiers import long_case, parametrize, slow
 from tests.tiny_ltx2_pipeline import LATER
 
 MESHES = [(2, 2), (1, 1), (1, 2), (2, 1)]
@@ -143,7 +143,7 @@ def _call_ltx2(network, x, times, given):
     return {"video": v, "audio": rearrange(audio, "b l (c f) -> b c l f", c=SHAPES["audio"][0])}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c != "ltx2" else ()) for c in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=slow if c != "ltx2" else ()) for c in CASES])
 def truth(request, tmp_path_factory):
     """Return a case and its folder, and loss, clip norm, gradients and normalisers of the whole batch by role."""
     case, found = CASES[request.param], {}
@@ -186,8 +186,8 @@ def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
 # A run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, pytest.param(ADAPTERS, marks=pytest.mark.long)])
+@slow
+@pytest.mark.parametrize("lora", [{}, long_case(ADAPTERS)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, folder, tmp_path, lora):
     setup = Setup(
         cp=2, dp_shard=2, micro_batch_size=2, steps=4, family="ltx2", architecture=ARCHITECTURE, method=SETTINGS,

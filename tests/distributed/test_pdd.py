@@ -35,7 +35,7 @@ from tests.oracles.runs import Setup, random_adapter
 from tests.oracles.sharded_run import check_resume
 from tests.oracles.tiny_wan import CONDITION_SHAPES, text_condition
 from tests.oracles.written_out import WrittenOut
-from tests.tiers import parametrize
+from tests.tiers import long_case, parametrize, slow
 from tests.unit.refused import refused
 
 MESHES = [(2, 2), (1, 1), (1, 2), (2, 1)]
@@ -155,7 +155,7 @@ class _Plain:
         return {"video": v}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c != "wan" else ()) for c in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=slow if c != "wan" else ()) for c in CASES])
 def truth(request, tmp_path_factory):
     """Return a case and its folder, and loss, clip norm and gradients of the whole batch in two steps."""
     case, found = CASES[request.param], {}
@@ -245,8 +245,8 @@ def test_a_family_without_a_named_last_layer_is_refused():
 # A run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", ["one", pytest.param("all", marks=pytest.mark.long)])
+@slow
+@pytest.mark.parametrize("blocks", ["one", long_case("all")])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(pools, tmp_path, blocks):
     case = CASES["minimax_h3, adapted"]
     folder, settings = case.write(tmp_path / "networks"), replace(case.settings, blocks=blocks)

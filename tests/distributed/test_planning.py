@@ -14,9 +14,9 @@ from distill.planning.prediction import predict
 from distill.planning.simulation import LOOK, run_steps, simulate
 from distill.run.setup import plan_run
 from tests.oracles import tiny_minimax_h3
+from tests.tiers import long, slow
 
 WORDS = ("experiment=quickstart", "batch_size=8", "plan=true")
-slow, long = pytest.mark.slow, pytest.mark.long
 ROLES = ("teacher", "student", "fake")
 
 
@@ -138,7 +138,7 @@ def test_no_size_takes_more_than_the_one_that_is_planned(pools):
         assert max(one.peaks[name].bytes for one in measured) == pytest.approx(peak.bytes, rel=0.001), name
 
 
-@pytest.mark.long
+@long
 def test_one_rank_stages_all_that_trains():
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)

@@ -16,9 +16,9 @@ from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sharding.activations import recompute_in_backward
+from tests.tiers import long_case, slow_case
 
 DIM, HEADS, TEXT = 12, 3, 7
-slow = pytest.mark.slow
 PLAN = {
     "": {"text": SplitTokens(1, expected_dims=3)},
     "blocks.0": {"hidden_states": SplitTokens(1)},
@@ -143,7 +143,7 @@ def _compare(pools, cp, calls, mode, named=False):
 
 @pytest.mark.parametrize(
     ("cp", "mode"),
-    [(3, "plain"), (3, "ours"), *(pytest.param(*case, marks=slow) for case in ((2, "torch"), (3, "reentrant")))],
+    [(3, "plain"), (3, "ours"), *(slow_case(*case) for case in ((2, "torch"), (3, "reentrant")))],
 )
 def test_wildcards_tuples_and_split_keys_of_uneven_counts(pools, cp, mode):
     """The counts are 11 tokens and 7 of text, without ``total_tokens``."""
@@ -155,7 +155,7 @@ CALLS = [(0, 11), (1, 12), (0, 5), (1, 10), (0, 2)]  # 11, 12 and 10 make 4 on e
 
 @pytest.mark.parametrize(
     ("mode", "named"),
-    [("ours", True), *(pytest.param(mode, False, marks=pytest.mark.long) for mode in ("plain", "compile"))],
+    [("ours", True), *(long_case(mode, False) for mode in ("plain", "compile"))],
 )
 def test_each_forward_has_its_own_count(pools, mode, named):
     """Two networks and five lengths precede one backward, which runs the blocks again."""

@@ -18,6 +18,7 @@ from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.tiers import long, slow
 
 SETUP = Setup(cp=2, micro_batch_size=4)
 
@@ -97,7 +98,7 @@ def profiled(pools, checkpoints, tmp_path_factory):
     return run_dir, _on_ranks(pools, checkpoints, run_dir, 4, profile=settings)[0]
 
 
-@pytest.mark.slow
+@slow
 def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
     """The remainder is a phase too. A little time passes between the clock's readings."""
     run_dir, _ = plain
@@ -123,7 +124,7 @@ def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
     assert seen == set(wanted)
 
 
-@pytest.mark.slow
+@slow
 def test_profiled_steps_compute_the_same(plain, profiled):
     (plain_dir, (_, _, expected)), (run_dir, (_, error, weights)) = plain, profiled
     assert error is None and weights.keys() == expected.keys()
@@ -138,7 +139,7 @@ def _profiled_steps(trace):
     return {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep#")}
 
 
-@pytest.mark.slow
+@slow
 def test_the_traces_hold_the_steps_their_phases_and_the_collectives(profiled):
     run_dir, (messages, _, _) = profiled
     assert set(_files(run_dir)) == {f"steps_2_3_rank{r}.json.gz" for r in range(2)}, "and nothing half written"
@@ -154,7 +155,7 @@ def test_the_traces_hold_the_steps_their_phases_and_the_collectives(profiled):
     assert len(messages) == 1
 
 
-@pytest.mark.long
+@long
 def test_only_the_chosen_ranks_are_profiled_and_an_earlier_start_s_files_stay(pools, checkpoints, tmp_path):
     """The test starts a run again from within and from after the profiled steps."""
     run_dir = tmp_path / "run"
@@ -170,7 +171,7 @@ def test_only_the_chosen_ranks_are_profiled_and_an_earlier_start_s_files_stay(po
     assert _files(run_dir) == before
 
 
-@pytest.mark.long
+@long
 def test_a_run_that_is_stopped_writes_the_steps_that_it_has(pools, checkpoints, tmp_path):
     settings = ProfileSettings(steps=[1, 4], ranks="all")
     for _, error, _ in _on_ranks(pools, checkpoints, tmp_path, 4, profile=settings, stopped=True):
@@ -179,7 +180,7 @@ def test_a_run_that_is_stopped_writes_the_steps_that_it_has(pools, checkpoints, 
     assert _profiled_steps(_trace(tmp_path / "profile" / "steps_1_1_rank0.json.gz")) == {"ProfilerStep#1"}
 
 
-@pytest.mark.long
+@long
 def test_a_run_that_fails_fails_of_its_own_error_and_the_next_can_be_profiled(pools, checkpoints, tmp_path):
     profile = ProfileSettings(steps=[1, 2])
     for _, error, _ in _on_ranks(pools, checkpoints, tmp_path / "a", 2, profile=profile, fails_at=2):
@@ -189,7 +190,7 @@ def test_a_run_that_fails_fails_of_its_own_error_and_the_next_can_be_profiled(po
     assert set(_files(tmp_path / "b")) == {"steps_1_1_rank0.json.gz"}
 
 
-@pytest.mark.long
+@long
 def test_a_profile_that_cannot_be_written_ends_no_run(pools, checkpoints, tmp_path):
     (tmp_path / "profile").write_text("somebody's")
     (messages, error, _), _ = _on_ranks(pools, checkpoints, tmp_path, 2, profile=ProfileSettings(steps=[1, 2]))

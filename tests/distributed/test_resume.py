@@ -18,11 +18,12 @@ from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import METHODS, Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.tiers import long_case, slow
 
 STEPS, STOP = 5, 3
 OWN = Setup(cp=2, micro_batch_size=2)
 EMA = EmaSettings(enabled=True, decay=None, gamma=1.0, start=1)
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 
 def _trainer(setup, folder, run_dir, first, last):
@@ -59,7 +60,7 @@ def straight(pools, checkpoints, tmp_path_factory):
     return run_dir, pools[2].run(_run, OWN, checkpoints, run_dir, 0, STEPS)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["fp32", long_case("bf16")])
 def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision):
     """The runs are equal in bf16 too: masters rebuilt from the bf16 copy would differ in the third digit."""
     setup = replace(OWN, precision=precision)
@@ -93,7 +94,7 @@ def test_clips_of_several_sizes(pools, checkpoints, tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(replace(METHODS["flow_matching"], history="clean"), marks=pytest.mark.long),
+        long_case(replace(METHODS["flow_matching"], history="clean")),
         SelfForcingSettings(fake_updates_per_student_update=1, step_list=[1.0, 0.5], exit="each", guidance_scale=3.0),
     ],
     ids=lambda method: method.name,
@@ -118,8 +119,8 @@ def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path, method):
     "meshes",
     [
         pytest.param((Setup(cp=3, micro_batch_size=4), Setup(dp_shard=2)), id="3 ranks, then 2"),
-        pytest.param((Setup(dp_replicate=2, cp=2), Setup()), marks=pytest.mark.long, id="replicas, then one rank"),
-        pytest.param((Setup(dp_shard=2, cp=2), OWN), marks=pytest.mark.long, id="there and back"),
+        long_case((Setup(dp_replicate=2, cp=2), Setup()), id="replicas, then one rank"),
+        long_case((Setup(dp_shard=2, cp=2), OWN), id="there and back"),
     ],
 )
 def test_another_mesh(pools, checkpoints, straight, tmp_path, meshes):

@@ -14,6 +14,7 @@ from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 from tests.outside.family import DEFAULTS, OutsideFamily
+from tests.tiers import long_case, slow_case
 
 BOUNDARIES = (0.8, 0.4)
 
@@ -64,9 +65,7 @@ def _experts(dp_shard, cp):
         role.velocity(video(x), torch.full((2,), 0.9, dtype=torch.float64), condition)
 
 
-@pytest.mark.parametrize(
-    ("dp_shard", "cp"), [pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("dp_shard", "cp"), [slow_case(1, 2), long_case(2, 2)])
 def test_each_expert_serves_its_times_and_trains_alone(pools, dp_shard, cp):
     pools[dp_shard * cp].run(_experts, dp_shard, cp)
 

@@ -25,7 +25,7 @@ from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
-from tests.tiers import parametrize
+from tests.tiers import long, long_case, parametrize, slow
 
 
 class _Captions:
@@ -70,8 +70,8 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
     ).video
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("role", "steps"), [("student", 2), pytest.param("teacher", 2, marks=pytest.mark.long)])
+@slow
+@pytest.mark.parametrize(("role", "steps"), [("student", 2), long_case("teacher", 2)])
 def test_the_same_clips_on_every_mesh(pools, checkpoints, role, steps):
     truth = pools[1].run(_clips, Setup(), checkpoints, role, steps, 5)[0]
     assert truth.shape == (5, *LATENT_SHAPE)
@@ -133,7 +133,7 @@ def _plain_clip(folder, position, causal, frames, first=None, role="student", sa
     return torch.cat(made, dim=2)
 
 
-@pytest.mark.slow
+@slow
 def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints):
     """A longer clip begins with the same frames. Its window drops chunks, and its sink moves beyond the third frame."""
     setup = Setup(method=FLOW_MATCHING, causal=CAUSAL)
@@ -152,7 +152,7 @@ def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints)
         assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
 
 
-@pytest.mark.long
+@long
 def test_causal_roles_of_a_few_step_method_make_the_same_clips(pools, checkpoints):
     method = DcmSettings(step_list=[1.0, 0.8, 0.5], guidance_scale=2.0, shift=3.0)
     setup = Setup(dp_shard=2, cp=2, method=method, causal=CAUSAL)

@@ -30,8 +30,9 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 from tests.oracles.written_out import WrittenOut
+from tests.tiers import long_case, slow, slow_case
 
-MESHES = [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
+MESHES = [slow_case(2, 1), (1, 2), long_case(2, 2)]
 WIDTH = ARCHITECTURE["num_attention_heads"] * ARCHITECTURE["attention_head_dim"]
 RATES = ARCHITECTURE["freq_dim"] // 2
 W1, W2 = (f"additions.second_time.linear_{i}.weight" for i in (1, 2))
@@ -256,7 +257,7 @@ def _export(trained, out):
     return {name: (w.full_tensor(), again.weights()[name].full_tensor()) for name, w in role.weights().items()}
 
 
-@pytest.mark.slow
+@slow
 def test_export_loads_in_diffusers_and_round_trips(pools, trained, tmp_path):
     for weights in pools[2].run(_export, trained, tmp_path):
         assert W1 in weights and all(torch.equal(*pair) for pair in weights.values())

@@ -17,6 +17,7 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES
+from tests.tiers import long_case, slow, slow_case
 
 SHARED = SelfForcingSettings(
     fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0,
@@ -46,21 +47,20 @@ CASES = {
         condition_shapes=FRAME,
     ),
 }
-SLOW, LONG = pytest.mark.slow, pytest.mark.long
 REPLICAS = {"dp_replicate": 2, "cp": 2}
 RING = {"cp": 3, "micro_batch_size": 4, "activation_checkpointing": True}
 SELECTIVE = {"dp_shard": 2, "cp": 2, "changes": {"student": {"activation_checkpointing": "selective"}}}
 MESHES = [
     ("first step list, sink", {}),
-    pytest.param("first step list, sink", {"cp": 2}, marks=LONG),
-    pytest.param("first frame, full rollout", {"cp": 2}, marks=SLOW),
-    pytest.param("shared exit", SELECTIVE, marks=SLOW),
-    pytest.param("an exit each, GAN, window", RING, marks=SLOW),
-    pytest.param("shared exit", {}, marks=SLOW),
-    pytest.param("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}, marks=LONG),
-    pytest.param("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}, marks=LONG),
-    pytest.param("an exit each, GAN, window", {"dp_shard": 2, "changes": {"all": {"keep_gathered": True}}}, marks=SLOW),
-    pytest.param("an exit each, GAN, window", REPLICAS, marks=LONG),
+    long_case("first step list, sink", {"cp": 2}),
+    slow_case("first frame, full rollout", {"cp": 2}),
+    slow_case("shared exit", SELECTIVE),
+    slow_case("an exit each, GAN, window", RING),
+    slow_case("shared exit", {}),
+    long_case("shared exit", {"cp": 2, "changes": {"all": {"strategy": "optim_grads"}}}),
+    long_case("shared exit", {"cp": 4, "changes": {"all": {"strategy": "optim"}}}),
+    slow_case("an exit each, GAN, window", {"dp_shard": 2, "changes": {"all": {"keep_gathered": True}}}),
+    long_case("an exit each, GAN, window", REPLICAS),
 ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, case, sizes):
     assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
 
 
-@pytest.mark.slow
+@slow
 def test_adapters(pools, checkpoints):
     """Student and fake score are adapters on the teacher's network, on a ring."""
     lora = {name: LoraSettings(rank=2) for name in ("student", "fake")}
@@ -120,7 +120,7 @@ def _most_saved(folder, sizes):
     return most - weights
 
 
-@SLOW
+@slow
 def test_one_chunks_graph_is_alive(pools, checkpoints):
     """A clip of three times the chunks keeps as much for backward as a short one, except for its history."""
     ((short,), (long,)) = (pools[1].run(_most_saved, checkpoints, (4, frames, 8, 8)) for frames in (2, 6))
@@ -139,7 +139,7 @@ def _gathers(folder, keep):
     return len(calls), sent.calls["all_gather"], len(fsdp_modules(student)), len(gathered_units(student))
 
 
-@pytest.mark.slow
+@slow
 def test_weights_stay_gathered_in_the_rollout_of_a_fake_step(pools, checkpoints):
     """Each unit is gathered once with ``keep_gathered``, and freed after the rollout."""
     calls, gathers, units, _ = pools[2].run(_gathers, checkpoints, False)[0]

@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import gather_tokens, local_token_count, local_token_range, split_tokens
+from tests.tiers import slow, slow_case
 
 # Tokens and dim, by ranks: uneven, fewer tokens than ranks, a rank without true tokens (5 on 4 ranks: 2 2 1 0).
 CASES = {
@@ -75,7 +76,7 @@ def _own(x, world, rank, dim):
     return torch.cat((padded, x.new_zeros(shape)), dim), mine
 
 
-@pytest.mark.parametrize("world", [n if n < 4 else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("world", [n if n < 4 else slow_case(n) for n in CASES])
 def test_split_gather_gradients_and_tangents(pools, world):
     """Each rank's gradient is nonzero only in its own slice, and the sum over ranks is the gradient."""
     for total, dim in CASES[world]:
@@ -114,7 +115,7 @@ def _compiled(world, total):
     return grads
 
 
-@pytest.mark.slow
+@slow
 def test_compiled_whole(pools):
     for eager, compiled in pools[3].run(_compiled, 3, 7):
         torch.testing.assert_close(compiled, eager, rtol=1e-15, atol=1e-15)

@@ -13,6 +13,7 @@ from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.roles.role_plan import plan_role
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
+from tests.tiers import slow_case
 
 UNITS = ARCHITECTURE["num_layers"] + 1
 
@@ -60,7 +61,7 @@ def _updates_are_seen(strategy):
     return True
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("optim", marks=pytest.mark.slow), "optim_grads_params"])
+@pytest.mark.parametrize("strategy", [slow_case("optim"), "optim_grads_params"])
 def test_updates_of_shards_are_seen_and_nothing_stays_gathered(pools, strategy):
     assert all(pools[4].run(_updates_are_seen, strategy))
 

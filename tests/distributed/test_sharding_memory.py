@@ -5,7 +5,6 @@ import math
 import weakref
 from functools import lru_cache
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +15,7 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.state import reshard
 from tests.oracles.seeded import seeded
 from tests.oracles.sharding_memory import ShardingMemory, storage_bytes
+from tests.tiers import long, slow
 
 WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is not a multiple of 4, so shards are padded
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -127,7 +127,7 @@ def _every_case():
     return [_held(replicas, {"strategy": strategy, **settings}) for strategy, replicas, settings in CASES]
 
 
-@pytest.mark.long
+@long
 def test_each_strategy_holds_its_share(pools):
     ranks = pools[WORLD].run(_every_case)
     for rank, found in enumerate(ranks):
@@ -188,7 +188,7 @@ def _all_released():
     return [_released(s) for s in (prefetch, {"strategy": "optim", "activation_checkpointing": "selective"})]
 
 
-@pytest.mark.slow
+@slow
 def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pools):
     _, padded, *_ = _sizes(WORLD)
     for found in pools[WORLD].run(_all_released):

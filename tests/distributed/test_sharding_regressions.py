@@ -12,8 +12,7 @@ from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import TOKENS, Transformer
-
-slow = pytest.mark.slow
+from tests.tiers import slow, slow_case
 
 
 @lru_cache
@@ -89,7 +88,7 @@ def _early_gather(strategy):
     return all(same), (_forward(stale, x) - _forward(late, x)).abs().max().item()
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=slow)])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", slow_case("optim")])
 def test_an_early_gather_has_the_weights_of_its_step(pools, strategy):
     for same, stale in pools[2].run(_early_gather, strategy):
         assert same and stale > 1e-6, "else the comparison would not see stale weights"
@@ -115,8 +114,8 @@ def _evaluations(strategy, sizes):
     ("strategy", "sizes"),
     [
         ("optim", {"dp_shard": 2}),
-        pytest.param("optim_grads_params", {"dp_replicate": 2, "dp_shard": 2}, marks=slow),
-        pytest.param("no_shard", {"dp_shard": 2}, marks=slow),
+        slow_case("optim_grads_params", {"dp_replicate": 2, "dp_shard": 2}),
+        slow_case("no_shard", {"dp_shard": 2}),
     ],
 )
 def test_train_evaluate_train_equals_train_train(pools, strategy, sizes):
@@ -155,7 +154,7 @@ def _token_sums(cases):
     return [_token_sum(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, slow_case(4)])
 def test_token_sums_over_uneven_ranks(pools, world):
     cases = [("no_shard", {}), ("optim_grads_params", {})]
     cases += [("optim_grads_params", {"dp_replicate": 2})] * (world == 4)

@@ -5,10 +5,11 @@ import pytest
 from models import verify
 from models.families.registry import FAMILIES
 from models.verify import write_example
+from tests.tiers import long_case, slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.long)])
+@slow
+@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), long_case(1, 3)])
 @pytest.mark.parametrize(
     ("family", "grid", "optional"),
     [

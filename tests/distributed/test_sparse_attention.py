@@ -33,11 +33,12 @@ from tests.oracles.sparse_attention import (
     oracle,
     random_case,
 )
+from tests.tiers import long, long_case, slow_case
 
 FACTORS = [
     (1, 1), (1, 2), (2, 1), (3, 1),
-    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 1))),
-    pytest.param(3, 2, marks=pytest.mark.long),
+    *(slow_case(*sizes) for sizes in ((2, 2), (4, 1))),
+    long_case(3, 2),
 ]  # fmt: skip
 CASES = [
     SparseCase(grid=(5, 6, 7), sparsity=0.6),
@@ -68,7 +69,7 @@ def test_values_gradients_and_tangents(pools, ring, ulysses):
     _check(pools, [replace(case, ring=ring, ulysses=ulysses) for case in CASES])
 
 
-@pytest.mark.long
+@long
 def test_two_hundred_random_cases(pools):
     cases = [random_case(seed) for seed in range(200)]
     for world in sorted({case.world for case in cases}):
@@ -109,7 +110,7 @@ def _sent(case):
     return counted, counts(layout)[0]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), long_case(3, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_traffic_of_means_and_coarse_output(pools, ring, ulysses, dtype):
     """Bytes equal the formula of :mod:`fsdp_cp.attention.sparse`, whatever is chosen."""
@@ -203,7 +204,7 @@ def _ramp(backend):
     return counter.frame_count, difference
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", long_case("inductor")])
 def test_one_graph_serves_a_ramp_of_kept_counts(pools, backend):
     (graphs, difference) = pools[1].run(_ramp, backend)[0]
     assert graphs == 1 and difference < 1e-12
@@ -295,7 +296,7 @@ def _network(sizes):
     return [out.detach(), *grads]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2), slow_case(2, 2)])
 def test_a_network_in_tile_order(pools, ring, ulysses):
     """Patches, positions and the output keep their tokens: the plan puts them in tile order and back."""
     world = ring * ulysses

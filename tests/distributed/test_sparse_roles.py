@@ -22,9 +22,10 @@ from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.sparse_networks import written_out
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.tiers import slow, slow_case
 
 SPARSE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
-MESHES = [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 2), (1, 3), (1, 4)))]
+MESHES = [(1, 2), *(slow_case(*sizes) for sizes in ((1, 1), (2, 2), (1, 3), (1, 4)))]
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
@@ -45,7 +46,7 @@ def test_wan_on_a_mesh_equals_attention_written_out(pools, tmp_path, dp_shard, c
         assert max(found.values()) < 1e-6, (found, worst)  # Wan norms in fp32
 
 
-@pytest.mark.parametrize("cp", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize("cp", [2, *(slow_case(size) for size in (3, 4))])
 def test_minimax_h3_on_a_mesh_equals_attention_written_out(pools, tmp_path, cp):
     """Text, keyframes and sound are dense rows; the video is in tile order on a ring."""
     example = {**MiniMaxH3().examples()["t2av"], "num_attention_heads": 2}
@@ -85,7 +86,7 @@ def _record(setup, folder, run_dir, first=0, save_at=()):
     return trace.losses, trace.weights, network.sparse.sparsity, trainer.roles["student"].sparse_file
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("lora", [{}, {"student": LoraSettings(rank=3), "fake": LoraSettings(rank=3)}])
 def test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp(pools, checkpoints, tmp_path, lora):
     """Gates train, are averaged and resumed; with adapters next to them on a base that the dense teacher shares."""
@@ -100,7 +101,7 @@ def test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp(pools, checkpoints, tm
     assert not any("to_gate_compress" in key for key in weights["fake"])
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", METHODS_OF_RUNS)
 def test_methods_take_a_sparse_student_on_any_mesh(pools, checkpoints, tmp_path, name):
     """In fp64 no choice flips, so the losses are those of one rank; a dense run has others."""

@@ -12,6 +12,7 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
+from tests.tiers import long, long_case, slow
 
 STEPS, BOUND = 3, 1e-5
 LAYERS = 3  # a gather two units ahead then differs from one ahead
@@ -55,7 +56,7 @@ SWITCHES = {
 }
 
 LONG_SWITCHES = tuple(name for name in SWITCHES if name not in ("mixed strategies", "three buffers"))
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +111,13 @@ def _check(setup, pools, checkpoints, oracles):
 
 @pytest.mark.parametrize(
     "row",
-    [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)],
+    [*ROWS, *(long_case(row) for row in LONG)],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_parity(pools, checkpoints, oracles, row):
     _check(_row(*row), pools, checkpoints, oracles)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG_SWITCHES else ()) for n in SWITCHES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=long if n in LONG_SWITCHES else ()) for n in SWITCHES])
 def test_parity_of_switches(pools, checkpoints, oracles, name):
     _check(_setup(*SWITCHES[name]), pools, checkpoints, oracles)

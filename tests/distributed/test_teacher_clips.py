@@ -24,8 +24,9 @@ from models.roles.role_plan import plan_role
 from tests.oracles.causal_wan import CausalWan
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import LATENT_SHAPE, tiny_role
+from tests.tiers import long_case, slow
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 TIMES = [1.0, 0.8, 0.5]
 COUNT = 5
 DEVICE = torch.device("cpu")
@@ -151,9 +152,7 @@ def _check(folder, truth):
         assert torch.equal(encoded.text(encoded.text_of(i))["text"], Captions().tensors["text"][int(caption)])
 
 
-@pytest.mark.parametrize(
-    ("dp_shard", "cp"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1), (1, 3)))]
-)
+@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), *(long_case(*sizes) for sizes in ((2, 1), (1, 3)))])
 def test_every_mesh_writes_the_same_and_resumes(pools, checkpoints, truth, tmp_path, dp_shard, cp):
     size, folder = dp_shard * cp, tmp_path / "set"
 
@@ -181,9 +180,7 @@ def test_a_set_says_how_its_teacher_attends(words):
     assert {"causal", "sparse"} & described.keys() == {group.partition("_")[0] for group in words}
 
 
-@pytest.mark.parametrize(
-    ("dp_shard", "cp"), [(1, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 2)))]
-)
+@pytest.mark.parametrize(("dp_shard", "cp"), [(1, 3), *(long_case(*sizes) for sizes in ((1, 1), (2, 2)))])
 def test_a_causal_teacher_rolls_out_chunk_by_chunk(pools, checkpoints, causal_truth, tmp_path, dp_shard, cp):
     options = checkpoints, tmp_path / "set", dp_shard, cp, 3, None, CAUSAL
     made = pools[dp_shard * cp].run(_write, *options)

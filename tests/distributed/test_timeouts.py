@@ -14,6 +14,7 @@ from fsdp_cp.reduce import all_gather_single, barrier
 from fsdp_cp.runtime import hangs, timeouts
 from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
 from tests.pools import run_ranks
+from tests.tiers import slow
 
 HSDP = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
 RING = {"dp_shard": 2, "cp": 2, "ring": 2, "heads": 4}
@@ -72,7 +73,7 @@ def _changing():
     return seen
 
 
-@pytest.mark.slow
+@slow
 def test_long_and_short():
     assert run_ranks(2, _changing, timeout=POOL) == [[POOL, 2, 2, POOL, POOL, POOL, 2, 2]] * 2
 
@@ -100,7 +101,7 @@ def _waits_in_vain():
     return lines
 
 
-@pytest.mark.slow
+@slow
 def test_a_rank_that_waits_in_vain_says_where():
     (dp,), (_,), (absent,), (cp,) = run_ranks(4, _waits_in_vain, timeout=POOL)
     assert all(fact in dp for fact in ("rank 0", "6 of 9", "inner", "all_gather", "mesh_dp"))

@@ -11,6 +11,7 @@ from fsdp_cp import build_mesh, frozen, microbatch, shard_module
 from fsdp_cp.sharding.settings import Strategy
 from fsdp_cp.sharding.state import gathered_units, param_groups
 from tests.oracles.small_transformer import DIM, TOKENS, Transformer
+from tests.tiers import long_case, slow_case
 
 RANKS = 3
 
@@ -111,8 +112,8 @@ def _given_back(strategy, precision):
     ("strategy", "precision"),
     [
         ("optim", "bf16"),
-        *(pytest.param(s, "bf16", marks=pytest.mark.long) for s in get_args(Strategy) if s != "optim"),
-        pytest.param("optim_grads_params", "fp32", marks=pytest.mark.slow),
+        *(long_case(s, "bf16") for s in get_args(Strategy) if s != "optim"),
+        slow_case("optim_grads_params", "fp32"),
     ],
 )
 def test_what_was_frozen_before_stays_frozen(pools, strategy, precision):

@@ -9,11 +9,11 @@ from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
+from tests.tiers import slow_case
 
-SLOW = pytest.mark.slow
 MESHES = [
     {"dp_shard": 2, "cp": 1}, {"cp": 2}, {"cp": 3, "ring": 3},
-    pytest.param({"dp_shard": 2, "cp": 2}, marks=SLOW), pytest.param({"cp": 4, "ring": 2}, marks=SLOW),
+    slow_case({"dp_shard": 2, "cp": 2}), slow_case({"cp": 4, "ring": 2}),
 ]  # fmt: skip
 
 

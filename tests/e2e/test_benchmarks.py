@@ -9,9 +9,10 @@ from distill.planning.simulation import Simulation, StepCost
 from fsdp_cp.measure.memory import Peak
 from fsdp_cp.mesh import MeshShape
 from tests.e2e.launch import forked
+from tests.tiers import long
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("main", "words"),
     [
@@ -33,7 +34,7 @@ def test_students_are_trained_once(tmp_path, capsys, main, words):
     assert ends == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("finished")}
 
 
-@pytest.mark.long
+@long
 def test_a_student_of_other_settings_is_not_taken(tmp_path):
     out = ["--quick", "--out", str(tmp_path / "students")]
     assert distillation.main(out) == 0
@@ -43,14 +44,14 @@ def test_a_student_of_other_settings_is_not_taken(tmp_path):
         distillation.main(out)
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(("main", "words"), [(planning.main, ["--quick"]), (fp8.main, ["--tiny"])])
 def test_a_bound_is_kept_in_small(capsys, main, words):
     assert main(words) == 0
     assert "BROKEN" not in capsys.readouterr().out
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize(
     ("module", "words"),
     [
@@ -66,7 +67,7 @@ def test_a_benchmark_in_small(tmp_path, module, words):
     assert done.returncode == 0 and "|" in done.stdout, done
 
 
-@pytest.mark.long
+@long
 def test_weak_scaling_in_small():
     """Two replicas, or another clip, predict the simulated values."""
     assert weak_scaling.main(["--quick"]) == 0

@@ -43,6 +43,7 @@ from models.export_folder import SCHEDULERS
 from models.lora.settings import LoraSettings
 from tests.e2e.families import STEPS, Case, distil, same_weights, weights
 from tests.e2e.launch import losses, train, train_killed
+from tests.tiers import long, long_case, slow
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
@@ -50,7 +51,7 @@ from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
 WAN = Case(latents=(16, 5, 4, 6), height=32, width=48, more=(f"method.step_list={PUBLISHED}",))
@@ -125,11 +126,9 @@ def test_wan(tmp_path):
     ("case", "build", "vae", "changes"),
     [
         (WAN, build_tiny_pipeline, AutoencoderKLWan, (f"method.step_list={STEPS}",)),
-        pytest.param(
-            WAN, build_tiny_pipeline, AutoencoderKLWan, ("method.step_list=[1.0,0.7,0.6,0.1]",), marks=pytest.mark.long
-        ),
-        pytest.param(LTX, build_tiny_ltx_pipeline, AutoencoderKLLTXVideo, (), marks=pytest.mark.long),
-        pytest.param(HUNYUAN, build_tiny_hunyuan_pipeline, AutoencoderKLHunyuanVideo15, (), marks=pytest.mark.long),
+        long_case(WAN, build_tiny_pipeline, AutoencoderKLWan, ("method.step_list=[1.0,0.7,0.6,0.1]",)),
+        long_case(LTX, build_tiny_ltx_pipeline, AutoencoderKLLTXVideo, ()),
+        long_case(HUNYUAN, build_tiny_hunyuan_pipeline, AutoencoderKLHunyuanVideo15, ()),
     ],
     ids=["wan", "no scheduler fits", "ltx", "hunyuan"],
 )
@@ -153,7 +152,7 @@ def test_the_code_on_a_card(tmp_path, monkeypatch, case, build, vae, changes):
     assert max(relative_error(theirs, found[-1]) for theirs in found[:-1]) < 1e-5
 
 
-@pytest.mark.long
+@long
 def test_adapters_in_every_format(tmp_path):
     """Adapters loaded with either keys, and merged, generate the same in a plain pipeline as in our sampler."""
     run = distil(tmp_path, WAN, build_tiny_pipeline, "student.lora.rank=4", "fake.lora.rank=4")
@@ -198,7 +197,7 @@ def check_commands(run, image, load_heads=False):
     assert after.keys() > before.keys(), "a set with the caption"
 
 
-@pytest.mark.long
+@long
 def test_wan_image_to_video(tmp_path):
     case = Case(latents=WAN.latents, height=32, width=48, more=(ODE,))
     run = distil(tmp_path, case, build_tiny_pipeline, *FRAMES, image=True)
@@ -218,7 +217,7 @@ def test_wan_image_to_video(tmp_path):
     check_commands(run, files[0])
 
 
-@pytest.mark.long
+@long
 def test_wan_from_a_frame_or_from_text(tmp_path):
     """One student of Wan 2.2's TI2V serves both."""
     run = distil(tmp_path, TI2V, build_tiny_pipeline, *FRAMES, frame=True)
@@ -286,7 +285,7 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
     check_commands(run, files[0])
 
 
-@pytest.mark.parametrize("version", ["2.5", pytest.param("2.3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("version", ["2.5", long_case("2.3")])
 def test_ltx2_with_sound(tmp_path, version):
     """LTX2Pipeline with neutral scales makes the same picture and sound. It normalizes given latents."""
     run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, "data.path={clips}/metadata.csv", version=version)
@@ -445,7 +444,7 @@ def _of_hunyuan(run, kind):
     return run.theirs(kind, transformer=network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
 
 
-@pytest.mark.long
+@long
 def test_hunyuan(tmp_path):
     run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline)
     noise, captions, call = HUNYUAN.noise(), list(HUNYUAN.captions), HUNYUAN.call()
@@ -466,7 +465,7 @@ def test_hunyuan(tmp_path):
     check_commands(run, None)
 
 
-@pytest.mark.long
+@long
 def test_hunyuan_image_to_video(tmp_path):
     run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline, *FRAMES, image=True)
     files = []
@@ -487,7 +486,7 @@ def test_hunyuan_image_to_video(tmp_path):
         assert relative_error(other, theirs) > 1e-3, "the check can tell images apart"
 
 
-@pytest.mark.long
+@long
 def test_two_experts_from_images(tmp_path):
     """Wan 2.2's A14B resumes on another mesh, is exported, and is sampled by a plain pipeline of both experts."""
     words = ("data.image=first_frame", "checkpoint.every=2", "checkpoint.keep=0")
@@ -526,7 +525,7 @@ def test_two_experts_from_images(tmp_path):
     assert json.loads((tmp_path / "both" / "model_index.json").read_text())["boundary_ratio"] == BOUNDARY
 
 
-@pytest.mark.long
+@long
 def test_adapters_of_two_experts(tmp_path, capfd):
     """Adapters merged in the export and adapters that diffusers loads from one file per expert give the same clips."""
     words = ("student.lora.rank=4", "fake.lora.rank=4", "optim.student.lr_scale={{*.lora_*: 10.0}}", "steps=6")
@@ -563,7 +562,7 @@ def test_adapters_of_two_experts(tmp_path, capfd):
         assert {path: path.read_bytes() for path in (pipeline / name).iterdir()} == before
 
 
-@pytest.mark.long
+@long
 def test_one_expert_trained_alone(tmp_path, capfd):
     """The export has the other expert as its checkpoint has it. A checkpoint holds the trained expert only."""
     run = distil(tmp_path, A14B, build_tiny_pipeline, "student.experts=low", "steps=4", boundary=BOUNDARY)
@@ -580,7 +579,7 @@ def test_one_expert_trained_alone(tmp_path, capfd):
     assert "student.experts" in capfd.readouterr().err
 
 
-@pytest.mark.long
+@long
 def test_two_phases(tmp_path):
     """Phased DMD: the high expert, then the low one from its export. A second pair of runs is killed within both phases
     and between them, and ends with the same weights. A pipeline runs each expert at the times of its steps."""
@@ -619,7 +618,7 @@ def test_two_phases(tmp_path):
         assert seen[name] == pytest.approx(times, abs=2e-3)
 
 
-@pytest.mark.long
+@long
 def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
     run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline, *(f"{r}.lora.rank=2" for r in ("student", "fake")))
     pipeline = run.theirs(HunyuanVideo15Pipeline, guider=ClassifierFreeGuidance(guidance_scale=1.0))

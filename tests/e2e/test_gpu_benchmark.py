@@ -15,6 +15,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import run_part
 from benchmarks.gpu.report import Results
 from fsdp_cp.errors import UserError
+from tests.tiers import long, slow
 
 RESULTS = ROOT / "benchmarks" / "results"
 CPU = ["--device", "cpu", "--tiny"]
@@ -44,7 +45,7 @@ def until(holds, seconds=30.0) -> bool:
     return holds()
 
 
-@pytest.mark.slow
+@slow
 def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     """The other parts are measured, earlier rows of a failed part are kept, and no process of a part survives."""
     parts = [part("crashing"), part("hanging", seconds=1), part("raising"), part("empty"), part("good")]
@@ -66,7 +67,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     assert printed.strip() == page.read_text().strip() and found["good"]["made_with"]["torch"]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
 def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
     """A surviving part would hold the GPU until its time is over, and the next start would share it."""
@@ -108,7 +109,7 @@ def test_what_is_finished_is_not_measured_again(tmp_path, capsys):
     assert third["good"]["seconds"] != first["good"]["seconds"] and third["empty"] == second["empty"]
 
 
-@pytest.mark.slow
+@slow
 def test_processes_of_a_part_may_fail_alone():
     found = run_part(part("isolating"), device_type="cpu", tiny=True, seconds=60)
     assert found.status == "finished"
@@ -147,7 +148,7 @@ def test_rows_are_read_to_the_last_whole_one(tmp_path):
     assert [row["what"] for row in read_rows(file)] == ["a", "b"]
 
 
-@pytest.mark.long
+@long
 @pytest.mark.timeout(1800)
 def test_all_parts_in_small(tmp_path, capsys):
     """Every part is finished, every row is a result, and nothing committed is touched."""

@@ -8,6 +8,7 @@ from fsdp_cp.checkpoint.folder import saved_steps
 from fsdp_cp.files.atomic_folder import description
 from models import export
 from tests.e2e.launch import forked, losses, train
+from tests.tiers import long_case, slow
 
 STEPS = 12
 COLLAPSE = (
@@ -16,7 +17,7 @@ COLLAPSE = (
     "optim.student.schedule=constant", "sample.teacher_steps=[4]", "checkpoint.every=2", f"steps={STEPS}",
 )  # fmt: skip
 GUARD = ("guard.every=1", "guard.captions=4")
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 
 def looks(run_dir):
@@ -64,7 +65,7 @@ def test_a_stopped_run_keeps_what_was_before_the_alarm_and_resumes_with_the_guar
     assert losses(tmp_path) == losses(kept), "to the last digit"
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, long_case(4)])
 def test_every_mesh_gives_the_same_verdict(kept, tmp_path, ranks):
     train(ranks, *COLLAPSE, *GUARD, "mesh.cp=2", f"run_dir={tmp_path}")
     ours, theirs = looks(tmp_path), looks(kept)

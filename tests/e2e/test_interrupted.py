@@ -6,8 +6,6 @@ import signal
 import subprocess
 import time
 
-import pytest
-
 from fsdp_cp.checkpoint.folder import saved_steps
 from models import export
 from tests.e2e.launch import (
@@ -23,8 +21,9 @@ from tests.e2e.launch import (
     train,
     wait_for,
 )
+from tests.tiers import long, slow
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 ENDLESS = ("steps=100000", "checkpoint.every=0", "export.at_end=false")
 
@@ -61,7 +60,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert [line["step"] for line in losses(run_dir)] == list(range(1, step + 2))
 
 
-@pytest.mark.long
+@long
 def test_torchrun_restarts_ranks_and_hands_signals_on(tmp_path):
     """Rank 1 is killed in the middle of a run, and resumes it after torchrun's restart. Then torchrun is stopped."""
     run_dir = tmp_path / "run"

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from distill.config.schema import SETTINGS
 from tests.e2e import mistakes
 from tests.e2e.launch import QUICK, ROOT, TINY
+from tests.tiers import slow
 from train import main
 
 TEACHER, CAUSAL = ROOT / "assets" / "quickstart_teacher", ROOT / "assets" / "quickstart_causal_teacher"
@@ -173,7 +174,7 @@ def place(tmp_path_factory):
 
 def _some_are_quick(rows):
     """Return the rows with their command line as id; ``make test`` takes every eighth."""
-    return [pytest.param(*row, id=row[0], marks=pytest.mark.slow if n % 8 else ()) for n, row in enumerate(rows)]
+    return [pytest.param(*row, id=row[0], marks=slow if n % 8 else ()) for n, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("typed", "name"), [row for kind in MISTAKES.values() for row in _some_are_quick(kind)])
@@ -259,7 +260,7 @@ def _typed_settings():
                 yield key, kind, owners[0].optional
 
 
-@pytest.mark.slow
+@slow
 def test_no_value_of_another_kind_is_taken(tmp_path, monkeypatch):
     """Random values either suit the setting's kind, or are refused in one line with its name. Nothing is written."""
     monkeypatch.chdir(tmp_path)

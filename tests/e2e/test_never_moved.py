@@ -4,6 +4,7 @@ import pytest
 
 from fsdp_cp.checkpoint.folder import read_state, saved_steps, step_folder
 from tests.e2e.launch import QUICK, TINY
+from tests.tiers import slow_case
 from train import main
 
 WORDS = (*QUICK, *TINY, "device=cpu", "mesh.cp=1", "method.guidance_scale=1e38", "optim.max_skipped=100")
@@ -13,8 +14,8 @@ WORDS = (*QUICK, *TINY, "device=cpu", "mesh.cp=1", "method.guidance_scale=1e38",
     ("steps", "words", "code"),
     [
         (20, (), 2),
-        pytest.param(18, (), 0, marks=pytest.mark.slow),  # nine updates of the student: too few to judge
-        pytest.param(20, ("optim.student.lr=0",), 0, marks=pytest.mark.slow),
+        slow_case(18, (), 0),  # nine updates of the student: too few to judge
+        slow_case(20, ("optim.student.lr=0",), 0),
     ],
 )
 def test_a_student_that_never_moved_ends_the_run_without_an_export(tmp_path, capsys, steps, words, code):

@@ -8,6 +8,7 @@ import pytest
 from distill.data import settings as data
 from tests.e2e.launch import ROOT, forked, losses, run_command, train
 from tests.outside.data import OutsideShapes
+from tests.tiers import long, slow
 from train import main
 
 ENTRY_POINTS = """
@@ -47,7 +48,7 @@ def test_its_data_set_is_found(installed, monkeypatch):
     assert data.DATA["outside_shapes"] is OutsideShapes and "Nothing" in str(data.BROKEN["broken"])
 
 
-@pytest.mark.long
+@long
 def test_it_is_verified_on_every_mesh(installed):
     done = forked(0, "models.verify", "outside", "--ranks", "2").wait()
     assert done.returncode == 0, done
@@ -55,7 +56,7 @@ def test_it_is_verified_on_every_mesh(installed):
     assert len(rows) == 2 * 3 * 2 * 2, "two examples"
 
 
-@pytest.mark.long
+@long
 def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     whole, split = installed / "whole", installed / "split"
     train(0, *WORDS, "mesh.cp=1", f"run_dir={whole}")
@@ -73,7 +74,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     assert (out / "0.mp4").exists()
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -90,7 +91,7 @@ def test_its_own_mistakes_are_one_line(installed, monkeypatch, capsys, changes, 
     assert name in line and not (installed / "run").exists()
 
 
-@pytest.mark.long
+@long
 def test_its_method_trains_by_the_words_of_the_documents(installed):
     """The test uses the method, its settings and its three YAML files, as docs/extending.md names them."""
     run_dir = installed / "run"

@@ -3,13 +3,13 @@
 import json
 import shutil
 
-import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from models.files.originals import own_names
 from tests.e2e.launch import ROOT, losses
+from tests.tiers import slow
 from train import main
 
 QUICK = (
@@ -22,7 +22,7 @@ def _state(run_dir, step):
     return json.loads((run_dir / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
 
 
-@pytest.mark.slow
+@slow
 def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(ROOT / "assets" / "quickstart_teacher", other)
@@ -43,7 +43,7 @@ def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
     assert start["config"]["checkpoint"]["accept"] == ["teacher.checkpoint"]
 
 
-@pytest.mark.slow
+@slow
 def test_a_teacher_of_the_hub_stays_at_its_commit(tmp_path, monkeypatch, capsys):
     """Without a network the cache is used. The run records the commit, and keeps it when the branch has moved."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -71,7 +71,7 @@ def test_a_teacher_of_the_hub_stays_at_its_commit(tmp_path, monkeypatch, capsys)
     assert main([*arguments, "run_dir=" + str(tmp_path / "missing"), "teacher.checkpoint=me/other"]) == 2
 
 
-@pytest.mark.slow
+@slow
 def test_one_file_in_the_names_of_wans_own_code_trains_as_its_folder(tmp_path):
     """The file lies among others. Losses are those of the diffusers folder, and the run resumes."""
     source = ROOT / "assets" / "quickstart_teacher" / "transformer"

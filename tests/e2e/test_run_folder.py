@@ -12,6 +12,7 @@ from distill.config import load_config
 from tests.e2e.families import weights
 from tests.e2e.launch import QUICK, ROOT, TINY, environment, losses
 from tests.e2e.mistakes import hashes
+from tests.tiers import long, slow
 from train import main
 
 NOTHING = ("checkpoint.at_end=false", "checkpoint.every=0", "export.at_end=false")
@@ -49,7 +50,7 @@ def test_files_of_others_and_of_earlier_runs_are_kept(tmp_path, capsys):
     assert load_config(folder / "previous" / "1" / "config.yaml").seed == 0
 
 
-@pytest.mark.slow
+@slow
 def test_a_start_is_recorded_and_a_finished_run_can_be_exported_again(finished, tmp_path):
     (record,) = [json.loads(line) for line in (finished / "starts.jsonl").read_text().splitlines()]
     assert record["config"]["steps"] == 2 and record["from_step"] == 0 and record["world_size"] == 1
@@ -74,7 +75,7 @@ def test_a_start_is_recorded_and_a_finished_run_can_be_exported_again(finished, 
     assert (run_dir / "previous" / "1" / "checkpoints" / "step_00000003").is_dir()
 
 
-@pytest.mark.slow
+@slow
 def test_a_branch_leaves_its_source_alone(finished, tmp_path):
     """A run that starts from another run's checkpoint resumes from its own checkpoints."""
     branch, theirs = tmp_path / "branch", hashes(finished)
@@ -100,7 +101,7 @@ def test_a_branch_leaves_its_source_alone(finished, tmp_path):
     assert names == {"step_00000001", "step_00000002", "left_step_00000002", "left_step_00000002_2"}
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("settings", [("steps=3", "optim.clip=null"), ("steps=9", "optim.max_skipped=2")])
 def test_a_run_that_ends_broken_exports_nothing(tmp_path, capsys, settings):
     assert run(tmp_path / "run", "optim.student.lr=1e10", *settings) == 2
@@ -109,7 +110,7 @@ def test_a_run_that_ends_broken_exports_nothing(tmp_path, capsys, settings):
     assert "error: " in (tmp_path / "run" / "log.txt").read_text()
 
 
-@pytest.mark.long
+@long
 def test_an_architecture_resumes_under_another_hash_seed(tmp_path):
     """diffusers makes its list of defaults from a set, whose order depends on the hash seed."""
     words = ["experiment=quickstart_teacher", "device=cpu", "batch_size=2", "sample.at_end=false"]
@@ -122,7 +123,7 @@ def test_an_architecture_resumes_under_another_hash_seed(tmp_path):
     assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
 
 
-@pytest.mark.slow
+@slow
 def test_a_run_with_unusual_paths(tmp_path, monkeypatch):
     """The command starts in another folder, with ``~`` and unusual characters in paths, and writes nowhere else."""
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import termios
 import pytest
 
 from tests.e2e.launch import TINY
+from tests.tiers import slow_case
 from train import main
 
 WORDS = (
@@ -18,7 +19,7 @@ WORDS = (
 NUMBERS = re.compile(r"(\w+) loss +(\S+) norm +(\S+) lr +(\S+)")
 
 
-@pytest.mark.parametrize("on_a_terminal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("on_a_terminal", [slow_case(False), True])
 def test_step_lines_equal_the_metrics_and_a_bar_is_for_terminals(tmp_path, monkeypatch, on_a_terminal):
     reading, writing = os.openpty() if on_a_terminal else os.pipe()
     if on_a_terminal:

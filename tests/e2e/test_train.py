@@ -33,6 +33,7 @@ from tests.e2e.launch import (
     train,
     wait_for,
 )
+from tests.tiers import long, long_case, slow
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline, moving_square, render_clips, write_metadata
 
@@ -75,12 +76,12 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert frames(tmp_path / "clips" / "0.mp4") == 6
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "shown",
     [
         pytest.param((*QUICK, *TINY), id="video"),
-        pytest.param(("experiment=quickstart_sound", *QUICK[1:], *TINY_SOUND), id="sound", marks=pytest.mark.long),
+        long_case(("experiment=quickstart_sound", *QUICK[1:], *TINY_SOUND), id="sound"),
     ],
 )
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
@@ -106,7 +107,7 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path, shown):
     ].keys()
 
 
-@pytest.mark.long
+@long
 def test_torchrun_repeats_a_users_mistake_last(tmp_path):
     done = run_command(2, "experiment=quickstart", "mesh.cp=3", f"run_dir={tmp_path}/run")
     assert done.returncode == 1, "torchrun's own"
@@ -115,7 +116,7 @@ def test_torchrun_repeats_a_users_mistake_last(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
+@long
 def test_two_nodes_meet(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -131,7 +132,7 @@ def test_two_nodes_meet(tmp_path):
     assert json.loads((tmp_path / "run" / "starts.jsonl").read_text())["world_size"] == 2
 
 
-@pytest.mark.slow
+@slow
 def test_real_clips_are_encoded_once(tmp_path):
     """Clips that cannot be read are left out; a longer run on another mesh reuses the cache."""
     pipeline, clips, run_dir = tmp_path / "pipeline", tmp_path / "clips", tmp_path / "run"
@@ -151,7 +152,7 @@ def test_real_clips_are_encoded_once(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached
 
 
-@pytest.mark.slow
+@slow
 def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
     """Regression on the states, and a GAN whose real clips these are."""
     words = ("device=cpu", "mesh.cp=2")
@@ -172,7 +173,7 @@ def test_the_teachers_clips_are_sampled_and_trained_on(tmp_path):
         WanTransformer3DModel.from_pretrained(run_dir / "export" / "student")
 
 
-@pytest.mark.slow
+@slow
 def test_sound_of_a_teachers_clips_is_trained_on(tmp_path):
     """Videos with sound are encoded; a set of their captions' clips by the teacher has both parts, and trains."""
     pipeline, videos, clips = build_tiny_ltx2_pipeline(tmp_path / "pipeline"), tmp_path / "videos", tmp_path / "clips"
@@ -214,7 +215,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@slow
 def test_every_command_has_help():
     benchmarks = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text())
     failed = {}
@@ -225,7 +226,7 @@ def test_every_command_has_help():
     assert not failed, failed
 
 
-@pytest.mark.long
+@long
 def test_the_fake_score_has_an_average(tmp_path):
     """The fake score trains at steps 2 and 4: first before ``start``, then with weight one half. The run resumes."""
     run_dir = tmp_path / "run"

@@ -10,10 +10,11 @@ from models import verify
 from models.families.wan import Wan
 from models.families.wan_attention import WanCrossAttention
 from tests.e2e.launch import ROOT
+from tests.tiers import long, slow
 from tests.tiny_pipeline import build_tiny_pipeline
 
 
-@pytest.mark.slow
+@slow
 def test_both_experts_of_a_pipeline(tmp_path, capsys):
     """The command prints a table for each expert. It refuses a non-finite number in the second expert."""
     build_tiny_pipeline(tmp_path, boundary=0.875)
@@ -27,7 +28,7 @@ def test_both_experts_of_a_pipeline(tmp_path, capsys):
     assert "transformer_2: proj_out.bias" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@slow
 def test_a_causal_network(tmp_path, capsys):
     """A given first frame, both histories, and chunk by chunk."""
     verify.write_example(tmp_path / "network", "wan", Wan().examples()["ti2v"])
@@ -36,7 +37,7 @@ def test_a_causal_network(tmp_path, capsys):
     assert table.count("| noisy | - |") == table.count("| clean | ") == 4
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("family", ["ltx", "hunyuan15"])
 def test_a_family_by_its_name(capsys, family):
     """The command checks all examples of the family on up to two ranks: two caption lengths, text and first frame."""
@@ -50,7 +51,7 @@ def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
     assert "--ranks" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@slow
 def test_a_wrong_network_is_seen(tmp_path):
     """Every measure can fail: against other weights, and with a missing or non-finite gradient."""
     wan = Wan()
@@ -96,7 +97,7 @@ def _rank_result_without_images(case, scratch):
         return verify.rank_result(case, scratch)
 
 
-@pytest.mark.slow
+@slow
 def test_an_attention_that_forgets_the_image_ends_with_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(verify, "rank_result", _rank_result_without_images)
     verify.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])

@@ -12,6 +12,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.activations import offload_inputs, recompute_in_backward, wrap_unit
 from tests.counted import Calls, Counted
 from tests.pools import run_ranks
+from tests.tiers import long, slow
 
 # --- offloading the inputs of one module ---
 
@@ -160,7 +161,7 @@ class _Scaled(nn.Module):
         return (x * self.factor).sin()
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_tangents_pass_a_compiled_unit(checkpointing):
     """Check tangents of an argument and of an attribute, and that the compiled graph is used again after them."""
@@ -220,7 +221,7 @@ def _errors_of_compiled_gradients(kind):
     return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
 def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
     """torch 2.13's own gradients differ by 4 to 9 % where the argument is transposed or the unit transposes.

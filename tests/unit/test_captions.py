@@ -15,6 +15,7 @@ from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
 from tests.oracles.samples import video
+from tests.tiers import slow
 from tests.tiny_pipeline import render_clips
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
@@ -76,7 +77,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shapes == first.latent_shapes
 
 
-@pytest.mark.slow
+@slow
 def test_the_fingerprint_is_of_all_that_decides_a_step(make, file):
     prints = {make().fingerprint, make(negative_prompt="blurred").fingerprint, make(num_frames=5).fingerprint}
     file.write_text("\n".join(TEXTS[::-1]))
@@ -95,7 +96,7 @@ def test_reading(tmp_path, name, content):
     assert read_captions(tmp_path / name) == ["one", "two", "three"]
 
 
-@pytest.mark.slow
+@slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
     words = [
         "data=captions",

@@ -10,6 +10,7 @@ import yaml
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS
+from tests.tiers import slow, slow_case
 from tests.unit.refused import refused
 
 NODES = {1: ([], 8), 4: (["cluster=h20x8x4", "batch_size=32"], 32)}
@@ -40,9 +41,7 @@ def identify(combination):
     return f"{network}-{method}-{resolution}-{nodes}"
 
 
-@pytest.mark.parametrize(
-    "combination", [COMBINATIONS[0], *(pytest.param(c, marks=pytest.mark.slow) for c in COMBINATIONS[1:])], ids=identify
-)
+@pytest.mark.parametrize("combination", [COMBINATIONS[0], *(slow_case(c) for c in COMBINATIONS[1:])], ids=identify)
 def test_groups_alone_compose_the_same_from_another_experiment(combination):
     """Settings of the experiment named first must not remain."""
     (network, method), resolution, nodes = combination
@@ -58,7 +57,7 @@ def test_groups_alone_compose_the_same_from_another_experiment(combination):
     assert config.teacher.shard_ranks == (8 if nodes == 4 else None), "the frozen teacher within a node"
 
 
-@pytest.mark.slow
+@slow
 def test_adapters_on_four_nodes_have_one_base_that_is_sharded_in_one_way():
     config = composed("experiment=wan2_1_t2v_14b_dmd2", *NODES[4][0], "adapters=lora")
     assert [getattr(config, role).shard_ranks for role in ("teacher", "student", "fake")] == [8, 8, 8]
@@ -89,7 +88,7 @@ MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml") if not 
 PAIR_FILES = {path.stem: path for path in (CONFIGS / "recipe").glob("*.yaml")}
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_pair_has_a_file_with_its_source_or_is_refused_with_the_files_that_exist(model):
     for method in sorted(METHODS):
@@ -121,7 +120,7 @@ def numbers(path):
     return flat
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""

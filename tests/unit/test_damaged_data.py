@@ -14,6 +14,7 @@ from distill.data.videos.container import ClipError
 from distill.data.videos.decode import ClipFormat, read_clip
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
+from tests.tiers import slow, slow_case
 from tests.tiny_pipeline import render_clips, write_metadata
 from tests.unit.refused import refused
 from tests.unit.test_sample_command import full_disk
@@ -87,7 +88,7 @@ def test_files_that_are_no_clips_are_left_out(make, root, caplog):
         assert name in caplog.text
 
 
-@pytest.mark.slow
+@slow
 def test_frames_of_any_claimed_size(tmp_path):
     """A header that claims 30000 x 30000 pixels would take 2.7 GB for each frame."""
     file = tmp_path / "huge.mp4"
@@ -106,7 +107,7 @@ def test_frames_of_any_claimed_size(tmp_path):
 # Full disk
 
 
-@pytest.mark.parametrize("size", [0, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [0, slow_case(1000)])
 def test_a_full_disk_is_one_line_and_loses_nothing(make, root, size):
     """1000 bytes are enough for a note, but not for latents."""
     shutil.rmtree(root / "cache")

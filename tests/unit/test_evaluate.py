@@ -19,6 +19,7 @@ from distill.train.metrics import MetricsLog
 from models.condition import Condition
 from tests.oracles.clips import moving_shapes
 from tests.oracles.samples import video
+from tests.tiers import slow
 
 
 class Painter:
@@ -68,7 +69,7 @@ def brightness(path):
         return np.mean([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-@pytest.mark.slow
+@slow
 def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     method = Painter()
     evaluate = evaluator(tmp_path, method)
@@ -100,7 +101,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     assert lines[1]["validation/student_3steps/color_accuracy"] == 0, "a dark clip shows no color"
 
 
-@pytest.mark.slow
+@slow
 def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     """uint8 would show them as black clips."""
     method = Painter()
@@ -118,7 +119,7 @@ def test_clips_that_are_not_finite_are_left_out_and_named(tmp_path, caplog):
     assert not (tmp_path / "samples" / "step_00000020.png").exists()
 
 
-@pytest.mark.slow
+@slow
 def test_named_captions_are_shown_in_their_order(tmp_path):
     shown = [CAPTIONS[7], CAPTIONS[3], CAPTIONS[3]]
     asked = []
@@ -130,7 +131,7 @@ def test_named_captions_are_shown_in_their_order(tmp_path):
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 3
 
 
-@pytest.mark.slow
+@slow
 def test_the_report_of_a_run_has_its_starts_and_updates(tmp_path):
     line = {"step": 10, "student/loss": 0.5, "student/grad_norm": 1.0, "student/skipped": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -143,7 +144,7 @@ def test_the_report_of_a_run_has_its_starts_and_updates(tmp_path):
     assert "train.py &#39;a=&lt;b&gt;&#39;" in page
 
 
-@pytest.mark.slow
+@slow
 def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
     samples = tmp_path / "samples"
     mine = ("mine.mp4", "step_00000010.tmp", "step_00000010_student_3steps_9.mp4", "teacher_50steps_0.mp4", "cli/0.mp4",
@@ -227,7 +228,7 @@ class Copier(Painter):
         return (video(condition.tensors["image_latents"]) for _ in noise)
 
 
-@pytest.mark.slow
+@slow
 def test_a_clip_of_an_image_stands_in_the_report_below_the_clip_that_the_image_is_of(tmp_path, monkeypatch):
     evaluate = evaluator(tmp_path, Copier(), report_clips=4)
     evaluate.data, made = Pictured(), []

@@ -16,6 +16,7 @@ from distill.evaluate.comparison import differing
 from distill.evaluate.plan import Prompts, _deciding, plan_evaluation
 from tests.e2e.launch import forked
 from tests.oracles.clips import write_dino, write_lpips
+from tests.tiers import slow
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 from tests.unit.refused import snapshot
 from tests.unit.test_sample_command import TEACHER, full_disk, write_run
@@ -94,7 +95,7 @@ def test_a_protocol_has_the_content_of_images(tmp_path):
     assert decide[0][0] == decide[1][0] == "a" and decide[0] != decide[1]
 
 
-@pytest.mark.slow
+@slow
 def test_the_files_of_an_evaluation(home):
     found = result(home, "done")
     student, teacher = found["participants"]
@@ -113,7 +114,7 @@ def test_the_files_of_an_evaluation(home):
     assert f"{found['results'][student]['motion']['value']:.4g}" in (home / "done" / "evaluation.md").read_text()
 
 
-@pytest.mark.slow
+@slow
 def test_a_repetition_on_the_same_mesh_and_on_another(home, capsys):
     assert main(words(home, "again", like=True)) == 0
     assert result(home, "again")["values"] == result(home, "done")["values"]
@@ -130,7 +131,7 @@ def test_a_repetition_on_the_same_mesh_and_on_another(home, capsys):
             assert other == pytest.approx(measure["value"], abs=1e-4), (name, key)
 
 
-@pytest.mark.slow
+@slow
 def test_a_killed_evaluation_continues_to_the_same_numbers(home, caplog):
     shutil.copytree(home / "done", home / "killed")
     for name in ("evaluation.json", "evaluation.html", "evaluation.md", "measures/00001.json"):
@@ -149,7 +150,7 @@ def test_a_killed_evaluation_continues_to_the_same_numbers(home, caplog):
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items()), "the teacher is not sampled again"
 
 
-@pytest.mark.slow
+@slow
 def test_mistakes(home, tmp_path, capsys):
     before = snapshot(home / "done")
     run, prompts = home / "run", home / "prompts.txt"
@@ -193,7 +194,7 @@ def test_mistakes(home, tmp_path, capsys):
     assert snapshot(home / "done") == before
 
 
-@pytest.mark.slow
+@slow
 def test_a_diffusers_folder_with_the_settings_of_an_experiment(home):
     out = home / "folder"
     settings = ["experiment=quickstart", "device=cpu"]
@@ -203,7 +204,7 @@ def test_a_diffusers_folder_with_the_settings_of_an_experiment(home):
     assert student["weights"] == teacher["weights"] and student["steps"] == 4
 
 
-@pytest.mark.slow
+@slow
 def test_sound_is_measured(home):
     out, sound = home / "sound", TEACHER.with_name("quickstart_sound_teacher")
     arguments = [sound, "experiment=quickstart_sound", "device=cpu", "--prompts", home / "prompts.txt", "--seeds", "1"]
@@ -211,7 +212,7 @@ def test_sound_is_measured(home):
     assert set(result(home, "sound")["report"].popitem()[1]) > set(result(home, "done")["report"].popitem()[1])
 
 
-@pytest.mark.slow
+@slow
 def test_a_student_of_images(tmp_path, capsys):
     """It trains on captions with images, without clips. Its evaluation samples as ``distill.sample`` does."""
     pipeline = build_tiny_pipeline(tmp_path / "pipeline", image=True)

@@ -20,6 +20,7 @@ from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.roles.role import Role
+from tests.tiers import slow, slow_case
 
 STEPS = 1200
 
@@ -57,7 +58,7 @@ SETTINGS = [Dmd2Settings(), RcmSettings(consistency_steps=0), ScmSettings(), Flo
 
 @pytest.mark.parametrize(
     "settings",
-    [s if s.name == "flow_matching" else pytest.param(s, marks=pytest.mark.slow) for s in SETTINGS],
+    [s if s.name == "flow_matching" else slow_case(s) for s in SETTINGS],
     ids=lambda settings: settings.name,
 )
 def test_their_distribution_is_the_methods_own(settings):
@@ -79,7 +80,7 @@ def test_their_distribution_is_the_methods_own(settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(s, marks=pytest.mark.slow) if s.name == "rcm" else s for s in SETTINGS],
+    [slow_case(s) if s.name == "rcm" else s for s in SETTINGS],
     ids=lambda settings: settings.name,
 )
 def test_a_step_has_one_range_whoever_holds_its_samples(settings):
@@ -98,7 +99,7 @@ def test_a_step_has_one_range_whoever_holds_its_samples(settings):
         assert several, "not always the first"
 
 
-@pytest.mark.slow
+@slow
 def test_parts_of_a_batch_draw_for_themselves():
     """The first part draws as a whole batch would. All parts have the method's distribution; their mean varies less."""
     method = build_method(FlowMatchingSettings(), {})
@@ -131,7 +132,7 @@ def test_parts_of_a_batch_draw_for_themselves():
         assert torch.tensor(of).var().item() == pytest.approx(between / n + within / 16, rel=0.15), n
 
 
-@pytest.mark.slow
+@slow
 def test_scores_are_compared_in_the_common_refinement():
     method = build_method(Dmd2Settings(shift=1.0), {"student": role("student")})
     teacher, fake = role("teacher", 0.8), role("fake", 0.3)
@@ -163,7 +164,7 @@ def test_a_boundary_is_the_noisier_experts():
     assert pilot_times(draw, random(0, 0), "x") == [0.9]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
 @pytest.mark.parametrize("expert", [0, 1])
 def test_one_expert_trained_alone_has_its_times_alone(settings, expert):

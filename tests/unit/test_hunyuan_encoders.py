@@ -14,6 +14,7 @@ from distill.data.encoders.hunyuan import GLYPH_TOKENS, HunyuanVideoCodec
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source
+from tests.tiers import slow
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
 from tests.unit.refused import refused
 
@@ -99,7 +100,7 @@ def test_pixels_are_those_of_the_pipeline(folder, pipeline):
     assert tiled.vae.use_tiling and tiled.vae.dtype == torch.bfloat16 and torch.equal(tiled.std, codec.std)
 
 
-@pytest.mark.slow
+@slow
 def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
     """A change of only the second encoder makes another cache."""
     file = tmp_path / "captions.csv"
@@ -168,7 +169,7 @@ def test_remarks_are_made_where_the_settings_differ_from_the_pipelines(folder, t
         assert len(found.remarks(CLIP, 60, image)) == count, (task, with_image)
 
 
-@pytest.mark.slow
+@slow
 def test_a_changed_chat_template_is_another_cache(folder, tmp_path):
     (tmp_path / "captions.txt").write_text("a red square\n")
     copied = shutil.copytree(folder, tmp_path / "copy")

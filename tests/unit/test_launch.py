@@ -27,6 +27,7 @@ from fsdp_cp.launch import (
     refuse_separate_worlds,
     write_error,
 )
+from tests.tiers import slow
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -144,7 +145,7 @@ end_process(3)
 """
 
 
-@pytest.mark.slow
+@slow
 def test_a_collective_s_last_thread_does_not_abort_a_process_that_is_done(tmp_path):
     """Gloo's threads free tensors late. Python's own exit then aborts (-6 instead of 3 on one rank or both)."""
     command = [sys.executable, "-W", "ignore", "-c", LATE_COLLECTIVES]
@@ -266,7 +267,7 @@ def test_torch_reads_what_an_exception_left(tmp_path):
     assert abs(failure.timestamp - time.time()) < 120 and os.listdir(tmp_path) == ["error.json"]
 
 
-@pytest.mark.slow
+@slow
 def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path):
     """torchrun kills the other workers when one has died. A half-written file would prevent the restart."""
     file = tmp_path / "error.json"

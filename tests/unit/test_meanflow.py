@@ -13,7 +13,7 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.rng import StepRandom
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import is_normal, text_of
 from tests.unit.refused import refuses_all
@@ -101,7 +101,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     assert student.scale.grad.abs() > 1e-3
 
 
-@pytest.mark.slow
+@slow
 def test_a_student_converges_to_the_flow_map():
     problem = Mixture(shape=(1, 1, 1, 1), weights=(0.4, 0.6), means=(-1.0, 1.0), stds=(0.5, 0.6))
     student = SmallNet(problem, width=48)

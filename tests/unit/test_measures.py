@@ -22,6 +22,7 @@ from distill.data.shape_measures import (
 from distill.data.shape_scenes import CAPTIONS, caption_parts
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import moving_shapes
+from tests.tiers import slow
 
 N = 256
 ASKED = [CAPTIONS[i % len(CAPTIONS)] for i in range(N)]
@@ -70,7 +71,7 @@ def clean(renders):
     return measure(renders["heldout"][:N], ASKED, renders["reference"])
 
 
-@pytest.mark.slow
+@slow
 def test_renders_score_at_the_noise_floor(renders, clean):
     one, other = measure(renders["train"], ASKED, renders["reference"]), clean
     few = measure(renders["train"][:64], ASKED[:64], renders["reference"])
@@ -86,7 +87,7 @@ def test_renders_score_at_the_noise_floor(renders, clean):
             assert one[key].value >= 0.98 and 0 < one[key].standard_error < 0.02, key
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("how", CATCHES)
 def test_corrupted_clips_score_worse(renders, clean, how):
     found = measure(*corrupt(renders, how), renders["reference"])
@@ -151,7 +152,7 @@ def test_an_unknown_caption_is_refused(renders):
         measure(renders["train"][:4], ["a purple circle growing"] * 4, renders["reference"])
 
 
-@pytest.mark.slow
+@slow
 def test_measures_of_sound_tell_what_follows_the_picture():
     """Renders are the floor; sound that is shuffled, silent, late or early is measured as that."""
     data = moving_shapes("assets/quickstart_teacher", sound=True).heldout()

@@ -27,7 +27,7 @@ from distill.data.videos.decode import ClipFormat, read_clip
 from distill.encode import main as encode
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source, open_set
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 from tests.tiny_pipeline import render_clips
 from tests.unit.refused import refusal, refused
@@ -73,7 +73,7 @@ def test_texts_are_those_of_the_pipeline(path):
     assert len(encoder.embeddings("a" * 40)["text"]) == 32 and len(encoder.cuts) == 1
 
 
-@pytest.mark.slow
+@slow
 def test_clips_are_those_of_the_pipeline(path):
     """The pipeline's pixels and statistics, of both parts, with tiles, as released."""
     folder = choose_encoders(path)
@@ -106,7 +106,7 @@ def test_clips_are_those_of_the_pipeline(path):
     assert torch.allclose(wave[0], waves, atol=1e-5) and wave.std() > 1e-4 and rate == 8000
 
 
-@pytest.mark.slow
+@slow
 def test_a_set_tells_the_length_of_a_text(path, tmp_path):
     (tmp_path / "captions.txt").write_text("a red square\na blue square\n")
     data = encode_source(
@@ -279,7 +279,7 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
             encode_source(**options | wrong)
 
 
-@pytest.mark.slow
+@slow
 def test_keyframes_of_clips_are_their_first_and_last_frames(path, tmp_path):
     """The set is verified, and opens with what training needs; clips without a text of their own are none."""
     clips = render_clips(tmp_path / "clips", 2, frames=30, fps=24, height=32, width=64)

@@ -24,7 +24,7 @@ from distill.encode import main
 from tests.encoded import open_set
 from tests.oracles import outside_sets
 from tests.oracles.outside_sets import write_tar
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.unit.refused import refused
 
 needs_pyarrow = pytest.mark.skipif(
@@ -164,7 +164,7 @@ def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monke
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir() if file.name != ".lock"}
 
 
-@pytest.mark.slow
+@slow
 def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
     """A clip of another length, one that is damaged and one that would run code are left out, and named."""
     source, mark = tmp_path / "source", tmp_path / "mark"

@@ -18,6 +18,7 @@ from distill.planning.simulation import Simulation, StepCost
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.memory import LiveStorages, Peak
+from tests.tiers import slow
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
@@ -104,7 +105,7 @@ def seconds_of(sent, *words, world=16, copied=0.0):
     return predict(config, run, found, load_hardware("h20"), {}).seconds["student"]
 
 
-@pytest.mark.slow
+@slow
 def test_the_rate_is_that_of_the_attention_that_is_installed(monkeypatch):
     config, run = planned("world=16")
     for installed, rate in ((False, 0.48), (True, 0.55)):
@@ -114,13 +115,13 @@ def test_the_rate_is_that_of_the_attention_that_is_installed(monkeypatch):
         assert seconds["fake"] == pytest.approx(4e15 / 8 / (rate * 989.4e12)), installed
 
 
-@pytest.mark.slow
+@slow
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
     assert seconds_of({}, copied=16e9) == pytest.approx(2 * 16 / 64)
     assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)
 
 
-@pytest.mark.slow
+@slow
 def test_what_is_sent_takes_the_link_of_its_group():
     """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
@@ -133,7 +134,7 @@ def test_what_is_sent_takes_the_link_of_its_group():
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("word", ["student.offload=cpu", "teacher.precision=fp32"])
 def test_no_seconds_for_products_that_are_not_in_bf16_and_for_what_the_host_computes(plan, tmp_path, word):
     assert plan(word) == 0
@@ -141,7 +142,7 @@ def test_no_seconds_for_products_that_are_not_in_bf16_and_for_what_the_host_comp
     assert found["fits"] is True and found["seconds_per_step"] is None and found["mfu"] is None
 
 
-@pytest.mark.slow
+@slow
 def test_fp8_is_planned_as_without_it(plan, tmp_path):
     assert plan("planning.hardware=h100", "student.fp8=torchao", "teacher.fp8=torchao") == 0
     found = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -150,7 +151,7 @@ def test_fp8_is_planned_as_without_it(plan, tmp_path):
     assert found == expected
 
 
-@pytest.mark.slow
+@slow
 def test_samples_after_the_last_step_are_not_the_trainings():
     """``allocated_gib`` stands next to what is measured when training ends."""
     config, run = planned("world=8")
@@ -171,7 +172,7 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     assert config.student.gather_stream == "compute" and config.fake.compile is False
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("words", "layers"),
     [
@@ -193,7 +194,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 
-@pytest.mark.slow
+@slow
 def test_of_several_sizes_the_one_with_most_tokens_is_planned():
     sizes = "data.buckets=[[81,480,832],[49,720,1280],[81,832,480]]"
     config, plan = planned("world=8", "data=video_folder_480p", sizes)
@@ -203,7 +204,7 @@ def test_of_several_sizes_the_one_with_most_tokens_is_planned():
         planned("world=8", "data=video_folder_480p", "data.buckets=[[81,480,832],[81,480,830]]")
 
 
-@pytest.mark.slow
+@slow
 def test_image_to_video_without_encoders():
     """The plan has the shapes of the published CLIP's features, that encoder's memory, and the refusals of a run."""
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
@@ -251,7 +252,7 @@ def test_torchrun_around_it_is_refused(plan, monkeypatch, tmp_path):
     assert plan() == 2 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@slow
 def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
     for name, text, words in (
         ("plan.json", '{"made_by": "me"}', []),
@@ -265,7 +266,7 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
         (tmp_path / name).unlink()
 
 
-@pytest.mark.slow
+@slow
 def test_encoders_take_what_real_ones_do(tmp_path):
     folder = build_tiny_ltx2_pipeline(tmp_path)
     gemma, connectors = (json.loads((folder / p / "config.json").read_text()) for p in ("text_encoder", "connectors"))
@@ -309,7 +310,7 @@ def test_what_is_encoded_and_decoded(monkeypatch):
     assert not encoders.encoder_peaks(compose_config(["experiment=quickstart"]), ({"video": (3, 8, 16, 16)}, {}))
 
 
-@pytest.mark.slow
+@slow
 def test_a_vae_in_bf16_and_tiles_takes_less(tmp_path):
     build_tiny_pipeline(tmp_path)
     words = ["experiment=quickstart", "data=video_folder", f"data.path={tmp_path}", f"data.encoders={tmp_path}"]

@@ -20,6 +20,7 @@ from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
 from models.roles.load import build_role, build_roles
 from models.roles.role_plan import sharing
+from tests.tiers import long_case, slow
 from tests.unit.refused import refused
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and -14B-Diffusers.
@@ -96,7 +97,7 @@ def compose_recipe(words, network, pipeline):
     return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("network", "resolution", "nodes", "words"),
     [
@@ -150,7 +151,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, nodes, words, pipeline, mo
     assert abs(states / 1e9 - STATES_GB[network]) < 0.1
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("words", "world", "mesh", "micro"),
     [
@@ -170,10 +171,8 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "cluster", "world"), [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.long)]
-)
+@slow
+@pytest.mark.parametrize(("method", "cluster", "world"), [("dmd2", "h20x8", 8), long_case("scm", "h200", 1)])
 def test_adapters_share_one_base(method, cluster, world, pipeline):
     words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]
     config = compose_recipe(words, "14b", pipeline)
@@ -196,7 +195,7 @@ def test_adapters_share_one_base(method, cluster, world, pipeline):
         assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_are_planned_without_weights(name):
     """Sizes, shapes and mesh are those of ``plan=true``, which simulates shallow networks of this kind."""
@@ -216,7 +215,7 @@ def test_published_sizes_are_planned_without_weights(name):
     assert encoders["text_encoder"] and not encoders["image_encoder"]
 
 
-@pytest.mark.slow
+@slow
 def test_adapters_of_two_experts_share_two_bases(monkeypatch):
     monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     monkeypatch.setattr("models.lora.plan.LoraPlan.fill", lambda *args, **kwargs: None)

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from distill.data.base import Measure
 from distill.report.page import read_starts, start_facts
 from distill.report.verdict import ReportRow, troubles
 from distill.report.write import write_report
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
@@ -205,7 +204,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path):
     assert policy == POLICY
 
 
-@pytest.mark.slow
+@slow
 def test_half_characters_are_replaced(tmp_path):
     """A path that is not UTF-8 and an escape in a file's JSON give text that cannot be written to a file."""
     (tmp_path / "starts.jsonl").write_text(start(0, command="train.py \\ud800".replace("\\\\", "\\"), host="\udcff"))

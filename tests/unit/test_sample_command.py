@@ -20,6 +20,7 @@ from distill.run.open import summary
 from distill.run.setup import plan_run
 from distill.sample import main
 from models.causal import CausalSettings
+from tests.tiers import slow
 from tests.unit.refused import snapshot
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
@@ -67,7 +68,7 @@ def check_refused(capsys, named, *arguments) -> None:
     assert line.count("\n") == 1 and named in line, line
 
 
-@pytest.mark.slow
+@slow
 def test_a_causal_student_makes_clips_of_any_length(causal_run, capsys):
     """Clips can be longer than the 64 positions of the network, since a window limits what a chunk sees."""
     for frames, chunks in (("6", 3), ("66", 33)):
@@ -108,7 +109,7 @@ def test_a_student_of_gpus_is_sampled_without_one(run_dir, tmp_path, capsys):
     assert main(words) == 0 and clips(tmp_path / "clips") == {"0.mp4", "samples.png"}
 
 
-@pytest.mark.slow
+@slow
 def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
     out = tmp_path / "clips"
     assert main([str(captions_run), "--caption", "a bird, flying", "--caption", "a red square", "--out", str(out)]) == 0
@@ -117,7 +118,7 @@ def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
     assert about["captions"] == ["a bird, flying", "a red square"] and about["steps"] == 4
 
 
-@pytest.mark.slow
+@slow
 def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run):
     config = load_config(captions_run / "config.yaml")
     given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}
@@ -299,7 +300,7 @@ def full_disk(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.slow
+@slow
 def test_a_full_disk_leaves_the_earlier_clips(run_dir, capsys):
     assert main([str(run_dir), "--caption", CAPTION]) == 0
     before = snapshot(run_dir)

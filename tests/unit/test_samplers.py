@@ -7,7 +7,7 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 from distill.methods.common.sampling import guided, integrate, unipc_sample
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
 from tests.unit.refused import refused
@@ -86,7 +86,7 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     return ((out - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.slow
+@slow
 def test_unipc_converges_to_the_exact_flow_faster_than_euler():
     euler = [gaussian_errors("euler", steps) for steps in (50, 100, 200)]
     unipc = [gaussian_errors("unipc", steps) for steps in (50, 100, 200)]

@@ -12,7 +12,7 @@ from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from tests.oracles.samples import video
 from tests.oracles.tiny_wan import text_condition
-from tests.tiers import parametrize
+from tests.tiers import long, parametrize
 from tests.unit import analytic
 from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
 from tests.unit.method_roles import (
@@ -203,7 +203,7 @@ def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
 
 
-@pytest.mark.long
+@long
 def test_a_student_converges_to_the_flow_map():
     """Training starts from the teacher's own prediction, whose error is most of the data's deviation."""
     problem = TO_LEARN[1]

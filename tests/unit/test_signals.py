@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.tiers import long, slow
+
 PROGRAM = """
 import sys, time
 from fsdp_cp.launch import exit_code
@@ -47,7 +49,7 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.slow
+@slow
 def test_outside_the_loop_it_ends_at_once():
     process = start("now", "0")
     process.send_signal(signal.SIGINT)
@@ -55,7 +57,7 @@ def test_outside_the_loop_it_ends_at_once():
     assert (code, out) == (75, "") and len(err.splitlines()) == 1
 
 
-@pytest.mark.slow
+@slow
 def test_in_the_loop_it_is_kept_until_the_loop_ends():
     process = start("deferred", "0.3")
     process.send_signal(signal.SIGTERM)
@@ -63,7 +65,7 @@ def test_in_the_loop_it_is_kept_until_the_loop_ends():
     assert (code, out) == (75, "saving\nsaved\n") and "SIGTERM" in err
 
 
-@pytest.mark.long
+@long
 def test_the_same_one_again_within_a_moment_is_the_first_one():
     """The same signal comes from the terminal and from torchrun."""
     process = start("deferred", "1")
@@ -75,7 +77,7 @@ def test_the_same_one_again_within_a_moment_is_the_first_one():
     assert (code, out) == (75, "saved\n") and "SIGINT" in err
 
 
-@pytest.mark.slow
+@slow
 def test_a_second_one_ends_it_at_once():
     process = start("deferred", "60")
     process.send_signal(signal.SIGTERM)
@@ -85,7 +87,7 @@ def test_a_second_one_ends_it_at_once():
     assert end(process)[:2] == (128 + signal.SIGINT, "")
 
 
-@pytest.mark.slow
+@slow
 def test_a_second_one_ends_a_process_that_waits_in_a_collective():
     """Python calls no handler before the wait returns."""
     process = start("store", "60")
@@ -113,7 +115,7 @@ child.wait()
 """
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's")
 def test_a_worker_ends_with_its_parent():
     parent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=-1, stderr=-1, text=True)

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from benchmarks.steps import open_trainer
@@ -14,7 +13,7 @@ from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from fsdp_cp.launch import process_group
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 
 ASSET = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ def stored(*words, first=CLIPS, seed=SAMPLE_SEED, steps=50, skip=0):
     return None if found is None else found[0]
 
 
-@pytest.mark.slow
+@slow
 def test_stored_clips_are_what_the_teacher_makes():
     with process_group(CPU):
         trainer = open_trainer(["experiment=quickstart", "mesh.cp=1"], CPU)

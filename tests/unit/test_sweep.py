@@ -15,7 +15,7 @@ from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_ar
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
 from fsdp_cp.errors import UserError
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from train import main as train
 
 QUICK = ["experiment=quickstart", "device=cpu", "batch_size=2"]
@@ -112,7 +112,7 @@ def test_under_torchrun_a_sweep_is_refused(monkeypatch, capsys):
     assert main(["seed=1,2"]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.slow
+@slow
 def test_whole_turns_of_the_roles_are_measured():
     def check(*words):
         return check_points(*parse_words([*QUICK, *words]), world=2, planned=False)
@@ -253,7 +253,7 @@ def swept(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
+@slow
 def test_a_sweep_is_resumed(swept, tmp_path, capsys):
     found = swept("seed=1,3", "--plan")
     assert {row["status"] for row in found.values()} == {PLANNED}

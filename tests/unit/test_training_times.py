@@ -18,7 +18,7 @@ from models.causal import CausalSettings
 from models.sample import VIDEO, Sample
 from tests.oracles.samples import Stub, video
 from tests.oracles.tiny_wan import text_condition
-from tests.tiers import parametrize
+from tests.tiers import parametrize, slow
 from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
@@ -30,7 +30,7 @@ NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
 """Distance and smallest share for both ends of an interval; 2 to 8 % of two uniform draws are this near."""
 SHAPE = (1, 1, 1, 1)
 RECIPES = [
-    pytest.param(path.stem, marks=() if path.stem.startswith("quickstart") else pytest.mark.slow)
+    pytest.param(path.stem, marks=() if path.stem.startswith("quickstart") else slow)
     for path in sorted((CONFIGS / "experiment").glob("*.yaml"))
 ]
 

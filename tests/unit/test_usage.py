@@ -2,14 +2,13 @@
 
 import re
 
-import pytest
-
 from distill.config import compose_config
 from distill.config.errors import CONFIGS, choices
 from distill.config.schema import SETTINGS
 from distill.config.usage import information, usage
 from distill.data import DATA
 from distill.methods import METHODS
+from tests.tiers import slow
 from tests.unit.refused import refused
 
 LINES, COLUMNS = 180, 120
@@ -22,7 +21,7 @@ def test_the_help_of_a_method_fits_three_screens():
     assert own == [f"method.{name}" for name in vars(METHODS["dmd2"][1]()) if name != "name"], "each once, no other's"
 
 
-@pytest.mark.slow
+@slow
 def test_every_setting_is_in_the_short_help_of_its_run_too():
     config = compose_config([])
     text = "\n".join(usage(config))
@@ -35,7 +34,7 @@ def test_every_setting_is_in_the_short_help_of_its_run_too():
             assert last in names, key
 
 
-@pytest.mark.slow
+@slow
 def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
     in_full = information(["--help", "all"])
     sections = dict(re.findall(r"^(\w+Settings|Config)[^\n]*:\n((?:  [^\n]*\n?)+)", in_full, re.M))

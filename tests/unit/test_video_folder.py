@@ -16,6 +16,7 @@ from distill.data.sets.write_set import verify
 from distill.data.videos.decode import ClipFormat, read_clip
 from tests.encoded import encode_source, open_set
 from tests.oracles.samples import video
+from tests.tiers import slow
 from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 from tests.unit.refused import refused
 
@@ -58,7 +59,7 @@ def cached(tmp_path):
     return {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*") if file.is_file()}
 
 
-@pytest.mark.slow
+@slow
 def test_another_way_through_the_vae_is_another_latent(make, counts):
     """Latents made in bf16 or by tiles must not pass for fp32 latents."""
     fingerprints = {make().fingerprint}
@@ -143,7 +144,7 @@ def test_no_usable_clip_is_an_error(tmp_path, tiny):
         encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES, buckets=[[9, 48, 48]])
 
 
-@pytest.mark.slow
+@slow
 def test_a_table_from_a_spreadsheet_is_read_and_clips_without_a_caption_are_left_out(make, counts, videos, caplog):
     """The file has a byte order mark, another column, quotes, commas and line breaks; captions may be blank."""
     rows = [("licence", "caption", "file_name"), ("x", 'a "red", two\nlines', "clip_0.mp4"), ("x", " ", "clip_1.mp4")]
@@ -200,7 +201,7 @@ def test_a_cache_that_cannot_be_made_is_named(make, tmp_path):
 # The cache
 
 
-@pytest.mark.slow
+@slow
 def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, videos):
     rows = [("clip_0.mp4", "same"), ("clip_1.mp4", "same"), ("clip_0.mp4", "other")]
     write_metadata(videos, rows)
@@ -209,7 +210,7 @@ def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, vid
     assert torch.equal(data[0]["latents"], data[2]["latents"]) and data[2]["caption"] == "other"
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("change", "clips", "captions"),
     [
@@ -233,7 +234,7 @@ def test_a_changed_setting_never_reads_stale_content(make, counts, change, clips
     assert make().fingerprint == before.fingerprint and not counts["clips"] and not counts["captions"]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("part", ["vae", "text_encoder"])
 def test_other_weights_under_the_same_path_are_noticed(make, counts, tiny, tmp_path, part):
     folder = shutil.copytree(tiny, tmp_path / "pipeline")
@@ -249,7 +250,7 @@ def test_other_weights_under_the_same_path_are_noticed(make, counts, tiny, tmp_p
     assert len(counts["clips"]) == 3 and len(counts["captions"]) == 4
 
 
-@pytest.mark.slow
+@slow
 def test_clips_are_known_by_their_bytes(make, counts, videos):
     make()
     counts["clips"].clear()
@@ -297,7 +298,7 @@ def test_a_kill_loses_no_finished_clip(make, counts, monkeypatch, tmp_path):
 SEVERAL = [[9, 32, 48], [9, 48, 32], [5, 32, 48], [9, 64, 96]]
 
 
-@pytest.mark.slow
+@slow
 def test_clips_of_several_sizes(make, videos, tiny, tmp_path, caplog):
     """Each clip has the latents that one size alone gives; a size that no clip takes is named."""
     pictures = {"clip_0": (24, 48, 80), "clip_1": (24, 80, 48), "clip_2": (10, 48, 80), "small": (24, 16, 32)}
@@ -325,7 +326,7 @@ def test_clips_of_several_sizes(make, videos, tiny, tmp_path, caplog):
     assert reordered.latent_shapes["video"] == (16, 3, 6, 4) and list(reordered.captions()) == ["a clip_1"]
 
 
-@pytest.mark.slow
+@slow
 def test_a_damaged_shard_is_refused_skipped_or_encoded_again(make, counts, tmp_path):
     data = make()
     before, file = data[0]["latents"], data.set.path / "clips-00000000.safetensors"
@@ -356,7 +357,7 @@ def test_a_damaged_shard_is_refused_skipped_or_encoded_again(make, counts, tmp_p
     assert make().fingerprint == data.fingerprint and file.read_bytes() == whole
 
 
-@pytest.mark.slow
+@slow
 def test_a_set_equals_the_folder_it_is_made_of(make, videos, tiny, tmp_path, counts):
     data = make(negative_prompt="blurred")
     opened = open_set(data.set.path, cache=tmp_path / "more", captions=["another caption"])
