@@ -139,6 +139,7 @@ def build_tiny_ltx2_pipeline(folder: str | Path, seed: int = 0, *, version: str 
         changes = (LATER if later else {}) | (CHANGES if version == "2.5" else {})
         transformer = LTX2VideoTransformer3DModel(**TRANSFORMER | changes).eval()
         if version == "2.5":
+            transformer.keyframes_abs_pos_embedding.data.normal_()
             LTX2VideoDiffusionDecoderModel(**DECODER).save_pretrained(Path(folder) / "diffusion_decoder")
     LTX2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),

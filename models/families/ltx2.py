@@ -180,6 +180,10 @@ class LTX2(FrameFamily):
         bf16: diffusers casts its sines."""
         return network.time_embed.emb.timestep_embedder
 
+    def never_trained(self, network: LTX2VideoTransformer3DModel) -> list[str]:
+        """Return LTX-2.5's embedding of keyframes, which no forward reads."""
+        return [name for name, _ in network.named_parameters(recurse=False) if name == "keyframes_abs_pos_embedding"]
+
     def heads(self, config: NetworkConfig) -> int:
         return math.gcd(config["num_attention_heads"], config["audio_num_attention_heads"])
 
