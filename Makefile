@@ -74,7 +74,7 @@ lint: $(STAMP)  ## ruff, the types of fsdp_cp and models by mypy, and the prose 
 # Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
 # that the project is tested with, without the +cpu that a CPU index adds.
 TORCH_VERSION := 2.13.0
-EXTRAS := dev,fa4,triton,wandb,tensorboard,bench
+EXTRAS := dev,demo,fa4,triton,wandb,tensorboard,bench
 .PHONY: constraints
 constraints:  ## write constraints.txt from a fresh virtual environment
 	rm -rf build/constraints

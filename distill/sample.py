@@ -9,32 +9,25 @@ another length, chunk by chunk, with a causal student.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from distill.config import Config
 from distill.config.checks import check_images
-from distill.data.base import ClipSettings
 from distill.evaluate.networks import (
-    RoleName,
+    MOST_SEED,
+    SampledNetwork,
     check_number,
-    checked_steps,
-    exported_student,
-    network_to_sample,
+    chosen_network,
     read_prompts,
-    sampled_as,
     settings_of_run,
-    teacher_of,
 )
-from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.sampling import decode, generate, sample_captions, speed_in_words
 from distill.report.media import contact_sheet, write_clips
-from distill.run.hub_names import resolve_hub_names
 from distill.run.open import open_device, open_mesh
-from distill.run.setup import RunPlan
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_file import writing
@@ -42,40 +35,19 @@ from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occu
 from fsdp_cp.launch import end_process, exit_code, recorded
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_first_rank
-from models.sample import VIDEO, PartShapes
+from models.sample import VIDEO
 
 _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
 
-def sampled_shapes(config: Config, plan: RunPlan, frames: int) -> PartShapes:
-    """Return the shapes of the latents of a clip of ``--frames``, if they can be made."""
-    (_, condition), (student,) = plan.shapes, plan.roles
-    if student.causal is None:
-        raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
-    try:
-        one_size = {"buckets": None} if isinstance(config.data, ClipSettings) else {}
-        shapes = replace(config.data, **one_size, num_frames=frames).sample_shapes()[0]
-        student.causal.chunks(shapes[VIDEO][1], "student.causal.")
-        if student.causal.window is None:
-            student.tokens(shapes, condition)  # refuses more frames than the network has positions
-    except UserError as error:
-        raise UserError(f"--frames {frames}: {error}") from None
-    return shapes
-
-
 @paths_of_the_user()
-def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Path, int]:
-    """Return configuration (with the method that samples the network), role, folder and steps that are chosen."""
-    run_dir = user_path(arguments.run_dir, "RUN_DIR")
-    config = settings_of_run(run_dir, arguments.device, arguments.cp)
-    role: RoleName = "teacher" if arguments.teacher else "student"
-    if role == "teacher":
-        folder = Path(teacher_of(config))
-    else:
-        folder = user_path(arguments.student, "--student") if arguments.student else exported_student(run_dir)
-        config = sampled_as(config, folder, arguments.sampling)
-    steps = checked_steps(config, role, arguments.steps, "--steps")
-    check_number("--seed", arguments.seed, 0, 2**63 - 1)
+def chosen(arguments: argparse.Namespace) -> tuple[Config, Callable[[], SampledNetwork]]:
+    """Return the run's configuration with the chosen captions and images, and a function that plans the network."""
+    config = settings_of_run(user_path(arguments.run_dir, "RUN_DIR"), arguments.device, arguments.cp)
+    student = user_path(arguments.student, "--student") if arguments.student else None
+    how = {"student": student, "sampling": arguments.sampling, "steps": arguments.steps}
+    planned = chosen_network(config, "teacher" if arguments.teacher else "student", **how)
+    check_number("--seed", arguments.seed, 0, MOST_SEED)
     check_number("--count", arguments.count, 1, _MAX_CLIPS)
     captions = list(arguments.caption or ())
     if "" in captions:
@@ -89,22 +61,20 @@ def chosen_network(arguments: argparse.Namespace) -> tuple[Config, RoleName, Pat
     except UserError as error:
         message = str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
         raise UserError(message) from None
-    return config, role, folder, steps
+    return config, planned
 
 
 def sample(arguments: argparse.Namespace) -> None:
     """Write ``OUT/I.mp4`` and ``OUT/samples.png``. All ranks must call this."""
-    config, role, folder, steps = chosen_network(arguments)
+    config, planned = chosen(arguments)
     run_dir, seed = Path(config.run_dir), arguments.seed
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
-    resolve_hub_names(config, ["teacher"] if role == "teacher" else [])
-    folder = Path(config.teacher.checkpoint) if role == "teacher" else folder
-    network = network_to_sample(config, role, folder, steps)
-    plan = network.plan
+    network = planned()
+    plan, role, folder, steps = network.plan, network.role, network.folder, network.steps
     # Before clips and captions are encoded.
-    shapes = None if arguments.frames is None else sampled_shapes(config, plan, arguments.frames)
+    shapes = None if arguments.frames is None else network.shapes(arguments.frames, "--frames")
     about = {"made by": "distill.sample", role: str(folder), "captions": captions or None, "steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
     about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
@@ -129,7 +99,7 @@ def sample(arguments: argparse.Namespace) -> None:
                 seed=seed,
                 advance=advance,
                 latent_shapes=shapes,
-                chunk_done=lambda: finished.append(time.perf_counter()),
+                chunk_done=lambda _: finished.append(time.perf_counter()),
             )
         clips = decode(data, latents)
         if clips is not None:
@@ -140,14 +110,9 @@ def sample(arguments: argparse.Namespace) -> None:
     if clips is not None:
         print(f"{counted(len(captions), 'clip')} in {out}")
         if causal := plan.roles[0].causal:
-            _print_latency(finished, len(causal.chunks((shapes or data.latent_shapes)[VIDEO][1])))
-
-
-def _print_latency(finished: Sequence[float], chunks: int) -> None:
-    """Print the mean over batches of clips of the times after which their ``chunks`` were ``finished``."""
-    first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
-    rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
-    print(f"first chunk after {first:.3g} s{rest} (latents, without decoding)")
+            chunks = len(causal.chunks((shapes or data.latent_shapes)[VIDEO][1]))
+            seconds = np.diff(finished).reshape(-1, chunks).mean(axis=0)  # of all batches of clips
+            print(f"{speed_in_words(seconds, clips.frames.shape[1])} (latents, without decoding)")
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

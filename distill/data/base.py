@@ -151,6 +151,10 @@ class ClipDataset(Protocol):
     def decode(self, latents: Sample) -> Tensor:
         """Decode the video of n samples to uint8 ``(n, T, H, W, 3)`` pixels on the CPU, by :func:`to_bytes`."""
 
+    def decode_next(self, latents: Sample, *, is_first: bool) -> Tensor | None:
+        """Decode the next latents of clips, as :meth:`decode` does after those of the calls before, or the first ones.
+        ``None``, or data without this method, if that cannot be: then the clip is decoded again with each chunk."""
+
     def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
         """Decode the audio of n samples to float32 ``(n, channels, samples)`` on the CPU, and return its samples per
         second. Only data sets with the part ``audio`` have it.

@@ -130,6 +130,9 @@ class MovingShapes:
     def decode(self, latents: Sample) -> Tensor:
         return PixelCodec().decode(latents.video)
 
+    def decode_next(self, latents: Sample, *, is_first: bool) -> Tensor:
+        return self.decode(latents)
+
     def decode_sound(self, latents: Sample) -> tuple[Tensor, int]:
         levels = latents.parts[AUDIO].float().cpu().numpy()
         return torch.from_numpy(waveform(levels, fps=self.fps)), SOUND_RATE

@@ -87,7 +87,7 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
                 method,
                 network.role,
                 seed=seed,
-                chunk_done=lambda times=times: times.append(time.perf_counter()),
+                chunk_done=lambda _, times=times: times.append(time.perf_counter()),
                 finished=finished_here,
                 **options,
             )

@@ -14,11 +14,12 @@ from distill.config.checks import check
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
-from distill.data.base import IMAGES
+from distill.data.base import IMAGES, ClipSettings
 from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, alone
 from distill.methods import METHODS, Method, build_method
 from distill.methods.common.few_step import FewStepSettings
+from distill.run.hub_names import resolve_hub_names
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
@@ -27,10 +28,12 @@ from fsdp_cp.mesh import Mesh
 from models.additions.base import named_additions
 from models.files.checkpoint_files import ADDITIONS_FILE
 from models.lora.saved import find_adapters
+from models.sample import VIDEO, PartShapes
 
 log = logging.getLogger(__name__)
 
 MOST_STEPS = 10_000
+MOST_SEED = 2**63 - 1
 
 RoleName = Literal["student", "teacher"]
 Read = TypeVar("Read")
@@ -42,6 +45,7 @@ class SampledNetwork:
 
     role: RoleName
     config: Config
+    folder: Path
     steps: int
     plan: RunPlan
 
@@ -49,6 +53,21 @@ class SampledNetwork:
         """Load the network on ``mesh``; return the method that samples it. A collective."""
         roles = self.plan.build_roles(mesh=mesh, device=device, data=data, seed=self.config.seed)
         return build_method(self.config.method, roles)
+
+    def shapes(self, frames: int, setting: str) -> PartShapes:
+        """Return the shapes of the latents of a clip of ``frames``, if a causal student can make it."""
+        config, (_, condition), (student,) = self.config, self.plan.shapes, self.plan.roles
+        if student.causal is None:
+            raise UserError(f"{setting} {frames} is for a causal student, and this one is not; leave it out")
+        try:
+            one_size = {"buckets": None} if isinstance(config.data, ClipSettings) else {}
+            shapes = replace(config.data, **one_size, num_frames=frames).sample_shapes()[0]
+            student.causal.chunks(shapes[VIDEO][1], "student.causal.")
+            if student.causal.window is None:
+                student.tokens(shapes, condition)  # refuses more frames than the network has positions
+        except UserError as error:
+            raise UserError(f"{setting} {frames}: {error}") from None
+        return shapes
 
 
 @paths_of_the_user()
@@ -79,7 +98,32 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     if any(set(planned.additions) - named_additions(files.additions) for files in planned.folders):
         lacking = f"{folder} has no {ADDITIONS_FILE} with {', '.join(planned.additions)}"
         raise UserError(f"{lacking}, so method={name} did not train it as {role}; give a folder that has them")
-    return SampledNetwork(role=role, config=config, steps=steps, plan=plan)
+    return SampledNetwork(role=role, config=config, folder=folder, steps=steps, plan=plan)
+
+
+def chosen_network(
+    config: Config,
+    role: RoleName,
+    *,
+    student: Path | None = None,
+    sampling: Literal["student", "run"] = "student",
+    steps: int | None = None,
+) -> Callable[[], SampledNetwork]:
+    """Check the choice of a network of the run with ``config``: its teacher, or its exported student (other weights, if
+    ``student`` is a folder), sampled as that or the run says. Return a function that plans it, as
+    :func:`network_to_sample`, once the device is open."""
+    if role == "teacher":
+        folder = Path(teacher_of(config))
+    else:
+        folder = exported_student(Path(config.run_dir)) if student is None else student
+        config = sampled_as(config, folder, sampling)
+    steps = checked_steps(config, role, steps, "--steps")
+
+    def planned() -> SampledNetwork:
+        resolve_hub_names(config, ["teacher"] if role == "teacher" else [])
+        return network_to_sample(config, role, Path(config.teacher.checkpoint) if role == "teacher" else folder, steps)
+
+    return planned
 
 
 def settings_of_run(run_dir: Path, device: str | None, cp: int) -> Config:

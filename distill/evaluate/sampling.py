@@ -22,7 +22,7 @@ from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
 from models.roles.role import Role
-from models.sample import AUDIO, PartShapes, Sample
+from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 TEACHER_STEPS = 50
 """Full number of a teacher's steps, if the run samples it with none."""
@@ -95,6 +95,34 @@ def check_finite(latents: Sample) -> None:
         raise NotFinite(f"{clips} are not finite; use an earlier checkpoint, or fp32")
 
 
+class StreamDecoder:
+    """Decodes a clip that is made chunk by chunk, on this rank."""
+
+    def __init__(self, data: ClipDataset) -> None:
+        self._data, self._frames = data, 0
+        self._before: list[Sample] = []
+
+    def decode(self, chunk: Sample) -> Clips:
+        """Decode the next chunk of n clips: their frames (and sounds) after those of the chunks before."""
+        decode_next = getattr(self._data, "decode_next", None)
+        if decode_next is not None and chunk.parts.keys() == {VIDEO}:
+            made = decode_next(chunk, is_first=self._frames == 0)
+            if made is not None:
+                self._frames += made.shape[1]
+                return Clips(made.numpy())
+        self._before.append(chunk)
+        clips = decoded(self._data, Sample.cat(self._before, dim=2))
+        new, self._frames = clips.frames[:, self._frames :], clips.frames.shape[1]
+        return Clips(new, clips.sounds)
+
+
+def speed_in_words(seconds: Sequence[float], frames: int) -> str:
+    """Describe the speed of a stream of ``frames`` by the seconds that each of its chunks took."""
+    first, *later = seconds
+    rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
+    return f"first chunk after {first:.3g} s{rest}, {frames / sum(seconds):.3g} frames per second"
+
+
 def decode(data: ClipDataset, latents: Sample) -> Clips | None:
     """Decode n samples, which every rank holds, on rank 0; return ``None`` on the others. A collective: rank ``i %
     world`` decodes clip i. What is not finite raises :class:`NotFinite` on all ranks."""
@@ -149,7 +177,7 @@ def sample_batches(
     batch: int | None = None,
     clips: Sequence[int] | None = None,
     latent_shapes: PartShapes | None = None,
-    chunk_done: Callable[[], object] | None = None,
+    chunk_done: Callable[[Sample], object] | None = None,
     finished: Collection[int] = (),
 ) -> Iterator[tuple[range, Sample]]:
     """Sample a clip of each caption; yield positions in ``captions`` and their latents, on the CPU of every rank.
@@ -161,7 +189,8 @@ def sample_batches(
         batch: number of clips per forward on a rank; by default what fits (:func:`sampling_batch`).
         clips: items of ``data`` that give the images, one per caption; see ``ClipDataset.condition``.
         latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
-        chunk_done: called after each chunk, or each clip of a bidirectional role.
+        chunk_done: called on all ranks with each finished chunk, or clip of a bidirectional role, of all captions of a
+            batch. What it raises on all of them ends the sampling.
         finished: positions that are not needed. A batch of them alone is left out; the other batches do not change.
     """
     clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
@@ -190,5 +219,5 @@ def sample_batches(
             for latents in method.stream(role, noise, mine, steps, random):
                 chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
                 if chunk_done is not None:
-                    chunk_done()
+                    chunk_done(chunks[-1])
             yield wanted, Sample.cat(chunks, dim=2)[: len(wanted)]

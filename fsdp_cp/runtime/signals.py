@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -36,7 +36,9 @@ class StopSignal:
     works while the main thread waits in a collective, when Python would call its handlers only afterwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Callable[[], object] = bool) -> None:
+        """``arrived`` is called by a thread at the first signal, even while the main thread waits in a collective."""
+        self._arrived = arrived
         self.received: signal.Signals | None = None
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
@@ -47,7 +49,9 @@ class StopSignal:
             reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._descriptor = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            self._watcher = threading.Thread(target=_watch, args=(reading,), name="second signal", daemon=True)
+            self._watcher = threading.Thread(
+                target=_watch, args=(reading, self._arrived), name="second signal", daemon=True
+            )
             self._watcher.start()
         return self
 
@@ -79,8 +83,9 @@ class StopSignal:
             raise Stopped(f"stopped by {self.received.name}")
 
 
-def _watch(reading: int) -> None:
-    """End the process at the second signal. Python's C handler writes one byte per signal as soon as it arrives."""
+def _watch(reading: int, arrived: Callable[[], object]) -> None:
+    """Call ``arrived`` at the first signal, and end the process at the second. Python's C handler writes one byte per
+    signal as soon as it arrives."""
     first = math.inf
     while number := os.read(reading, 1):
         now = time.monotonic()
@@ -88,7 +93,9 @@ def _watch(reading: int) -> None:
             # Do not use sys.exit: it would wait for a checkpoint's thread, or for collectives that no other rank joins.
             os.write(2, f"second signal ({signal.Signals(number[0]).name}): ending without a checkpoint\n".encode())
             os._exit(128 + number[0])
-        first = min(first, now) if number[0] in SIGNALS else first
+        if number[0] in SIGNALS and first == math.inf:
+            first = now
+            arrived()
     os.close(reading)
 
 

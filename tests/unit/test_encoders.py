@@ -12,7 +12,7 @@ from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import NotFinite, UserError
-from tests.tiny_pipeline import LATENT_CHANNELS
+from tests.tiny_pipeline import LATENT_CHANNELS, build_tiny_pipeline
 from tests.unit.refused import refused
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -69,6 +69,17 @@ def test_frames_that_are_not_finite_do_not_become_black(tiny):
     codec.vae.post_quant_conv.weight.data *= 1e38
     with pytest.raises(NotFinite):
         codec.decode(1e3 * torch.ones(1, LATENT_CHANNELS, 1, 4, 6))
+
+
+@pytest.mark.parametrize("frame", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["wan2.1", "ti2v"])
+def test_a_stream_is_decoded_as_the_whole_clip(tiny, tmp_path, frame):
+    codec = VideoCodec(choose_encoders(build_tiny_pipeline(tmp_path, seed=1, frame=True) if frame else tiny), **CPU)
+    latents = torch.randn(1, codec.mean.shape[1], 4, 2, 3, generator=torch.Generator().manual_seed(2))
+    for sizes in ([1, 2, 1], [2, 2]):  # the second clip begins with nothing of the first
+        pieces = [codec.decode_next(z, is_first=i == 0) for i, z in enumerate(latents.split(sizes, dim=2))]
+        differences = torch.cat(pieces, dim=1).int() - codec.decode(latents).int()
+        assert differences.abs().max() <= 1 and differences.count_nonzero() < 1e-3 * differences.numel(), "rounding"
+        codec.decode_next(latents[:, :, :1], is_first=True)
 
 
 @pytest.mark.long

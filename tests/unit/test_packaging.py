@@ -21,13 +21,13 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
 # lazy everywhere
-OPTIONAL = ("wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "triton", "yunchang")
+OPTIONAL = ("wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "triton", "yunchang", "gradio")
 # product code that is imported only if its optional package is installed
 GUARDED = ("fsdp_cp/attention/kernels/triton_dual.py", "fsdp_cp/attention/kernels/triton_sparse.py")
 # run by the Python of another environment
 OTHER_PYTHON = "distill/evaluate/vbench_process.py"
 # extras that install without a GPU, hence with pins
-PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "fp8", "fa4", "triton", "bench")
+PINNED_EXTRAS = ("dev", "demo", "wandb", "tensorboard", "fp8", "fa4", "triton", "bench")
 # modules that a package must never import, at its top or inside a function
 FORBIDDEN = {
     "fsdp_cp": {"models", "distill", "train", "benchmarks", "tests", "diffusers", "transformers", "hydra"},

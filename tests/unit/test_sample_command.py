@@ -51,14 +51,18 @@ def captions_run(tmp_path, tiny):
     )  # fmt: skip
 
 
-@pytest.fixture
-def causal_run(tmp_path):
-    """A student with a window of one chunk of 2 frames."""
+def write_causal_run(parent: Path) -> Path:
+    """Write a run whose student has a window of one chunk of 2 frames."""
     causal = ["student.causal.chunk=2", "student.causal.window=1"]
-    folder = write_run(tmp_path / "run", TEACHER / "transformer", *causal, experiment="quickstart_causal_teacher")
+    folder = write_run(parent / "run", TEACHER / "transformer", *causal, experiment="quickstart_causal_teacher")
     settings = asdict(load_config(folder / "config.yaml").student.causal) | {"frames": 6}
     (folder / "export" / "student" / "causal.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture
+def causal_run(tmp_path):
+    return write_causal_run(tmp_path)
 
 
 def check_refused(capsys, named, *arguments) -> None:

@@ -98,6 +98,28 @@ class VideoCodec:
             videos.append(to_bytes(video).permute(1, 2, 3, 0).cpu())
         return torch.stack(videos)
 
+    @torch.no_grad()
+    def decode_next(self, latents: torch.Tensor, *, is_first: bool) -> torch.Tensor | None:
+        """Decode the next latents of clips, as :meth:`decode` does after those of the calls before, or the first ones;
+        ``None`` if that cannot be, as in tiles. Reads the VAE's cache of frames (private, diffusers 0.42)."""
+        from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
+
+        vae = self.vae
+        if type(vae) is not AutoencoderKLWan or vae.use_tiling or len(latents) > 1:
+            return None
+        if is_first:
+            vae.clear_cache()
+        z = vae.post_quant_conv((latents.to(self.device, torch.float32) * self.std + self.mean).to(self.dtype))
+        pieces = []
+        for i, frame in enumerate(z.split(1, dim=2)):
+            vae._conv_idx = [0]
+            cache = {"feat_cache": vae._feat_map, "feat_idx": vae._conv_idx}
+            pieces.append(vae.decoder(frame, **cache, first_chunk=is_first and i == 0))
+        video = torch.cat(pieces, dim=2)
+        if vae.config["patch_size"] is not None:
+            video = unpatchify(video, patch_size=vae.config["patch_size"])
+        return to_bytes(video.float()).permute(0, 2, 3, 4, 1).cpu()
+
     def _latents(self, video: torch.Tensor) -> torch.Tensor:
         """Encode (1, 3, T, H, W) in [-1, 1] to (1, C, t, h, w), as the VAE's encoder gives it."""
         return self.vae.encode(video.to(self.dtype)).latent_dist.mode()

@@ -93,6 +93,9 @@ class PixelCodec(VideoCodec):
     def encode(self, video: Tensor) -> Tensor:
         return video
 
+    def decode_next(self, latents: Tensor, *, is_first: bool) -> Tensor:
+        return self.decode(latents)
+
     def decode(self, latents: Tensor) -> Tensor:
         return to_bytes(latents.float().cpu()).permute(0, 2, 3, 4, 1).contiguous()
 

@@ -122,6 +122,25 @@ class EncodedDataset:
         data._states = states_at(self.set, times)
         return data
 
+    def add_captions(self, captions: Sequence[str], images: Sequence[str], cache: Path) -> None:
+        """Encode further ``captions`` (and ``images``) for :meth:`condition`, in place of those before, into a set of
+        ``cache``. A collective."""
+        settings = self.settings
+        check_local(lambda: check_further(settings, captions, images))
+        if images or any(self.set.find(caption) is None for caption in captions):
+            files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(
+                captions
+            )
+            each = len(files) // len(captions)  # the images of a caption follow each other
+            rows = [listed_images(files[i * each : (i + 1) * each], caption) for i, caption in enumerate(captions)]
+            source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
+            size = {name: getattr(self.clip, name) for name in ("num_frames", "height", "width")}
+            their_settings = replace(settings, buckets=None, **size, image=settings.image if images else None)
+            made = encode(source, their_settings, self.device, cache=cache.absolute())
+            self.further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
+        for caption in captions if settings.image is not None else ():
+            self.image_of(caption)
+
     def embeddings(self, caption: str, item: int | None = None) -> dict[str, torch.Tensor]:
         where, text = self._find(caption) if item is None else (self.set, self.set.text_of(self._rows[item]))
         return where.text(text)
@@ -185,6 +204,9 @@ class EncodedDataset:
     def decode(self, latents: Sample) -> torch.Tensor:
         return self._loaded().decode(latents.video)
 
+    def decode_next(self, latents: Sample, *, is_first: bool) -> torch.Tensor | None:
+        return self._loaded().decode_next(latents.video, is_first=is_first)
+
     def decode_sound(self, latents: Sample) -> tuple[torch.Tensor, int]:
         return self._loaded().decode_sound(latents.parts[AUDIO])
 
@@ -230,19 +252,8 @@ def open_set(
 ) -> EncodedDataset:
     """Open the set that ``read`` returns with its settings; ``cache`` gets those of ``captions``. A collective."""
     encoded, settings = check_local(read)
-    check_local(lambda: check_further(settings, captions, images))
     data = EncodedDataset(encoded, settings, device=device, damaged=damaged)
-    if images or any(encoded.find(caption) is None for caption in captions):
-        files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(captions)
-        each = len(files) // len(captions)  # the images of a caption follow each other
-        rows = [listed_images(files[i * each : (i + 1) * each], caption) for i, caption in enumerate(captions)]
-        source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
-        size = {name: getattr(data.clip, name) for name in ("num_frames", "height", "width")}
-        their_settings = replace(settings, buckets=None, **size, image=settings.image if images else None)
-        made = encode(source, their_settings, device, cache=cache.absolute())
-        data.further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
-    for caption in captions if settings.image is not None else ():
-        data.image_of(caption)
+    data.add_captions(captions, images, cache)
     return data
 
 
