@@ -138,6 +138,8 @@ def test_embeddings_are_stored_in_bf16(folders, tmp_path):
         ("text_encoder", {"architectures": ["Gemma4ForConditionalGeneration"]}, "Gemma4Unified"),
         (".", {"_class_name": "LTX2DFRPipeline"}, "DFR"),
         ("diffusion_decoder", {"latent_channels": 4}, "latent_channels"),
+        ("diffusion_decoder", {"decoder_stage_kernels": [[1, 1]] * 4}, "decoder_stage_kernels"),
+        ("diffusion_decoder", {"decoder_stage_channels": [64, 64, 16, 16, 16]}, "diffusion_decoder/"),
         ("diffusion_decoder", {"_class_name": "AutoencoderKLLTX2Video"}, "LTX2VideoDiffusionDecoderModel"),
         ("transformer", {"patch_size": 2}, "patch_size"),
     ],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill.data.encoders.folder import check_weight_files, load_part, part_settings, require_class, shown
+from distill.data.encoders.folder import check_weight_files, load_part, part_settings, readable, require_class, shown
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import stream
@@ -57,6 +57,13 @@ def decoder_settings(folder: Path, where: str, vae: dict[str, Any]) -> dict[str,
     if settings["latent_channels"] != vae["latent_channels"]:
         given = f"latent_channels={settings['latent_channels']}, but vae/ has {vae['latent_channels']}"
         raise UserError(f"{file} has {given}; give both of one folder")
+    with readable(folder, DECODER), torch.device("meta"):
+        LTX2VideoDiffusionDecoderModel(**settings)
+    kernels, strides = settings["decoder_stage_kernels"], settings["decoder_upsample_strides"]
+    triples = [*kernels, *strides, settings["decoder_stage5_kernel"]]
+    if len(kernels) != len(strides) or any(len(sizes) != 3 for sizes in triples):
+        given = f"decoder_stage_kernels={shown(kernels)}, decoder_upsample_strides={shown(strides)}"
+        raise UserError(f"{file} has {given}, which do not fit each other; give the folder's own")
     return settings
 
 
