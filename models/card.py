@@ -56,8 +56,10 @@ class Card:
     """Folder of the export's scheduler, from the export's own folder; ``None`` without."""
     repository: str | None = None
     """Name of the export on the hub, if it is known."""
-    base_model: str | None = None
-    """Name of the base on the hub, if the settings have a folder."""
+    base: Base | None = None
+    """The network that the role started from, if it is known."""
+    contract: str = ""
+    """Whether the export has FastVideo's file of times, and why not."""
     commit: str | None = None
     """Commit of this program that trained the network."""
 
@@ -76,13 +78,6 @@ class Card:
         return "\n\n".join([self._metadata(), *blocks]) + "\n"
 
     # Facts
-
-    @property
-    def base(self) -> _Base | None:
-        """The network that the role started from."""
-        role = self.settings.get(self.about.get("role", "student")) or {}
-        path = role.get("checkpoint") or (self.settings.get("teacher") or {}).get("checkpoint")
-        return _Base.of(path, self.base_model) if path else None
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -159,6 +154,7 @@ class Card:
             "data": ": ".join(part for part in data if part),
             "clips": _size(self.data),
             "batch size": self.settings.get("batch_size"),
+            "fastvideo_inference.json": self.contract,
             "commit of fsdp_cp": self.commit,
         }
         lines = [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
@@ -169,17 +165,19 @@ class Card:
     def _code(self) -> list[str]:
         """Return code that samples the export with diffusers alone, or the command that does it."""
         pipeline, encoders = self.family.pipeline, self.data.get("encoders")
-        lines = None
+        lines, chosen = None, None
+        if self.base is not None and self.base.revision is None:
+            chosen = self.base.repository
         if self.has_code and pipeline is not None and encoders and self.about.get("role") == "student":
             with suppress(UserError):
-                lines = self._pipeline_lines(pipeline, _Base.of(encoders, self.base_model))
+                lines = self._pipeline_lines(pipeline, Base.of(encoders, chosen))
         if lines is None or pipeline is None:
             return [f"With this program, where RUN_DIR is the run that made it:\n\n{_SAMPLE}"]
         noise = "It makes the first clip of `distill.sample --seed 0` for this caption (on a CPU, in fp32).\n\n"
         exact = self.few_steps is not None and pipeline.same_noise and not self.takes_image
         return [f"{noise if exact else ''}```python\n" + "\n".join(lines) + "\n```"]
 
-    def _pipeline_lines(self, pipeline: Pipeline, base: _Base) -> list[str]:
+    def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         kind, network = (pipeline.image if self.takes_image else pipeline.text), self.family.class_name
         parts = [f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"]
         own = [] if self.adapters else [*(self.experts or [""])]
@@ -265,7 +263,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class _Base:
+class Base:
     """Network or pipeline that a setting names."""
 
     path: str
@@ -274,7 +272,8 @@ class _Base:
     revision: str | None = None
 
     @classmethod
-    def of(cls, path: str, chosen: str | None) -> _Base:
+    def of(cls, path: str, chosen: str | None) -> Base:
+        """Return the folder or the hub name ``path``; ``chosen`` is the name on the hub of a folder."""
         if (name := parse_hub_name(path)) is not None:
             return cls(path, name.repo, name.revision)
         return cls(path, chosen)
@@ -295,7 +294,7 @@ class _Base:
         return f'"{self.repository}", revision="{self.revision}"'
 
 
-def _license(base: _Base | None) -> dict[str, str]:
+def _license(base: Base | None) -> dict[str, str]:
     """Return the hub's metadata of the base's license, from its own card where it is on this machine."""
     from huggingface_hub import ModelCard
 

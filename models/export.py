@@ -13,6 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from fsdp_cp.files.atomic_folder import description, refuse_input, refuse_occupi
 from fsdp_cp.launch import exit_code
 from models.additions.base import addition_tensors, named_additions
 from models.additions.heads import Grid
-from models.card import Card, commit_of, extend_card, sample_clips, write_card
+from models.card import Base, Card, commit_of, extend_card, sample_clips, write_card
 from models.causal import NOTE as CAUSAL_NOTE
 from models.export_folder import SCHEDULERS, write_folder
 from models.export_heads import NOTE as HEADS_NOTE
@@ -41,9 +42,11 @@ from models.families.registry import family_of
 from models.files import fastvideo, originals, originals_ltx2
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
-from models.lora.files import BASE, FORMATS, file_tensors, write_file
+from models.lora.contract import BASE, BASE_NAME, SAMPLING, sampling
+from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
+from models.lora.saved import find_adapters
 from models.push import check_name, push
 from models.roles.role import EXPERTS
 from models.sparse import NOTE as SPARSE_NOTE
@@ -110,7 +113,7 @@ class RoleExport:
     def expert(self, index: int) -> RoleExport:
         """Return one of two experts as a network of its own, which samples no clip alone."""
         trained, bases = {0: self.trained[index]}, lambda: [self.bases()[index]]
-        return replace(self, boundaries=(), few_steps=None, trained=trained, bases=bases, is_expert=True)
+        return replace(self, boundaries=(), trained=trained, bases=bases, is_expert=True)
 
     @property
     def not_adapters(self) -> list[str]:
@@ -120,7 +123,7 @@ class RoleExport:
     def schedulers(self, kind: str | None = None) -> dict[str, SchedulerMixin]:
         """Return the schedulers with which a plain diffusers pipeline samples the student, by folder. If none fits, log
         why, or refuse a ``kind`` of export that only a pipeline reads that takes no times."""
-        if self.few_steps is None:
+        if self.few_steps is None or self.is_expert:
             return {}
         try:
             return self.family.schedulers(**self.few_steps, listed=kind == fastvideo.KIND)
@@ -148,16 +151,16 @@ class RoleExport:
         ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`. ``card`` has what
         :meth:`_write_card` takes.
         """
-        about, options = {"dtype": str(dtype), **about}, {"causal": self.causal, **options}
-        if kind in (*FORMATS, *OWN):
-            about = {"format": kind, **about}
-        options["finish"] = partial(self._write_card, kind, about, **(card or {}))
+        about = {"dtype": str(dtype), **about, **self._described(kind, about)}
+        options = {"causal": self.causal, **options}
+        card = {"schedulers": options.get("schedulers") or {}, **(card or {})}
+        options["finish"] = partial(self._write_card, kind, about, **card)
         if self.sparse is not None or self._additions:
             log.warning("%s has parts that a plain diffusers pipeline drops; see its README.md", folder)
         if kind in FORMATS:
             tensors, config = self._file(kind, dtype)
             name = videox.FILE if kind == videox.KIND else LORA_NAME
-            write_file(folder, tensors, about, name=name, config=config, **options)
+            write_file(folder, tensors, about, family=self.family.name, name=name, config=config, **options)
             return
         networks = list(self.bases())
         for i, weights in self.trained.items():
@@ -179,12 +182,37 @@ class RoleExport:
             options |= {"max_bytes": 2**62, "schedulers": {}}
             options["header"] = {"config": json.dumps({"transformer": config})}
         if kind == fastvideo.KIND:
-            options["pipeline"] = {}
-            if self.few_steps is not None:
-                contract = self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
-                options["pipeline"] = {fastvideo.FILE: contract} if contract else {}
+            options["in_pipeline"] = True
+            if self.few_steps is not None:  # refuse what its file cannot hold
+                self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
         options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
         write_folder(folder, networks, config, dtype=dtype, **options)
+
+    def _described(self, kind: str | None, about: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the description of the export says of its format, of sampling, and of adapters."""
+        described: dict[str, Any] = {} if kind not in (*FORMATS, *OWN) else {"format": kind}
+        if found := sampling(self.few_steps, about.get("method")):
+            described[SAMPLING] = found
+        if kind in FORMATS:
+            described |= self._adapters
+            if (base := self._base(about, None)) is not None:
+                described[BASE_NAME] = base.repository or base.name
+        return described
+
+    def _base(self, about: Mapping[str, Any], chosen: str | None) -> Base | None:
+        """Return the network that the role started from, ``chosen`` by name; ``None`` if its settings do not say."""
+        own, teacher = ((self.settings.get(name) or {}).get("checkpoint") for name in (about["role"], "teacher"))
+        with suppress(UserError):
+            own = teacher if find_adapters(own) else own
+        path = own or teacher
+        return Base.of(path, chosen) if path else None
+
+    @property
+    def _adapters(self) -> dict[str, Any]:
+        """Rank and alpha of the adapters."""
+        shapes = [shape for weights in self.trained.values() for shape in weights.shapes.items()]
+        rank = max((shape[0] for name, shape in shapes if name.endswith(".lora_A.weight")), default=0)
+        return {"rank": rank, "alpha": cast(float, self.scale) * rank}
 
     @property
     def _additions(self) -> list[str]:
@@ -220,22 +248,17 @@ class RoleExport:
         about: Mapping[str, Any],
         folder: Path,
         *,
-        scheduler: str | None = None,
+        schedulers: Mapping[str, SchedulerMixin],
+        place: str = "",
         clips: Sequence[Path] = (),
         table: str = "",
+        base_model: str | None = None,
         **facts: Any,
     ) -> None:
-        """Write the card into an unfinished export. ``scheduler`` is the folder of its scheduler, if it is next to the
-        export; ``facts`` are further fields of :class:`models.card.Card`."""
-        adapters = {}
-        if kind in FORMATS:
-            shapes = [shape for weights in self.trained.values() for shape in weights.shapes.items()]
-            rank = max(shape[0] for name, shape in shapes if name.endswith(".lora_A.weight"))
-            adapters = {"rank": rank, "alpha": cast(float, self.scale) * rank}
+        """Write the card into an unfinished export, and FastVideo's file. The ``schedulers`` are in ``place``, from the
+        export's folder; ``facts`` are further fields of :class:`models.card.Card`."""
         drops = (self.causal, self.sparse, self._additions or None, self.is_expert or None)
         has_code = not any(part is not None for part in drops) and kind not in _NO_CODE
-        if scheduler is None and (folder / SCHEDULERS[0]).is_dir():
-            scheduler = SCHEDULERS[0]
         made = Card(
             family=self.family,
             config=self.config,
@@ -243,16 +266,37 @@ class RoleExport:
             settings=self.settings,
             few_steps=self.few_steps,
             experts=EXPERT_FOLDERS if self.boundaries else (),
-            adapters=adapters,
+            adapters=self._adapters if kind in FORMATS else {},
             notes=self._notes(kind),
             has_code=has_code and (self.grid is None or kind not in FORMATS),
             has_heads=self._has_heads(kind),
-            scheduler=scheduler,
+            base=self._base(about, base_model),
+            scheduler=f"{place}{SCHEDULERS[0]}" if schedulers else None,
+            contract=self._write_contract(folder, schedulers),
             commit=None if self.run_dir is None else commit_of(self.run_dir),
             **facts,
         )
         write_card(folder, made.text())
         extend_card(folder, clips=clips, table=table)
+
+    def _contract(self, schedulers: Mapping[str, SchedulerMixin]) -> dict[str, Any]:
+        """Return the contents of FastVideo's file of times. A ``UserError`` says why the export has none."""
+        if self.few_steps is None or (self.grid is not None and self.steps != 1):
+            raise UserError("not a student with one list of times")
+        _check_fastvideo(self, "the student")
+        contract = self.family.contract(self.few_steps["times"], schedulers, self.sparse) if schedulers else {}
+        if not contract:
+            raise UserError("only students of MiniMax-H3 have it, with schedulers")
+        return contract
+
+    def _write_contract(self, folder: Path, schedulers: Mapping[str, SchedulerMixin]) -> str:
+        """Write FastVideo's file of times where a student has one; say whether, for the card."""
+        try:
+            text = json.dumps(self._contract(schedulers), indent=2) + "\n"
+        except UserError as error:
+            return f"none: {error}"
+        (folder / fastvideo.FILE).write_text(text)
+        return "has the trained times"
 
     def _file(self, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, and the configuration of heads."""

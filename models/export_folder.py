@@ -61,7 +61,7 @@ def write_folder(
     sparse: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     heads: Weights | None = None,
-    pipeline: Mapping[str, Any] | None = None,
+    in_pipeline: bool = False,
     finish: Callable[[Path], object] = lambda folder: None,
     move_aside: bool = False,
 ) -> None:
@@ -73,15 +73,15 @@ def write_folder(
     Each tensor is read once, on every rank. ``config``, ``causal`` and ``sparse`` are the contents of ``config.json``,
     ``causal.json`` and ``sparse.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and
     ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own. With
-    ``pipeline``, JSON files by name, one network is in ``transformer/`` too, next to these files. ``finish`` adds
-    files to the unfinished folder, as the card does. For ``about`` and ``move_aside`` see
+    ``in_pipeline`` one network is in ``transformer/`` too. ``finish`` adds files to the unfinished folder, as the card
+    does. For ``about`` and ``move_aside`` see
     :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written; on every rank, after the last tensor is read.
     """
     assert len(networks) == len(boundaries) + 1
-    is_pipeline = bool(boundaries) or pipeline is not None
+    is_pipeline = bool(boundaries) or in_pipeline
     places, writes = EXPERT_FOLDERS[: len(networks)] if is_pipeline else ("",), rank() == 0
     splits = [  # without additions, which have a file of their own
         split_state_dict_into_shards_factory(
@@ -104,8 +104,6 @@ def write_folder(
             index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
             index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
             (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for name, contents in (pipeline or {}).items():
-            (unfinished / name).write_text(json.dumps(contents, indent=2) + "\n")
         for name, scheduler in (schedulers or {}).items():
             scheduler.save_pretrained(unfinished / name)
         finish(unfinished)

@@ -7,14 +7,16 @@ from distill.config.compose import method_settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import description
 
-METHOD = "method"
-"""Key of the settings ``method.*`` in the description of an export."""
-
 
 def trained_method(folder: Path) -> Any | None:
-    """Return the settings of the method that trained the export in ``folder``, or in its parent for one of two experts;
-    ``None`` if nothing records them."""
+    """Return the settings of the method that trained the export in ``folder``, or in its parent for one of two experts,
+    or of adapters by their header; ``None`` if nothing records them."""
+    from models.lora.contract import METHOD, read_contract
+    from models.lora.saved import find_adapters
+
     values = (description(folder) or description(folder.parent)).get(METHOD)
+    if values is None:
+        values = read_contract(find_adapters(str(folder))).get(METHOD)
     if values is None:
         return None
     try:

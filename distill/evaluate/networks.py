@@ -27,6 +27,7 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import Mesh
 from models.additions.base import named_additions
 from models.files.checkpoint_files import ADDITIONS_FILE
+from models.lora.contract import read_contract
 from models.lora.saved import find_adapters
 from models.sample import VIDEO, PartShapes
 
@@ -118,6 +119,9 @@ def chosen_network(
         folder = exported_student(Path(config.run_dir)) if student is None else student
         config = sampled_as(config, folder, sampling)
     steps = checked_steps(config, role, steps, "--steps")
+    if role == "student" and (trained := read_contract(find_adapters(str(folder))).get("steps")):
+        if steps not in (getattr(config.method, "steps", None) or [trained]) and rank() == 0:
+            log.warning("%s was trained for %d steps, and --steps is %d", folder, trained, steps)
 
     def planned() -> SampledNetwork:
         resolve_hub_names(config, ["teacher"] if role == "teacher" else [])

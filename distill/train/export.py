@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import Config
-from distill.config.trained_method import METHOD
 from distill.methods import Method
 from distill.run.setup import RunPlan
 from distill.train.optimizers import Trained
@@ -20,7 +19,7 @@ from models.additions.heads import Grid
 from models.card import extend_card, sample_clips
 from models.export import DTYPES, RoleExport, base_fingerprints, exported_weights
 from models.export_folder import export_schedulers, sharded
-from models.lora.files import BASE
+from models.lora.contract import BASE, METHOD
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     about: dict[str, Any] = {"run": str(run_dir.resolve()), "step": step, "role": "student", "weights": weights}
     about[METHOD] = asdict(config.method)
     schedulers = student.schedulers()
-    card = {"scheduler": "../scheduler"} if schedulers else {}
+    card = {"schedulers": schedulers, "place": "../"}
     options: dict[str, Any] = {"dtype": DTYPES[config.export.dtype], "about": about, "move_aside": True, "card": card}
     student.write(run_dir / "export" / "student", "merged", **options)
     whole, of_bases = student.not_adapters, base_fingerprints(role.adapters)

@@ -18,16 +18,19 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.files.atomic_folder import description, refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
+from models.card import Base, Card, write_card
 from models.causal import read_causal
 from models.families.base import Family
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import TransformerFolder, fingerprint, inspect_transformer
 from models.lora import videox
+from models.lora.contract import BASE, BASE_NAME, METHOD, SAMPLING, SHOWN, in_words, read_contract
 from models.lora.extract import extract
-from models.lora.files import BASE, FORMATS, file_tensors, write_file
+from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
 from models.lora.stack import inspect_for_base, stack
 
+log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -84,8 +87,23 @@ def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapter
     tensors = file_tensors(
         args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
     )
-    about = {"made by": f"models.lora {args.command}", "base": str(base.path), BASE: fingerprint(base)}
-    write_file(out, tensors, {**about, **more, "format": args.format}, causal)
+    about: dict[str, Any] = {"made by": f"models.lora {args.command}", "base": str(base.path), BASE: fingerprint(base)}
+    about |= {BASE_NAME: base.path.name, **more, "format": args.format}
+    rank = max(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A.weight"))
+    sampled = about.get(SAMPLING) or {}
+    card = Card(
+        family=family,
+        config=base.config,
+        about={"role": "student", "weights": about["made by"], **about},
+        settings={"method": about.get(METHOD)},
+        base=Base.of(str(base.path), None),
+        few_steps={"times": sampled["times"], "stochastic": sampled["sampler"] == "renoise"} if sampled else None,
+        adapters={"rank": rank, "alpha": float(rank)},
+        has_code=False,
+    )
+    write_file(
+        out, tensors, about, causal, family=family.name, finish=lambda unfinished: write_card(unfinished, card.text())
+    )
 
 
 def _extract(args: argparse.Namespace, out: Path) -> None:
@@ -96,7 +114,9 @@ def _extract(args: argparse.Namespace, out: Path) -> None:
     refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
     network, family = _network_of(args, base)
     extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
-    _write(args, out, base, extracted.adapters, full=str(full.path), rank=args.rank)
+    own = description(full.path)
+    more = {key: own[key] for key in (METHOD, SAMPLING) if own.get(key)}
+    _write(args, out, base, extracted.adapters, full=str(full.path), rank=args.rank, **more)
     print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"
           f" {extracted.kept:.2%} of the squared difference there")  # fmt: skip
     if extracted.left_out:
@@ -118,8 +138,13 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
     refuse_input(out, "OUT", {name: Path(place) for name, place in places.items()} | {"BASE": base.path})
     student = adapters[0].file.parent
     about: dict[str, Any] = {"stacked": places, "weights": args.weights}
-    if (method := description(student).get("method")) is not None:
-        about["method"] = method
+    contract, other = (read_contract(one.file) for one in adapters)
+    if (method := contract.get(METHOD) or description(student).get(METHOD)) is not None:
+        about[METHOD] = method
+    if sampled := {key: contract[key] for key in SHOWN if key in contract}:
+        about[SAMPLING] = sampled
+    if "times" in other and other["times"] != contract.get("times"):
+        log.warning("ADAPTER was trained for %s; the sum is sampled as STUDENT says", in_words(other))
     if (causal := read_causal(student, "STUDENT")) is not None:
         about["causal"] = {**asdict(causal[0]), "frames": causal[1]}
     _write(args, out, base, stack(adapters, args.weights), **about)

@@ -21,12 +21,11 @@ from fsdp_cp.reduce import on_first_rank
 from models.causal import write_causal
 from models.families.base import Family
 from models.lora import videox
+from models.lora.contract import contract_of, header
 
 FORMATS = ("diffusers-lora", "wan-lora", videox.KIND)
 NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
-BASE = "base_fingerprint"
-"""Key of the fingerprint of the base's weights in the description of exported adapters."""
 
 
 def file_tensors(
@@ -66,19 +65,26 @@ def write_file(
     causal: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     *,
+    family: str,
     name: str = NAME,
     config: Mapping[str, Any] | None = None,
     finish: Callable[[Path], object] = lambda folder: None,
     move_aside: bool = False,
 ) -> None:
-    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective. VideoX-Fun's
-    has a ``name`` and a ``config`` of its own."""
+    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective.
+    VideoX-Fun's has a ``name`` and a ``config`` of its own. ``about`` is in the file's header too
+    (:mod:`models.lora.contract`), with the name of the ``family``."""
 
     def write() -> None:
         try:
             with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-                header = {key: str(value) for key, value in (config or {}).items()}
-                save_file(dict(tensors), unfinished / name, metadata={"format": "pt", **header})
+                metadata = {key: str(value) for key, value in (config or {}).items()} | header(
+                    contract_of(about, tensors),
+                    family=family,
+                    step=about.get("step"),
+                    has_alphas=config is not None or any(key.endswith(".alpha") for key in tensors),
+                )
+                save_file(dict(tensors), unfinished / name, metadata={"format": "pt", **metadata})
                 if config is not None:
                     (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
                 if causal is not None:

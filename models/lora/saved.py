@@ -1,6 +1,7 @@
 """Adapters from files of diffusers, of peft, or with names of a model's original code, which diffusers converts."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError, one_line
-from fsdp_cp.files.atomic_folder import description
 from models.families.base import Family, LastLayer, config_of
 from models.files.checkpoint_files import TransformerFolder, fingerprint, refuse_pointer
 from models.files.shipped import find_shipped
 from models.lora import videox
-from models.lora.files import BASE, NAME
+from models.lora.contract import BASE, read_contract
+from models.lora.files import NAME
+
+log = logging.getLogger(__name__)
 
 _FILES = (NAME, "adapter_model.safetensors")
 """File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
@@ -179,12 +182,14 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     )  # fmt: skip
 
 
-def refuse_other_base(file: Path, base: Sequence[TransformerFolder], where: str) -> None:
-    """Refuse adapters that were exported for other weights than those in ``base``. Files of other programs do not say
-    for which; their layers must fit."""
-    recorded = str(description(file.parent).get(BASE) or "").split()
+def refuse_other_base(file: Path, base: Sequence[TransformerFolder], where: str, *, warn: bool = False) -> None:
+    """Refuse adapters that were exported for other weights than those in ``base``, or ``warn``. Files of other programs
+    do not say for which; their layers must fit."""
+    recorded = str(read_contract(file).get(BASE) or "").split()
     if base and not {*recorded} <= {*map(fingerprint, base)}:
         made = f"{where}={file.parent} was trained on other weights than those in {base[0].path}"
+        if warn:
+            return log.warning("%s, on %s", made, read_contract(file).get("base", "another base"))
         raise UserError(f"{made}; give an adapter of this base")
 
 

@@ -200,6 +200,8 @@ def plan_role(
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
         _check_saved_heads(name, adapters, added)
+        if saved is not None:
+            refuse_other_base(saved, folders, f"{name}.checkpoint", warn=True)
     training = None
     if training_adapter is not None:
         training = _plan_training_adapter(name, training_adapter, adapters, network, chosen, folders)

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from distill.config.schema import EmaSettings
+from distill.config.trained_method import trained_method
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import reader, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder
 from models.export import main as export
+from models.files.checkpoint_files import fingerprint, inspect_checkpoint
+from models.lora.contract import BASE, read_contract
+from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
@@ -107,6 +112,24 @@ def _export(straight, out, *arguments):
     return export([str(straight[0]), str(out), *arguments])
 
 
+def _check_header(file, checkpoints, kind):
+    """The header tells how the adapters are sampled, in our key and in those that other tools show."""
+    contract = read_contract(file)
+    base = " ".join(fingerprint(folder) for folder in inspect_checkpoint(str(checkpoints / "teacher"), "").folders)
+    found = {key: contract[key] for key in ("steps", "sampler", "guidance_scale", "rank", "alpha", "base", BASE)}
+    assert found == {
+        "steps": len(contract["times"]), "sampler": "renoise", "guidance_scale": 1.0, "rank": 4, "alpha": 2.0,
+        "base": "teacher", BASE: base,
+    }  # fmt: skip
+    assert trained_method(file.parent).name == contract["method"]["name"] == "dmd2"
+    with safe_open(file, framework="pt") as opened:
+        shown = opened.metadata()
+    # A scale in the matrices must not be applied twice by tools that compute alpha / rank.
+    assert (shown["ss_network_dim"], shown["ss_network_alpha"]) == ("4", "2.0" if kind == "wan-lora" else "4.0")
+    assert shown["modelspec.architecture"] == "wan/lora" and "cfg 1" in shown["modelspec.usage_hint"]
+    assert {"ss_network_module", "ss_base_model_version", "modelspec.sai_model_spec", "modelspec.title"} <= {*shown}
+
+
 @pytest.mark.parametrize("kind", [None, "merged", "diffusers-lora", "wan-lora"])
 def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path, kind):
     says = straight[2]
@@ -123,6 +146,7 @@ def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path
             network = pipeline.transformer
             adapted = [name for name, _ in network.named_parameters() if "lora_A" in name]
             assert len(adapted) == 20, "a layer that the reader does not know is left out without a word"
+            _check_header(find_adapters(str(out)), checkpoints, kind)
         torch.testing.assert_close(_plain(network), says[weights], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(says[weights], says["teacher"], rtol=1e-2, atol=1e-2), "nothing to compare"
     if kind == "wan-lora":

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder, description
 from fsdp_cp.mesh import build_mesh
+from models.card import is_ours
 from models.families.wan import Wan
 from models.lora import extract as extraction
 from models.lora.__main__ import main
+from models.lora.contract import KEY, read_contract
 from models.lora.files import file_tensors
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
@@ -135,8 +137,9 @@ def stackable(capsys, checkpoints, full, tmp_path):
 def test_stacked_adapters_are_their_weighted_sum(checkpoints, stackable, tmp_path, kind):
     (*folders, _), arguments = stackable
     student, style = folders
-    manifest = student / "fsdp_cp_export.json"
-    manifest.write_text(manifest.read_text().replace('"about": {', '"about": {"method": {"name": "dmd2"}, '))
+    file, told = find_adapters(str(student)), {"steps": 2, "times": [1.0, 0.5], "sampler": "ode", "guidance_scale": 1.0}
+    told |= {"shift": 5.0, "method": {"name": "dmd2"}}
+    save_file(load_file(file), file, metadata={KEY: json.dumps(read_contract(file) | told)})
     assert main([*arguments, "--weights", "0.5", "-2", "--format", kind]) == 0
     plain = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
     read = [
@@ -147,6 +150,9 @@ def test_stacked_adapters_are_their_weighted_sum(checkpoints, stackable, tmp_pat
     for name, value in both.items():
         torch.testing.assert_close(value, 0.5 * a[name] - 2 * b.get(name, torch.zeros(())), rtol=1e-4, atol=1e-6)
     about = description(tmp_path / "out")
+    contract = read_contract(find_adapters(str(tmp_path / "out")))
+    assert contract | told | {"rank": 6, "base": "teacher"} == contract, "a conversion keeps how the sum is sampled"
+    assert is_ours((tmp_path / "out" / "README.md").read_text())
     assert about["method"] == {"name": "dmd2"} and about["base_fingerprint"] == description(style)["base_fingerprint"]
 
 

@@ -1,16 +1,18 @@
 """Adapters as others write them: the network with them is what diffusers makes of the same file."""
 
+import json
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel, WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.files.atomic_folder import atomic_folder
 from models.families.ltx import LTX
 from models.families.wan import Wan
 from models.files.checkpoint_files import fingerprint, inspect_transformer
-from models.lora.files import BASE, FORMATS, NAME, file_tensors
+from models.lora.contract import BASE, KEY
+from models.lora.files import FORMATS, NAME, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
@@ -200,8 +202,8 @@ def test_a_training_adapter_runs_in_training_alone(base, one_rank, tmp_path):
 
 def test_a_training_adapter_of_another_base_is_refused(base, tmp_path):
     def plans(tensors, recorded=None, **settings):
-        with atomic_folder(tmp_path / "adapters", {BASE: recorded}) as folder:
-            save_file(tensors, folder / NAME)
+        (tmp_path / "adapters").mkdir(exist_ok=True)
+        save_file(tensors, tmp_path / "adapters" / NAME, metadata={KEY: json.dumps({BASE: recorded})})
         return plan_role("student", checkpoint=str(base), training_adapter=tmp_path / "adapters" / NAME, **settings)
 
     lora, own = {"lora": LoraSettings(rank=2)}, fingerprint(inspect_transformer(str(base), ""))

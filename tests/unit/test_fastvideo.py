@@ -71,6 +71,9 @@ def test_its_file_samples_the_trained_times(tmp_path, times):
     _write_run(tmp_path, "minimax_h3", SPARSE, times)
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "fastvideo"]) == 0
     found = json.loads((tmp_path / "out" / FILE).read_text())
+    if times is EVEN:  # diffusers' folder, whose schedulers are the same, has it too
+        assert main([str(tmp_path / "run"), str(tmp_path / "plain")]) == 0
+        assert json.loads((tmp_path / "plain" / FILE).read_text()) == found
     assert found["num_inference_steps"] == found["transformer_forwards"] + 1 == len(times) + 1
     assert (found["attention_backend"], found["vsa_sparsity"], found["vsa_tile_size"]) == (
         "VIDEO_SPARSE_ATTN_H3", 0.9, 64,
@@ -94,6 +97,9 @@ def test_what_it_cannot_hold(tmp_path, capsys, sparse, times):
     _write_run(tmp_path, "minimax_h3", sparse, times)
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "fastvideo"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ") and not (tmp_path / "out").exists()
+    if times is EVEN:
+        assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0 and not (tmp_path / "out" / FILE).exists()
+        assert f"{FILE} | none" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_dense_student_has_no_sparse_attention_in_its_file():
