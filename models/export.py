@@ -43,10 +43,11 @@ from models.files import fastvideo, originals, originals_ltx2
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.lora import videox
 from models.lora.contract import BASE, BASE_NAME, SAMPLING, sampling
-from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.files import FASTVIDEO, FORMATS, NAMES, file_tensors, write_file
 from models.lora.files import NAME as LORA_NAME
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters
+from models.owner import is_gate
 from models.push import check_name, push
 from models.roles.role import EXPERTS
 from models.sparse import NOTE as SPARSE_NOTE
@@ -58,7 +59,7 @@ _ADDITIONS_NOTE = (
     "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
     " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
 )
-_NO_CODE = (*OWN, fastvideo.KIND, "wan-lora", videox.KIND)
+_NO_CODE = (*OWN, fastvideo.KIND, "wan-lora", videox.KIND, FASTVIDEO)
 """Formats that diffusers' pipelines do not read as they stand."""
 _EXPERT_NOTE = (
     "This is one of two experts, which makes no clip alone. Load it next to the other one: as `transformer` for high"
@@ -67,6 +68,10 @@ _EXPERT_NOTE = (
 _FILE_NOTE = (
     "This file has the names of the original code. In ComfyUI use cfg 1, the sampler `{sampler}` and the times below as"
     " sigmas, followed by 0."
+)
+_GATES_NOTE = (
+    "This file has adapters and whole gates of sparse attention, as FastVideo reads them. diffusers' loader takes no"
+    " gates: `models.export --format merged` writes a folder that a pipeline can use."
 )
 log = logging.getLogger(__name__)
 
@@ -117,8 +122,9 @@ class RoleExport:
 
     @property
     def not_adapters(self) -> list[str]:
-        """Names of the weights that an adapter file cannot hold."""
-        return [name for weights in self.trained.values() for name in weights.shapes if ".lora_" not in name]
+        """Names of the weights that an adapter file cannot hold. FastVideo's holds gates."""
+        names = [name for weights in self.trained.values() for name in weights.shapes]
+        return [name for name in names if ".lora_" not in name and not is_gate(name)]
 
     def schedulers(self, kind: str | None = None) -> dict[str, SchedulerMixin]:
         """Return the schedulers with which a plain diffusers pipeline samples the student, by folder. If none fits, log
@@ -159,8 +165,8 @@ class RoleExport:
             log.warning("%s has parts that a plain diffusers pipeline drops; see its README.md", folder)
         if kind in FORMATS:
             tensors, config = self._file(kind, dtype)
-            name = videox.FILE if kind == videox.KIND else LORA_NAME
-            write_file(folder, tensors, about, family=self.family.name, name=name, config=config, **options)
+            options |= {"name": NAMES.get(kind, LORA_NAME), "config": config, "sparse": self.sparse}
+            write_file(folder, tensors, about, family=self.family.name, **options)
             return
         networks = list(self.bases())
         for i, weights in self.trained.items():
@@ -235,7 +241,7 @@ class RoleExport:
             notes.append(_ADDITIONS_NOTE.format(names=", ".join(self._additions), file=ADDITIONS_FILE))
         if self.is_expert:
             notes.append(_EXPERT_NOTE)
-        parts = {CAUSAL_NOTE: self.causal, SPARSE_NOTE: self.sparse}
+        parts = {CAUSAL_NOTE: self.causal, _GATES_NOTE if kind == FASTVIDEO else SPARSE_NOTE: self.sparse}
         return [*notes, *(note for note, contents in parts.items() if contents is not None)]
 
     def _has_heads(self, kind: str | None) -> bool:
@@ -309,7 +315,7 @@ class RoleExport:
             if kind == videox.KIND:
                 return whole, config
             whole = videox.comfy_heads(whole, layers, self.family.original_name)
-        adapters = [name for name in student.shapes if ".lora_" in name]
+        adapters = [name for name in student.shapes if ".lora_" in name or is_gate(name)]
         return file_tensors(kind, adapters, student.read, family=self.family, scale=scale, dtype=dtype) | whole, config
 
 
@@ -467,8 +473,9 @@ def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) 
     """Refuse a format that the role's family or its weights do not have."""
     whole = (*OWN, fastvideo.KIND)
     families = fastvideo.FAMILIES if kind == fastvideo.KIND else (str(kind),)
-    if exported.sparse is not None and kind not in (None, "merged", fastvideo.KIND):
-        raise UserError(f"--format {kind} has no gates of sparse attention, and the {role} has; leave it out")
+    if exported.sparse is not None and kind not in (None, "merged", fastvideo.KIND, FASTVIDEO):
+        advice = f"use --format {fastvideo.KIND if exported.scale is None else FASTVIDEO}, or leave it out"
+        raise UserError(f"--format {kind} has no gates of sparse attention, and the {role} has; {advice}")
     if kind in whole and exported.family.name not in families:
         wanted = f"--format {kind} is for {' and '.join(families)}"
         raise UserError(f"{wanted}, and the {role} is {exported.family.name}; leave it out")
@@ -480,7 +487,7 @@ def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) 
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind == videox.KIND and exported.grid is None:
         raise UserError(f"--format {kind} is for a student of method=pdd, and the {role} has no heads; leave it out")
-    holds_heads = exported.grid is not None and kind != "diffusers-lora"
+    holds_heads = exported.grid is not None and kind not in ("diffusers-lora", FASTVIDEO)
     if kind in FORMATS and not holds_heads and (others := exported.not_adapters):
         raise UserError(f"{name} has {others[0]} too, which an adapter file cannot hold; use --format merged")
 
@@ -525,6 +532,7 @@ def main(argv: list[str] | None = None) -> int:
         " fastvideo: FastVideo's folder, with MiniMax-H3's times and sparse attention. Of a role with adapters:"
         " merged into its base, as a diffusers folder (the default), as a file for diffusers'"
         " load_lora_weights, or one with the keys of the original code, as ComfyUI and LightX2V read it;"
+        f" {FASTVIDEO}: FastVideo's file, with the gates of sparse attention;"
         f" {videox.KIND}: of a student of method=pdd, VideoX-Fun's file"
     )
     add("--format", choices=("merged", *FORMATS, *OWN, fastvideo.KIND), help=formats)

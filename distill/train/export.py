@@ -20,6 +20,7 @@ from models.card import extend_card, sample_clips
 from models.export import DTYPES, RoleExport, base_fingerprints, exported_weights
 from models.export_folder import export_schedulers, sharded
 from models.lora.contract import BASE, METHOD
+from models.lora.files import FASTVIDEO
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,12 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     student.write(run_dir / "export" / "student", "merged", **options)
     whole, of_bases = student.not_adapters, base_fingerprints(role.adapters)
     adapters = {} if role.adapters is None or whole else {network.name: network for network in trained}
+    kind = "diffusers-lora" if role.sparse is None else FASTVIDEO
     for name, suffix in (("student", ""), *((f"student.{expert}", f"_{expert}") for expert in EXPERTS)):
         folder = run_dir / "export" / f"student_lora{suffix}"
         if name in adapters:
             of_expert = about | {BASE: of_bases[adapters[name].index]} if of_bases else about
-            student.expert(adapters[name].index).write(folder, "diffusers-lora", **options | {"about": of_expert})
+            student.expert(adapters[name].index).write(folder, kind, **options | {"about": of_expert})
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
     on_first_rank(lambda: export_schedulers(run_dir / "export", schedulers))

@@ -26,9 +26,11 @@ from models.files.checkpoint_files import TransformerFolder, fingerprint, inspec
 from models.lora import videox
 from models.lora.contract import BASE, BASE_NAME, METHOD, SAMPLING, SHOWN, in_words, read_contract
 from models.lora.extract import extract
-from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.files import FASTVIDEO, FORMATS, NAME, NAMES, file_tensors, write_file
 from models.lora.settings import LoraSettings
 from models.lora.stack import inspect_for_base, stack
+from models.owner import is_gate
+from models.sparse import read_sparse
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -82,8 +84,12 @@ def _network_of(args: argparse.Namespace, base: TransformerFolder) -> tuple[nn.M
 
 
 def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapters: dict[str, Tensor], **more) -> None:
-    """Write ``adapters`` of the folder ``base``; ``more`` are the rest of the description, and ``causal``."""
-    causal, family = more.pop("causal", None), family_of(args.family, "--family")
+    """Write ``adapters``, and gates, of the folder ``base``; ``more`` are the rest of the description, ``causal``, and
+    the folder ``sparse`` of a network with gates."""
+    causal, family, sparse = more.pop("causal", None), family_of(args.family, "--family"), more.pop("sparse")
+    if any(map(is_gate, adapters)) and args.format != FASTVIDEO:
+        raise UserError(f"{sparse} has gates of sparse attention; use --format {FASTVIDEO}, which has them")
+    settings = read_sparse(sparse, str(sparse))
     tensors = file_tensors(
         args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
     )
@@ -102,7 +108,14 @@ def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapter
         has_code=False,
     )
     write_file(
-        out, tensors, about, causal, family=family.name, finish=lambda unfinished: write_card(unfinished, card.text())
+        out,
+        tensors,
+        about,
+        causal,
+        None if settings is None else asdict(settings),
+        family=family.name,
+        name=NAMES.get(args.format, NAME),
+        finish=lambda unfinished: write_card(unfinished, card.text()),
     )
 
 
@@ -116,7 +129,8 @@ def _extract(args: argparse.Namespace, out: Path) -> None:
     extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
     own = description(full.path)
     more = {key: own[key] for key in (METHOD, SAMPLING) if own.get(key)}
-    _write(args, out, base, extracted.adapters, full=str(full.path), rank=args.rank, **more)
+    parts = extracted.adapters | extracted.gates
+    _write(args, out, base, parts, full=str(full.path), rank=args.rank, sparse=full.path, **more)
     print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"
           f" {extracted.kept:.2%} of the squared difference there")  # fmt: skip
     if extracted.left_out:
@@ -147,7 +161,10 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
         log.warning("ADAPTER was trained for %s; the sum is sampled as STUDENT says", in_words(other))
     if (causal := read_causal(student, "STUDENT")) is not None:
         about["causal"] = {**asdict(causal[0]), "frames": causal[1]}
-    _write(args, out, base, stack(adapters, args.weights), **about)
+    if adapters[1].gates:
+        raise UserError(f"ADAPTER {places['ADAPTER']} has gates of sparse attention, which cannot be added; drop them")
+    parts = stack(adapters, args.weights) | adapters[0].read_gates()
+    _write(args, out, base, parts, sparse=student, **about)
     print(f"{out}: adapters of rank {adapters[0].rank} + {adapters[1].rank}, times {args.weights[0]:g} and"
           f" {args.weights[1]:g}")  # fmt: skip
 

@@ -11,6 +11,7 @@ from models.families.base import Family
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.lora.plan import target_layers
 from models.lora.settings import LoraSettings
+from models.owner import is_gate
 
 _EXACT = 2048
 """Smaller dimension up to which a layer's full SVD is computed; larger layers use a truncated one."""
@@ -22,6 +23,8 @@ class Extracted:
 
     adapters: dict[str, Tensor]
     """Matrices A and B by public name; their scale is 1."""
+    gates: dict[str, Tensor]
+    """Whole gates of sparse attention that the base lacks, by public name."""
     kept: float
     """Share of the squared difference of the layers with adapters, in [0, 1]."""
     left_out: dict[str, float]
@@ -36,14 +39,15 @@ def extract(
         if folder.additions:
             names = ", ".join(sorted(named_additions(folder.additions)))
             raise UserError(f"{folder.path} has additions ({names}), which no adapter file holds; give a plain folder")
-    if other := sorted({name for name, _ in full.shapes.items() ^ base.shapes.items()}):
+    gates = {name for name in full.shapes if is_gate(name)} - base.shapes.keys()
+    if other := sorted({name for name, _ in full.shapes.items() ^ base.shapes.items()} - gates):
         raise UserError(f"{full.path} and {base.path} differ in the shape of {other[0]}; give one architecture")
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
     read_full, read_base = tensor_reader(full), tensor_reader(base)
     adapters: dict[str, Tensor] = {}
     left_out: dict[str, float] = {}
     whole = lost = 0.0
-    for name in sorted(full.shapes):
+    for name in sorted(full.shapes.keys() - gates):
         trained, start = read_full(name).float(), read_base(name).float()
         difference = trained - start
         if not difference.isfinite().all():
@@ -61,7 +65,8 @@ def extract(
     if not whole:
         equal = f"{full.path} and {base.path} do not differ in the {len(targets)} layers with adapters"
         raise UserError(f"{equal}; give the trained network as FULL and the network it started from as BASE")
-    return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
+    of_gates = {name: read_full(name) for name in sorted(gates)}
+    return Extracted(adapters=adapters, gates=of_gates, kept=1.0 - lost / whole, left_out=left_out)
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Adapter files in the formats of diffusers and peft, and with the layers of the model's original code (``wan-lora``).
 
+FastVideo's file (``fastvideo-lora``) has diffusers' layers, and gates of sparse attention whole: ``GATE.set_weight``.
+
 If a format has no field for ``alpha / rank`` that all its readers support, the scale is multiplied into B. Strength 1
 then reproduces the trained network.
 """
@@ -22,10 +24,17 @@ from models.causal import write_causal
 from models.families.base import Family
 from models.lora import videox
 from models.lora.contract import contract_of, header
+from models.owner import is_gate
+from models.sparse import write_sparse
 
-FORMATS = ("diffusers-lora", "wan-lora", videox.KIND)
+FASTVIDEO = "fastvideo-lora"
+FORMATS = ("diffusers-lora", "wan-lora", videox.KIND, FASTVIDEO)
 NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
+NAMES = {videox.KIND: videox.FILE, FASTVIDEO: "adapter_model.safetensors"}
+"""File names of the formats that have another."""
+WHOLE = "set_"
+"""Start of the last part of a whole tensor's name in FastVideo's file, which ComfyUI reads too."""
 
 
 def file_tensors(
@@ -33,12 +42,16 @@ def file_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter file of a ``kind`` of :data:`FORMATS`, by name.
 
-    ``read`` returns a whole adapter by one of ``names``. The ``family`` knows the original code's names, ``scale`` is
-    ``alpha / rank``, and ``dtype`` is that of the file.
+    ``read`` returns a whole adapter or gate by one of ``names``. The ``family`` knows the original code's names,
+    ``scale`` is ``alpha / rank``, and ``dtype`` is that of the file.
     """
     tensors: dict[str, Tensor] = {}
     adapters: dict[str, dict[str, Tensor]] = {}
     for name in names:
+        if is_gate(name):
+            gate, _, kind_of_tensor = name.rpartition(".")
+            tensors[f"{gate}.{WHOLE}{kind_of_tensor}"] = read(name).cpu().to(dtype)
+            continue
         layer, _, matrix = name.rpartition(".lora_")
         adapters.setdefault(layer, {})[matrix] = read(name).cpu()
     if kind == "wan-lora":
@@ -48,7 +61,7 @@ def file_tensors(
         has_alpha = kind == "wan-lora" and layer.startswith("blocks.")
         for matrix, value in matrices.items():
             factor = 1.0 if matrix == "A.weight" or (has_alpha and matrix == "B.weight") else scale
-            name = f"transformer.{layer}.lora_{matrix}"
+            name = f"{'' if kind == FASTVIDEO else 'transformer.'}{layer}.lora_{matrix}"
             if kind == "wan-lora":
                 name = f"diffusion_model.{layer}.{family.original_matrices[matrix]}"
             tensors[name] = (factor * value).to(dtype)
@@ -63,6 +76,7 @@ def write_file(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
     causal: Mapping[str, Any] | None = None,
+    sparse: Mapping[str, Any] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     *,
     family: str,
@@ -89,6 +103,8 @@ def write_file(
                     (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
                 if causal is not None:
                     write_causal(unfinished, causal)
+                if sparse is not None:
+                    write_sparse(unfinished, sparse)
                 for folder_name, scheduler in (schedulers or {}).items():
                     scheduler.save_pretrained(unfinished / folder_name)
                 finish(unfinished)

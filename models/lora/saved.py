@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
@@ -20,7 +20,8 @@ from models.files.checkpoint_files import TransformerFolder, fingerprint, refuse
 from models.files.shipped import find_shipped
 from models.lora import videox
 from models.lora.contract import BASE, read_contract
-from models.lora.files import NAME
+from models.lora.files import NAME, WHOLE
+from models.owner import is_gate
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class SavedAdapters:
     """Last layers of the base (:meth:`models.families.base.Family.last_layers`)."""
     heads: Mapping[str, tuple[int, ...]]
     """Shapes of the last layers that the file has for the role's heads, by the heads' names."""
+    gates: Mapping[str, tuple[int, ...]]
+    """Shapes of the gates of sparse attention that the file has, by public name."""
 
     @property
     def biased(self) -> bool:
@@ -85,7 +88,7 @@ class SavedAdapters:
     def read(self) -> dict[str, dict[str, Tensor]]:
         """Return each layer's fp32 ``A.weight``, ``B.weight`` and perhaps ``B.bias``, the latter two times the
         scale."""
-        (tensors, _), weights = _read(self.file, self.family, self.last_layers), {}
+        tensors, weights = _read(self.file, self.family, self.last_layers).adapters, {}
         for layer, scale in self.scales.items():
             a, b = tensors[f"{layer}.lora_A.weight"].float(), scale * tensors[f"{layer}.lora_B.weight"].float()
             missing = self.rank - len(a)
@@ -97,17 +100,32 @@ class SavedAdapters:
 
     def read_heads(self) -> dict[str, Tensor]:
         """Return the whole last layers for the role's heads, by the heads' names."""
-        return _read(self.file, self.family, self.last_layers)[1]
+        return _read(self.file, self.family, self.last_layers).heads
+
+    def read_gates(self) -> dict[str, Tensor]:
+        """Return the gates by public name."""
+        return _read(self.file, self.family, self.last_layers).gates
 
 
-def _read(
-    file: Path, family: Family, last_layers: Mapping[str, LastLayer]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the adapters of ``file`` by diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``,
-    ``.lora_B.bias``, ``LAYER.alpha``; and last layers for heads."""
+class _Contents(NamedTuple):
+    """Tensors of a file."""
+
+    adapters: dict[str, Tensor]
+    """By diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``, ``.lora_B.bias``, ``LAYER.alpha``."""
+    heads: dict[str, Tensor]
+    """Last layers for heads."""
+    gates: dict[str, Tensor]
+    """Gates by public name."""
+
+
+def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _Contents:
+    """Return the tensors of ``file``."""
     heads: dict[str, Tensor] = {}
+    gates: dict[str, Tensor] = {}
     try:
         tensors = _kohya_scaled(file, load_file(file))
+        for name in [name for name in tensors if is_gate(name) and ".lora_" not in name]:
+            gates[_PREFIX.sub("", name).replace(f".{WHOLE}", ".")] = tensors.pop(name)
         if videox.read_config(file):
             tensors, heads = videox.split_heads(tensors, last_layers)
     except Exception as error:  # safetensors raises its own, which is not public everywhere
@@ -130,7 +148,7 @@ def _read(
         _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
         for name, tensor in converted.items()
     }
-    return adapters, heads
+    return _Contents(adapters, heads, gates)
 
 
 def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,7 +175,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     where = f"{setting}={file.parent}"
     linear, last_layers = linear_layers(network), family.last_layers(config_of(network))
     try:
-        tensors, heads = _read(file, family, last_layers)
+        tensors, heads, gates = _read(file, family, last_layers)
         scale_of = _scales(file, tensors, family.adapter_alpha)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -179,6 +197,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     return SavedAdapters(
         file=file, family=family, rank=max(ranks), scales=scales, biases=biases, last_layers=last_layers,
         heads={name: tuple(tensor.shape) for name, tensor in heads.items()},
+        gates={name: tuple(tensor.shape) for name, tensor in gates.items()},
     )  # fmt: skip
 
 

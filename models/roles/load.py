@@ -177,6 +177,7 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
             plan.lora.fill(module, plan.name, seed)
             if plan.lora.saved is not None:
                 _fill_heads(network, plan)
+                _fill_gates(network, plan)
                 parameters = network.named_parameters(plan.name)
                 _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
         if plan.training is not None and plan.training.saved is not None:
@@ -192,6 +193,14 @@ def _fill_heads(network: Network, plan: RolePlan) -> None:
     for name, whole in plan.lora.saved.read_heads().items():
         values = whole.float() - full_tensor(base[names[name]].detach()).cpu().float()
         copy_own_part(own[name].detach(), values, name)
+
+
+def _fill_gates(network: Network, plan: RolePlan) -> None:
+    """Set the gates to those in the adapters' file. A collective."""
+    assert plan.lora is not None and plan.lora.saved is not None
+    own = network.named_parameters(plan.name)
+    for name, gate in plan.lora.saved.read_gates().items():
+        copy_own_part(own[name].detach(), gate.float(), name)
 
 
 def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:

@@ -192,7 +192,7 @@ def plan_role(
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
-    paths = [folder.path for folder in folders]
+    paths = [*([saved.parent] if saved is not None else []), *(folder.path for folder in folders)]
     sparse_plan = plan_sparse(name, sparse or SparseSettings(), paths, chosen, config_of(network))
     _check_files(name, folders, [network, *others], added, sparse_plan)
     trained_experts = _trained_experts(name, experts, boundaries, saved or training_adapter)
@@ -202,6 +202,7 @@ def plan_role(
         _check_saved_heads(name, adapters, added)
         if saved is not None:
             refuse_other_base(saved, folders, f"{name}.checkpoint", warn=True)
+        _check_saved_gates(name, adapters, sparse_plan)
     training = None
     if training_adapter is not None:
         training = _plan_training_adapter(name, training_adapter, adapters, network, chosen, folders)
@@ -250,6 +251,8 @@ def _plan_training_adapter(
         raise UserError(
             f"{where}={file.parent} has last layers of method=pdd next to its adapters; give adapters alone"
         )
+    if planned.saved is not None and planned.saved.gates:
+        raise UserError(f"{where}={file.parent} has gates of sparse attention, which are the {name}'s own; drop them")
     refuse_other_base(file, folders, where)
     return planned
 
@@ -264,6 +267,19 @@ def _check_saved_heads(name: str, adapters: LoraPlan, added: nn.ModuleDict) -> N
         raise UserError(f"{where} has last layers for {count} intervals of method=pdd; use that method")
     if expected != {key: tuple(shape) for key, shape in saved.items()}:
         raise UserError(f"{where} has last layers {dict(saved)}; set method.grid_steps={count}, and use its own base")
+
+
+def _check_saved_gates(name: str, adapters: LoraPlan, sparse: SparsePlan | None) -> None:
+    """Check that the role has the gates that the file of its adapters holds."""
+    if adapters.saved is None or not (saved := adapters.saved.gates):
+        return
+    where, first = f"{name}.checkpoint={adapters.saved.file.parent}", next(iter(saved))
+    if sparse is None:
+        advice = f"set {name}.sparse_attention.sparsity (and .tile) to what it was trained with, as to 0.8 or 0.9"
+        raise UserError(f"{where} was trained with sparse attention (it has {first}); {advice}")
+    if other := {*saved.items()} ^ {*sparse.shapes.items()}:
+        advice = f"use its own base, and {name}.sparse_attention.dense_layers"
+        raise UserError(f"{where} has gates that the {name} has not, or lacks some, as {min(other)[0]}; {advice}")
 
 
 def _trained_experts(name: str, experts: str, boundaries: Sequence[float], saved: Path | None) -> tuple[int, ...]:

@@ -1,28 +1,37 @@
 """Sparse roles: whole networks against attention written out in one process, ramps, resume, and shared networks."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from distill.config.schema import EmaSettings
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from models import verify
 from models.condition import Condition
+from models.export import main as export
 from models.families.minimax_h3 import MiniMaxH3
+from models.families.registry import family_of
 from models.families.wan import Wan
+from models.lora.__main__ import main as extract
+from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
-from models.roles.load import build_roles
+from models.owner import is_gate
+from models.roles.load import build_role, build_roles
 from models.roles.role_plan import plan_role
 from models.sample import Sample
-from models.sparse import SparseSettings
+from models.sparse import FILE, SparseSettings
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.sparse_networks import written_out
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.tiers import slow, slow_case
+from tests.unit.refused import refused
 
 SPARSE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
 MESHES = [(1, 2), *(slow_case(*sizes) for sizes in ((1, 1), (2, 2), (1, 3), (1, 4)))]
@@ -92,13 +101,19 @@ def test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp(pools, checkpoints, tm
     """Gates train, are averaged and resumed; with adapters next to them on a base that the dense teacher shares."""
     setup = Setup(cp=2, micro_batch_size=2, steps=6, ema=EmaSettings(enabled=True), sparse={"student": RAMP}, lora=lora)
     losses, weights, sparsity, file = pools[2].run(_record, setup, checkpoints, tmp_path / "run", 0, (3,))[0]
-    again, other, *_ = pools[2].run(_record, setup, checkpoints, tmp_path / "run", 3)[0]
+    again, other, *_ = pools[2].run(_record, setup, checkpoints, tmp_path / "run", 3, (6,))[0]
     assert again == losses[3:] and sparsity == {"student": 0.6} and file["sparsity"] == 0.6
     for name in ("student", "average of student"):
         assert all(torch.equal(other[name][key], value) for key, value in weights[name].items())
         gates = [value for key, value in weights[name].items() if "to_gate_compress.weight" in key]
         assert len(gates) == 2 and all(gate.norm() > 0 for gate in gates)
     assert not any("to_gate_compress" in key for key in weights["fake"])
+    if lora:
+        out = tmp_path / "out"
+        assert export([str(tmp_path / "run"), str(out), "--weights", "raw", "--format", "fastvideo-lora"]) == 0
+        found = load_file(find_adapters(str(out)))
+        for key in ("blocks.0.to_gate_compress.weight", "blocks.1.attn1.to_q.lora_A.weight"):
+            assert torch.equal(found[key.replace("compress.", "compress.set_")], weights["student"][key])
 
 
 @slow
@@ -110,6 +125,52 @@ def test_methods_take_a_sparse_student_on_any_mesh(pools, checkpoints, tmp_path,
     on_mesh = replace(setup, cp=4, micro_batch_size=2)
     assert pools[4].run(_record, on_mesh, checkpoints, tmp_path / "four")[0][0] == pytest.approx(truth, rel=1e-6)
     assert all(torch.isfinite(torch.tensor(truth)))
+
+
+def _same_student(family, full, base, file):
+    """Return the velocities and gates of a whole student and of adapters with gates on its base."""
+    plans = [
+        plan_role("student", family=family, checkpoint=str(full)),
+        plan_role("student", family=family, checkpoint=str(base), lora=LoraSettings(), saved=file),
+    ]
+    x, t, condition, *_ = verify.inputs(plans[0], verify.GRIDS[0])
+    parts, shapes = verify.sample_shapes(plans[0], verify.GRIDS[0])
+    mesh, options = build_mesh(cp=2, heads=2), {"device": torch.device("cpu"), "precision": "fp64"}
+    roles = [
+        build_role(plan, trainable=True, mesh=mesh, shapes=parts, condition_shapes=shapes, **options) for plan in plans
+    ]
+    gates = [{name: w for name, w in full_tensors(role.weights()).items() if is_gate(name)} for role in roles]
+    with torch.no_grad():
+        return [role.velocity(x, t, condition).video for role in roles], gates
+
+
+@pytest.mark.parametrize("family", ["wan", slow_case("minimax_h3")])
+def test_one_file_has_adapters_and_gates(pools, tmp_path, capsys, family):
+    """Extracted from a whole student in FastVideo's names, and read as a role on its base."""
+    full, base, out = (tmp_path / name for name in ("full", "base", "out"))
+    example = next(iter(family_of(family, "student").examples().values()))
+    verify.write_example(full, family, example, SPARSE)
+    shutil.copytree(full, base)
+    (base / FILE).unlink()
+    (weights,) = base.glob("*.safetensors")
+    tensors = {name: w for name, w in load_file(weights).items() if not is_gate(name)}
+    for name in (name for name in tensors if name.endswith(("to_q.weight", "to_out.0.weight"))):
+        tensors[name] += 0.1 * torch.randn(len(tensors[name]), 2) @ torch.randn(2, tensors[name].shape[1])
+    save_file(tensors, weights)
+    words = ["extract", str(full), str(base), str(out), "--rank", "2", "--family", family, "--format"]
+    assert extract([*words, "diffusers-lora"]) == 2 and "fastvideo-lora" in capsys.readouterr().err
+    assert extract([*words, "fastvideo-lora"]) == 0
+    file = find_adapters(str(out))
+    gates = {name for name in load_file(file) if is_gate(name)}
+    of_wan = {"blocks.0.to_gate_compress.set_bias", "blocks.0.to_gate_compress.set_weight"}
+    assert gates >= (of_wan if family == "wan" else {"transformer_blocks.1.attn.to_gate_compress.set_weight"})
+    (truth, ours), (whole, read) = pools[2].run(_same_student, family, full, base, file)[0]
+    assert (ours - truth).norm() < 1e-5 * truth.norm()
+    assert whole.keys() == read.keys() and all(torch.equal(read[name], whole[name]) for name in whole)
+    (out / FILE).unlink()
+    for settings, name in ((None, "sparsity"), (SparseSettings(sparsity=0.6, dense_layers=[0]), "dense_layers")):
+        with refused(f"student.sparse_attention.{name}"):
+            plan_role("student", family=family, checkpoint=str(base), lora=LoraSettings(), saved=file, sparse=settings)
 
 
 def _shared_base(folder, sparse):

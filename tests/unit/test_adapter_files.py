@@ -12,7 +12,7 @@ from models.families.ltx import LTX
 from models.families.wan import Wan
 from models.files.checkpoint_files import fingerprint, inspect_transformer
 from models.lora.contract import BASE, KEY
-from models.lora.files import FORMATS, NAME, file_tensors
+from models.lora.files import FASTVIDEO, FORMATS, NAME, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
@@ -168,7 +168,7 @@ def test_a_role_says_what_diffusers_says(base, one_rank, tmp_path, make):
     )
     own = {name: weight.full_tensor() for name, weight in role.weights().items()}
     scale = role.adapters["scale"]
-    for kind in FORMATS:  # and back
+    for kind in {*FORMATS} - {FASTVIDEO}:  # and back
         written = file_tensors(kind, own, own.__getitem__, family=Wan(), scale=scale, dtype=torch.float32)
         torch.testing.assert_close(by_diffusers(base, write(tmp_path / kind, written)), truth, rtol=1e-4, atol=1e-5)
     network = WanTransformer3DModel.from_pretrained(base)
