@@ -239,6 +239,10 @@ class EncodedSettings(DataSettings):
     def image(self) -> str | None:
         return self.encoding().image
 
+    @property
+    def negative_prompt(self) -> str:
+        return self.encoding().negative_prompt
+
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, Shape]]]:
         return self.encoding().bucket_shapes()
 

@@ -6,13 +6,15 @@ one side, some spreads over captions from the mean of the teacher's clips (:data
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distill.data import ClipDataset
 from distill.data.shares import Shares
@@ -22,6 +24,7 @@ from distill.evaluate.sampling import TEACHER_STEPS, check_finite, sample_captio
 from distill.methods.common.chunks import noise_like, noised
 from distill.methods.common.distribution_matching import fake_score_error
 from distill.methods.common.expert_times import Times
+from distill.methods.common.schedules import add_noise
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -29,11 +32,14 @@ from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import all_reduce_scalars, on_first_rank
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
+from models.condition import Condition
 from models.roles.role import Role
 from models.sample import Sample
 
 log = logging.getLogger(__name__)
 
+FIELD = "guidance_kept"
+"""Measure of the student itself: length of its guidance relative to its base's, the mean over bands of high noise."""
 LIMITS = {
     "saturation": 1.25,
     "contrast": 1.25,
@@ -42,11 +48,16 @@ LIMITS = {
     "sharpness": -1.25,
     "diversity": -1.25,
     "static": 1.25,
+    FIELD: -1.25,
 }
 """Distance of a measure's limit from the reference's mean, in spreads; negative: a least value. High learning rates
 make the pictures of healthy students grainy for a while, which costs two spreads of flicker."""
 SEEDS = 2
 """Clips of a caption: the fewest that show diversity."""
+_FIELD_LIMITS = (1.0, 0.4)
+"""Mean and spread of :data:`FIELD`: half of the base's guidance is its limit."""
+_HIGH_NOISE = 0.5
+"""Least lower end of the bands of :data:`FIELD`: at low noise guidance is a few percent of the prediction."""
 _LEAST_SPREAD = 0.05
 """Least spread of a measure, as a share of its mean."""
 _LEAST_SHARE = 0.25
@@ -69,7 +80,7 @@ def by_caption(data: ClipDataset, latents: Sample) -> dict[str, list[float]]:
         return prompt_measures({"": clips}, {}, None)[""]
 
     found = Shares().run(len(latents) // SEEDS, measured)
-    return {name: [float(np.mean(of_caption[name])) for of_caption in found] for name in LIMITS}
+    return {name: [float(np.mean(of_caption[name])) for of_caption in found] for name in LIMITS if name != FIELD}
 
 
 def limits_of(measured: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
@@ -206,8 +217,11 @@ class Guard:
         latents = evaluator.latents("student", max(self.config.sample.student_steps), self.captions)
         found = evaluator.decoded("the student", evaluator.data, latents, by_caption)
         evaluator.data.release()
-        before = state.values
-        raised = state.judge({name: float(np.mean(found[name])) if found else None for name in state.limits})
+        before, bands = state.values, self._guidance(latents) if found and FIELD in state.limits else {}
+        values = {name: float(np.mean(found[name])) for name in state.limits if name != FIELD} if found else {}
+        if bands:
+            values[FIELD] = float(np.mean([kept for low, (kept, _) in bands.items() if low >= _HIGH_NOISE]))
+        raised = state.judge({name: values.get(name) for name in state.limits})
         metrics = {**state.values, "excess": state.total_excess(), "alarm": float(bool(raised))}
         metrics |= self._health(latents, before)
         if rank() == 0 and raised and not state.alarm:
@@ -218,7 +232,11 @@ class Guard:
             state.is_half_reported = True
             if rank() == 0 and unarmed:
                 log.warning("guard: half of the run is done, and %s never came inside of the limit", ", ".join(unarmed))
-        return {f"guard/{name}": value for name, value in metrics.items()}
+        measured = {f"guard/{name}": value for name, value in metrics.items()}
+        for low, of_band in bands.items():
+            named = zip((FIELD, "guidance_cosine"), of_band, strict=True)
+            measured |= {f"student/{name}/t{low:.2f}": value for name, value in named}
+        return measured
 
     def words(self, raised: Sequence[str]) -> str:
         """Describe the alarm of the measures ``raised``, and name what to change."""
@@ -271,7 +289,23 @@ class Guard:
         measured = evaluator.decoded("the guard's reference", *source, by_caption)
         if measured is None:
             raise UserError(f"guard.every={self.settings.every}: the clips to compare with are not finite; use 0")
-        return limits_of(measured)
+        limits = limits_of(measured)
+        return limits | {FIELD: _FIELD_LIMITS} if self._knows_field() else limits
+
+    def _knows_field(self) -> bool:
+        return bool(self.method.guidance_bands) and "teacher" in self.method.roles
+
+    def _guidance(self, latents: Sample) -> dict[float, list[float]]:
+        """Return length and cosine of the student's guidance relative to its base's, in the middle of each band of
+        time, by the band's lower end."""
+        ends, measured = [*self.method.guidance_bands, 1.0], {}
+        for low, high in pairwise(ends):
+
+            def of_batch(x: Sample, times: Times, noise: Sample, condition: Condition) -> Tensor:
+                return self.method.guidance_field(add_noise(x, noise, times.t), times, condition)
+
+            measured[low] = self._means(latents, (low + high) / 2, of_batch)
+        return measured
 
     def _health(self, latents: Sample, before: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return the health of the game: metrics of training, the student's pace, the fake score's error."""
@@ -292,27 +326,35 @@ class Guard:
             health["fake_error"] = self._fake_error(latents)
         return health
 
-    @torch.no_grad()
     def _fake_error(self, latents: Sample) -> float:
         """Return the fake score's error on the clips of this look, at one time. Its training saw none of them."""
-        evaluator, count, settings = self.evaluator, len(self.captions), self.config.method
+        fake, weights = self.method.roles["fake"], self.config.method.weights
+
+        def of_batch(x: Sample, times: Times, noise: Sample, condition: Condition) -> Tensor:
+            last = self.method.fake_last_step(times.t)
+            return fake_score_error(fake, x, times, noise, condition, last).total(weights)[None]
+
+        return self._means(latents, middle_time(fake), of_batch)[0]
+
+    @torch.no_grad()
+    def _means(self, latents: Sample, time: float, measure: Callable[..., Tensor]) -> list[float]:
+        """Return the means over the clips of this look of what ``measure`` returns, ``(K, B)``, of B clips with their
+        times, noises and conditions."""
+        evaluator, count = self.evaluator, len(self.captions)
         mesh, device = evaluator.mesh, evaluator.device
-        time = middle_time(self.method.roles["fake"])
         share = -(-count // mesh.dp_size)  # ranks run equally many forwards: the last ones repeat clips
         positions = range(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
-        total = 0.0
-        with phase("guard/fake_score"), resharded([role.network for role in self.method.roles.values()]):
+        totals: list[float] = []
+        with phase("guard/measures"), resharded([role.network for role in self.method.roles.values()]):
             for first in range(0, share, evaluator.batch):
                 of_batch = positions[first : first + evaluator.batch]
                 clips = [i % count for i in of_batch]
                 x = latents[clips].to(device)
                 times = Times(torch.full((len(x),), time, device=device), time)
-                last = self.method.fake_last_step(times.t)
                 random = StepRandom(seed=SAMPLE_SEED, step=0, positions=clips, device=device)
                 condition = noised(evaluator.data.condition([self.captions[i] for i in clips]).to(device), random)
                 noise = noise_like(x, random, "guard/noise")
-                errors = fake_score_error(self.method.roles["fake"], x, times, noise, condition, last)
-                of_clip = errors.total(settings.weights).tolist()
-                total += sum(error for error, i in zip(of_clip, of_batch, strict=True) if i < count)
-        (total,) = all_reduce_scalars([total], mesh.dp)
-        return total / count
+                rows = measure(x, times, noise, condition).tolist()
+                sums = [sum(value for value, i in zip(row, of_batch, strict=True) if i < count) for row in rows]
+                totals = [a + b for a, b in zip(totals or [0.0] * len(sums), sums, strict=True)]
+        return [total / count for total in all_reduce_scalars(totals, mesh.dp)]

@@ -24,6 +24,7 @@ from models.condition import Condition
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
 if TYPE_CHECKING:
+    from distill.methods.common.expert_times import Times
     from models.roles.role import Role
     from models.roles.role_plan import RolePlan
 
@@ -269,6 +270,14 @@ class Method(ABC):
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         """Yield the losses of the role that trains at ``step``, each with its own backward. Only the closures call
         roles or read tensors of the batch: a run also lists the losses of :data:`ANY_SAMPLE`."""
+
+    guidance_bands: ClassVar[Sequence[float]] = ()
+    """Lower ends of the bands of time, up to 1, in which the guard measures :meth:`guidance_field`."""
+
+    def guidance_field(self, x: Sample, times: Times, condition: Condition) -> Tensor:
+        """Return the length and the cosine, ``(2, B)``, of the student's guidance relative to its base's, at the states
+        ``x``; only for a method with :attr:`guidance_bands` and a role ``teacher``."""
+        raise NotImplementedError
 
     def fake_last_step(self, t: Tensor) -> Tensor | None:
         """Return the time of the last step of a whole sampling, like ``t``, where the fake score is conditioned on it

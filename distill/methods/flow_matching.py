@@ -10,7 +10,7 @@ fits ``(v_c + (s - 1) sg v_u) / s`` instead (musubi-tuner, docs/minimax_h3.md), 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import Sample, shift_time
+
+if TYPE_CHECKING:
+    from models.roles.role_plan import RolePlan
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 
@@ -98,6 +101,11 @@ class FlowMatchingSettings(PartSettings):
         return needing + [f"{name}={weight}" for name, weight in weights.items() if weight]
 
     @property
+    def remedies(self) -> list[str]:
+        drifts = self.built_in_guidance > 1 and self.null == "live" and not self.anchor_weight
+        return [*(["set method.null=frozen or method.anchor_weight"] if drifts else []), *super().remedies]
+
+    @property
     def time_bounds(self) -> list[float]:
         """Times between which a step runs the same forwards."""
         if self.built_in_guidance == 1.0:
@@ -112,6 +120,7 @@ class FlowMatching(Method):
     required_roles = ("student",)
     trained_roles = ("student",)
     settings: FlowMatchingSettings
+    guidance_bands = (0.0, 0.5, 0.8, 0.9)  # most of the field is at high noise (musubi-tuner)
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         times = self._times(batch, random)
@@ -129,6 +138,16 @@ class FlowMatching(Method):
         needing, base = config.method.needing_base, config.teacher
         if needing and base.checkpoint is None and base.architecture is None:
             raise UserError(f"method.{needing[0]} needs the base as the role teacher; set teacher.checkpoint")
+
+    @classmethod
+    def check_roles(cls, config: Any, roles: Mapping[str, "RolePlan"]) -> None:
+        super().check_roles(config, roles)
+        family, data = roles["student"].family, config.data
+        if config.method.built_in_guidance == 1 or family.knows_empty_text:
+            return
+        if not data.negative_prompt and data.image is None:  # images are a text of their own
+            lacks = f"data.negative_prompt='' has no token, and {family.name} was not trained with such a text"
+            raise UserError(f"{lacks}, which method.built_in_guidance needs; use a space, \"data.negative_prompt=' '\"")
 
     @classmethod
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
@@ -180,6 +199,18 @@ class FlowMatching(Method):
     def _fixed(self, role: str, x: Sample, condition: Condition, times: Times) -> Sample:
         """Return the output of ``role`` at the states ``x``, without gradient."""
         return self.roles[role].velocity(x, times.t, condition, at=times.at)
+
+    def guidance_field(self, x: Sample, times: Times, condition: Condition) -> Tensor:
+        """Compare ``v_c`` and the base's ``c``, both less the base's unconditional branch: the student's own may have
+        drifted away from a guided output that is right."""
+        null = self._fixed("teacher", x, condition.null, times)
+        student, base = (self._fixed(role, x, condition, times) - null for role in ("student", "teacher"))
+
+        def dot(one: Sample, other: Sample) -> Tensor:
+            return torch.stack([*(one * other).map(lambda part: part.flatten(1).sum(1)).parts.values()]).sum(0)
+
+        lengths = [dot(field, field).sqrt() for field in (student, base)]
+        return torch.stack([lengths[0] / lengths[1], dot(student, base) / (lengths[0] * lengths[1])])
 
     def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
         """Return the squared distance of the student's unconditional branch from the base's."""

@@ -181,6 +181,8 @@ class Family(ABC):
     """Facts that only a plan of memory and time uses."""
     takes_times: ClassVar[bool] = True
     """Whether diffusers' pipeline takes a list of times. Otherwise it cannot sample a student without a scheduler."""
+    knows_empty_text: ClassVar[bool] = True
+    """Whether the network was trained with the empty text, and predicts without a caption from it."""
     export_note: ClassVar[str] = ""
     """Text for the card of an export: what diffusers' pipeline needs, where that is not its defaults."""
     pipeline: ClassVar[Pipeline | None] = None

@@ -162,6 +162,7 @@ class MiniMaxH3(DiffusersFamily):
     planning = MiniMaxH3Planning()
     time_scale = 0.0
     takes_times = False
+    knows_empty_text = False
     parts = {VIDEO: 1.0, AUDIO: 3 / RELEASED_SHIFT}
     """The released schedules shift one base time by 12 and by 3."""
     export_note = (

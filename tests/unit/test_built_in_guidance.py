@@ -8,6 +8,7 @@ from torch import nn
 
 from distill.config import compose_config
 from distill.methods import build_method
+from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from distill.run.setup import plan_run
@@ -103,6 +104,17 @@ def test_a_step_equals_plain_networks_on_all_ranks(null, keep):
         assert all(close(ours[name], g) for name, g in gradients(student).items()) and not gradients(base)
         seen.add((is_guided, is_anchored))
     assert len(seen) == 3, "each range is drawn"
+
+
+def test_the_field_is_relative_to_the_bases_null():
+    """A student whose conditional output is right has all of it, whatever its own unconditional branch became."""
+    u, k, batch, times = 0.3, 1.5, make_batch(), Times(torch.full((4,), 0.7, dtype=torch.float64), 0.7)
+    ones, zeros = (torch.full((*n, *TEXT), x, dtype=torch.float64) for n, x in (((4,), 1.0), ((), 0.0)))
+    condition = text_condition(ones, zeros, zeros)
+    for b, own, wanted in ((0.9, 0.9, (1.0, 1.0)), (0.3, 0.5, (1 / 3, 1.0)), (0.3, -0.75, (0.5, -1.0))):
+        method = fine_tuning(Linear(b, own), Linear(u, k))
+        found = method.guidance_field(batch.latents, times, condition)
+        assert found.shape == (2, 4) and torch.allclose(found, torch.tensor(wanted, dtype=torch.float64)[:, None])
 
 
 def test_settings_that_do_not_fit_are_refused():

@@ -12,7 +12,7 @@ import torch
 
 from distill.config import compose_config
 from distill.evaluate.evaluator import Evaluator
-from distill.evaluate.guard import LIMITS, SEEDS, Guard, GuardState, by_caption, limits_of, middle_time
+from distill.evaluate.guard import FIELD, LIMITS, SEEDS, Guard, GuardState, by_caption, limits_of, middle_time
 from distill.evaluate.measures import clip_measures
 from distill.methods import METHODS
 from distill.train.trainer import Trainer, build_trainer
@@ -44,7 +44,7 @@ def test_measures_are_by_caption_and_limits_have_their_spread():
     assert limits["motion"] == pytest.approx((np.mean(found["motion"]), np.std(found["motion"], ddof=1)))
     assert limits["static"] == (0, 0.25), "none of so few clips is static by chance"
     assert limits_of({"motion": [0.5, 0.5], "flicker": [math.nan] * 2}) == {"motion": (0.5, 0.025)}
-    assert limits.keys() == LIMITS.keys()
+    assert limits.keys() == LIMITS.keys() - {FIELD}
     gray = limits_of(measured(np.full((2 * SEEDS, 4, 8, 8, 3), 9, dtype=np.uint8)))
     assert "diversity" not in gray, "a caption of one real clip has none"
     state = GuardState(limits=gray)

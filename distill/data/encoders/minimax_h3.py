@@ -111,7 +111,12 @@ class MiniMaxH3TextEncoder(TextEncoder):
     @torch.no_grad()
     def encode(self, caption: str) -> Tensor:
         """Encode one caption: (tokens, D) on the CPU. The empty one, which the model does not know, is one pad."""
-        ids = self.tokenizer(caption, add_special_tokens=False).input_ids or [self.tokenizer.pad_token_id]
+        ids = self.tokenizer(caption, add_special_tokens=False).input_ids
+        if caption and not ids:
+            raise UserError(
+                f"data.encoders={self.folder}: tokenizer/ makes no token of {caption[:60]!r}; use other text"
+            )
+        ids = ids or [self.tokenizer.pad_token_id]
         self._check_words(ids, self.model, "tokenizer", "text_encoder")
         self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
         tokens = torch.tensor([ids[: self.max_tokens]], device=self.device)
