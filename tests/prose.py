@@ -32,6 +32,7 @@ BUDGET = {  # words of a page, or of each page in a folder, without code blocks
     "docs/gradients.md": 460,
     "docs/comparison.md": 520,
     "docs/sparse.md": 700,
+    "docs/fine_tuning.md": 600,
     "docs/methods/README.md": 550,
     "docs/methods": 540,
 }

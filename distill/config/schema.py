@@ -116,7 +116,7 @@ class StudentSettings(TrainedRoleSettings):
     """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/models.md)."""
     training_adapter: str | None = None
     """Path to a further adapter of the base, which training runs frozen; samples and exports lack
-    it."""
+    it (docs/fine_tuning.md)."""
     causal: CausalSettings = field(default_factory=CausalSettings)
 
 
