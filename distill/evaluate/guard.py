@@ -217,8 +217,8 @@ class Guard:
         latents = evaluator.latents("student", max(self.config.sample.student_steps), self.captions)
         found = evaluator.decoded("the student", evaluator.data, latents, by_caption)
         evaluator.data.release()
-        before, bands = state.values, self._guidance(latents) if found and FIELD in state.limits else {}
-        values = {name: float(np.mean(found[name])) for name in state.limits if name != FIELD} if found else {}
+        before, bands = state.values, self._guidance(latents) if found else {}
+        values = {name: float(np.mean(of_clips)) for name, of_clips in (found or {}).items()}
         if bands:
             values[FIELD] = float(np.mean([kept for low, (kept, _) in bands.items() if low >= _HIGH_NOISE]))
         raised = state.judge({name: values.get(name) for name in state.limits})
@@ -232,11 +232,9 @@ class Guard:
             state.is_half_reported = True
             if rank() == 0 and unarmed:
                 log.warning("guard: half of the run is done, and %s never came inside of the limit", ", ".join(unarmed))
-        measured = {f"guard/{name}": value for name, value in metrics.items()}
-        for low, of_band in bands.items():
-            named = zip((FIELD, "guidance_cosine"), of_band, strict=True)
-            measured |= {f"student/{name}/t{low:.2f}": value for name, value in named}
-        return measured
+        kept = {f"student/{FIELD}/t{low:.2f}": length for low, (length, _) in bands.items()}
+        turned = {f"student/guidance_cosine/t{low:.2f}": cosine for low, (_, cosine) in bands.items()}
+        return {f"guard/{name}": value for name, value in metrics.items()} | kept | turned
 
     def words(self, raised: Sequence[str]) -> str:
         """Describe the alarm of the measures ``raised``, and name what to change."""
@@ -289,17 +287,14 @@ class Guard:
         measured = evaluator.decoded("the guard's reference", *source, by_caption)
         if measured is None:
             raise UserError(f"guard.every={self.settings.every}: the clips to compare with are not finite; use 0")
-        limits = limits_of(measured)
-        return limits | {FIELD: _FIELD_LIMITS} if self._knows_field() else limits
-
-    def _knows_field(self) -> bool:
-        return bool(self.method.guidance_bands) and "teacher" in self.method.roles
+        knows_field = self.method.guidance_bands and "teacher" in self.method.roles
+        return limits_of(measured) | ({FIELD: _FIELD_LIMITS} if knows_field else {})
 
     def _guidance(self, latents: Sample) -> dict[float, list[float]]:
         """Return length and cosine of the student's guidance relative to its base's, in the middle of each band of
-        time, by the band's lower end."""
-        ends, measured = [*self.method.guidance_bands, 1.0], {}
-        for low, high in pairwise(ends):
+        time, by the band's lower end; nothing if the method has none."""
+        measured: dict[float, list[float]] = {}
+        for low, high in pairwise([*self.method.guidance_bands, 1.0]) if FIELD in self.state.limits else ():
 
             def of_batch(x: Sample, times: Times, noise: Sample, condition: Condition) -> Tensor:
                 return self.method.guidance_field(add_noise(x, noise, times.t), times, condition)

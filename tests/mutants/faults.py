@@ -1096,6 +1096,13 @@ FAULTS = (
         "unit/test_adapter_files.py::test_a_training_adapter_runs_in_training_alone",
     ),
     Fault(
+        "guidance_measured_from_the_students_null",
+        "flow_matching, guard: a drifted unconditional branch hides that the guidance is still there",
+        'null = self._fixed("teacher", x, condition.null, times)',
+        'null = self._fixed("student", x, condition.null, times)',
+        "unit/test_built_in_guidance.py::test_the_field_is_relative_to_the_bases_null",
+    ),
+    Fault(
         "stacked_without_weights",
         "models.lora stack: the weights of the two adapters are ignored",
         "{matrix: weight * value for",

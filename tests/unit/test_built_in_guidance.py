@@ -1,6 +1,7 @@
 """flow_matching for a base whose guidance is built in, in fp64 against closed forms and written-out networks."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from distill.methods.common.schedules import add_noise
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from distill.run.setup import plan_run
 from models.causal import CausalSettings
+from models.families.minimax_h3 import MiniMaxH3
 from tests.oracles.samples import Stub
 from tests.oracles.tiny_wan import text_condition
 from tests.unit.method_roles import TEXT, Net, close, gradients, make_batch, null_text_of, random_at, text_of
@@ -138,6 +140,22 @@ def test_settings_that_do_not_fit_are_refused():
     for name, chosen in (("built_in_guidance", settings), ("keep_weight", FlowMatchingSettings(keep_weight=0.5))):
         with refused(f"method.{name}"):
             FlowMatching.check_causal(chosen, {"student": CausalSettings(chunk=1)})
+
+
+def test_a_text_of_no_token_is_no_null():
+    role = SimpleNamespace(family=MiniMaxH3(), boundaries=(), causal=None)
+
+    def check(prompt, image=None, **settings):
+        data = SimpleNamespace(negative_prompt=prompt, image=image)
+        method = FlowMatchingSettings(**PLAIN, **settings)
+        config = SimpleNamespace(method=method, data=data, student=SimpleNamespace(experts="both"))
+        FlowMatching.check_roles(config, {"student": role})
+
+    for fine in ({"prompt": " "}, {"prompt": "", "image": "first_frame"}):
+        check(**fine, built_in_guidance=SCALE)
+    check("")
+    with refused("data.negative_prompt"):
+        check("", built_in_guidance=SCALE)
 
 
 GUIDED = ["method.built_in_guidance=3", "method.guidance_scale=1", "method.caption_dropout=0"]

@@ -71,6 +71,9 @@ def test_texts_are_those_of_the_pipeline(path):
         found = encoder.embeddings(caption)["text"]
         assert torch.equal(found, wanted[0].float()) and len(found) == (len(ids) or pads)
     assert len(encoder.embeddings("a" * 40)["text"]) == 32 and len(encoder.cuts) == 1
+    encoder.tokenizer = lambda *_, **__: SimpleNamespace(input_ids=[])
+    with refused("data.encoders"):
+        encoder.encode("unknown")
 
 
 @slow
