@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,15 +29,17 @@ log = logging.getLogger(__name__)
 _PATIENCE = timedelta(days=7)
 """Time in which the other processes wait for downloads, without NCCL."""
 
+CARD = "README.md"
 Wanted = Callable[[Iterable[str]], list[str]]
 """Function that selects the needed files from those of a repository."""
 
 
 def network_files(files: Iterable[str]) -> list[str]:
-    """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders."""
-    files = [file for file in files if file.endswith((".json", ".safetensors"))]
+    """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders; and
+    the card, which tells the license."""
+    files = [file for file in files if file.endswith((".json", ".safetensors")) or file == CARD]
     if "transformer/config.json" in files:
-        wanted = ("model_index.json", "transformer/", "transformer_2/")
+        wanted = ("model_index.json", CARD, "transformer/", "transformer_2/")
         return [file for file in files if file.startswith(wanted)]
     return [file for file in files if "/" not in file]
 
@@ -67,9 +69,9 @@ class _Snapshot:
     def folder(self) -> Path:
         return hub_folder(HubName(self.name.repo, self.commit))
 
-    def missing(self) -> list[str]:
-        """Return the needed files that are not in the cache."""
-        return [file for file in self.files or () if not (self.folder / file).is_file()]
+    def missing(self, optional: Collection[str] = (CARD,)) -> list[str]:
+        """Return the needed files that are not in the cache. Without the card everything runs."""
+        return [file for file in self.files or () if file not in optional and not (self.folder / file).is_file()]
 
     def check(self) -> None:
         """Check that the cache holds the needed files, and every shard that an index of weights names."""
@@ -177,7 +179,7 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
     """Download the missing files of a snapshot. Processes that share the cache wait for each other's files there."""
     from huggingface_hub import snapshot_download
 
-    if not (missing := snapshot.missing()):
+    if not (missing := snapshot.missing(optional=() if download else (CARD,))):
         return
     repo = snapshot.name.repo
     if not download:

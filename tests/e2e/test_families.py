@@ -87,6 +87,7 @@ HUNYUAN = Case(
 BOUNDARY = 0.875
 A14B = Case(latents=(16, 5, 4, 6), height=32, width=48, more=(ODE, "method.guidance_scale_2=1.5", "seed=7"))
 EXPERTS = ("transformer", "transformer_2")
+LORA_WORDS = ("student.lora.rank=4", "fake.lora.rank=4")
 
 
 def test_wan(tmp_path):
@@ -127,17 +128,20 @@ def test_wan(tmp_path):
     [
         (WAN, build_tiny_pipeline, AutoencoderKLWan, (f"method.step_list={STEPS}",)),
         long_case(WAN, build_tiny_pipeline, AutoencoderKLWan, ("method.step_list=[1.0,0.7,0.6,0.1]",)),
+        long_case(WAN, build_tiny_pipeline, AutoencoderKLWan, (ODE, f"method.step_list={STEPS}", *LORA_WORDS)),
+        long_case(A14B, partial(build_tiny_pipeline, boundary=BOUNDARY), AutoencoderKLWan, ()),
         long_case(LTX, build_tiny_ltx_pipeline, AutoencoderKLLTXVideo, ()),
         long_case(HUNYUAN, build_tiny_hunyuan_pipeline, AutoencoderKLHunyuanVideo15, ()),
     ],
-    ids=["wan", "no scheduler fits", "ltx", "hunyuan"],
+    ids=["wan", "no scheduler fits", "adapters", "experts", "ltx", "hunyuan"],
 )
 def test_the_code_on_a_card(tmp_path, monkeypatch, case, build, vae, changes):
     """The code as it stands makes the clip of ``distill.sample``; the card has clips and a license."""
     run = distil(tmp_path, case, build, *changes)
     (run.pipeline / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     out, found, decode = tmp_path / "card", [], vae.decode
-    assert export.main([str(run.folder), str(out)]) == 0
+    adapters = ("--format", "diffusers-lora") if set(LORA_WORDS) <= {*changes} else ()
+    assert export.main([str(run.folder), str(out), *adapters]) == 0
     monkeypatch.setattr(
         vae, "decode", lambda self, z, *rest, **named: found.append(z) or decode(self, z, *rest, **named)
     )

@@ -9,7 +9,9 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from fsdp_cp.checkpoint.save_load import Checkpoints
+from models.card import is_ours
 from models.export import main
+from models.files.checkpoint_files import fingerprint, inspect_checkpoint
 from tests.oracles.tiny_wan import ARCHITECTURE
 from tests.tiers import parametrize
 from tests.unit.refused import snapshot
@@ -66,6 +68,22 @@ def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16") == 0
     assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
     assert not list(out.parent.glob(".out*"))
+
+
+def test_the_table_of_an_evaluation_is_on_the_card(capsys, run, tmp_path):
+    """An evaluation of the same step, of an export in OUT or of the run's own; no other."""
+    out, evaluation = tmp_path / "out", tmp_path / "evaluation"
+    assert export(capsys, run, out) == 0
+    evaluation.mkdir()
+    weights = " ".join(map(fingerprint, inspect_checkpoint(str(out), "").folders))
+    (evaluation / "evaluation.md").write_text("| measure | /home/me/out@4 |\n|---|---|\n| fvd | 3.5 |\n\nother lines\n")
+    (evaluation / "evaluation.json").write_text(json.dumps({"participants": {"/home/me/out@4": {"weights": weights}}}))
+    words = ("--evaluation", evaluation)
+    assert export(capsys, run / "checkpoints" / "step_00000001", out, *words) == 2
+    assert export(capsys, run, out, *words) == 0
+    text = (out / "README.md").read_text()
+    assert is_ours(text) and "| measure | out@4 |\n|---|---|\n| fvd | 3.5 |" in text and "/home/me" not in text
+    assert export(capsys, run, out, "--evaluation", tmp_path) == 2
 
 
 def test_the_student_s_scheduler_is_not_the_fake_score_s(capsys, run, tmp_path):

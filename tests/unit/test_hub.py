@@ -18,12 +18,12 @@ from tests.unit.refused import refusal
 
 SECOND = "2" * 40
 SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-NEEDED = {"model_index.json", "transformer/config.json", "transformer/m.safetensors.index.json", *SHARDS}
+NEEDED = {"README.md", "model_index.json", "transformer/config.json", "transformer/m.safetensors.index.json", *SHARDS}
 
 
 def repository(mark):
     index = {"weight_map": {name: name.removeprefix("transformer/") for name in SHARDS}}
-    others = ("vae/config.json", "vae/v.safetensors", "text_encoder/t.bin", "transformer/code.py", "README.md")
+    others = ("vae/config.json", "vae/v.safetensors", "text_encoder/t.bin", "transformer/code.py")
     texts = {name: f"{name} {mark}" for name in (*NEEDED, *others)}
     texts["transformer/m.safetensors.index.json"] = json.dumps(index | {"mark": mark})
     return {name: text.encode() for name, text in texts.items()}
