@@ -65,8 +65,9 @@ def distribution_matching(
     with torch.no_grad():
         x_t = phase.add_noise(sample, noise, t)
         scored = x_t if real_sample is None else phase.add_noise(real_sample, noise, t)
-        guided = guided_velocity(teacher, scored, t, batch.condition, method.settings.guidance, at)
-        real = phase.estimate(scored, guided, t)
+        guidance = method.settings.guidance
+        # Without a name for the velocity: it would stay in memory during the fake score's forward.
+        real = phase.estimate(scored, guided_velocity(teacher, scored, t, batch.condition, guidance, at), t)
         estimate = phase.estimate(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
         # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank. Use
         # the student's sample where the teacher scores clips too: the clip's own distance from its estimate vanishes at
