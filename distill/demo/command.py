@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from distill.demo.page import Page, import_gradio
 from distill.demo.studio import Studio
-from distill.evaluate.networks import chosen_network, settings_of_run
+from distill.evaluate.networks import check_number, chosen_network, settings_of_run
 from distill.run.open import open_device, open_mesh
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
@@ -45,12 +45,13 @@ def check_port(host: str, port: int) -> None:
     """Refuse an address that another program has, or that is not of this machine."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(f"--port {port} of {host} cannot be served ({error}); give another") from error
 
 
 def demo(arguments: argparse.Namespace) -> None:
     """Serve the page until a signal. All ranks must call this."""
+    check_number("--port", arguments.port, 1, 65535)
     run, student = run_and_student(user_path(arguments.folder, "RUN|EXPORT"))
     config = settings_of_run(run, arguments.device, arguments.cp)
     chosen = [chosen_network(config, "student", student=student)]
@@ -64,12 +65,13 @@ def demo(arguments: argparse.Namespace) -> None:
         data = config.data.build(seed=config.seed, device=device, run_dir=run)
         studio = Studio(networks, data=data, mesh=mesh, device=device, folder=folder)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks its own page
-        if rank() == 0:
-            page = Page(import_gradio(folder), studio, folder, f"{run.resolve().name}: few-step student")
-            log.info("the page is at %s; Ctrl-C ends it", page.launch(arguments.host, arguments.port))
-            stack.callback(page.close)
-        stack.enter_context(studio.signal)
-        studio.serve()
+        # Deferred until the tabs have read why: torchrun sends a signal when a rank is lost.
+        with studio.signal, studio.signal.deferred(), ExitStack() as served:
+            if rank() == 0:
+                page = Page(import_gradio(folder), studio, folder, f"{run.resolve().name}: few-step student")
+                log.info("the page is at %s; Ctrl-C ends it", page.launch(arguments.host, arguments.port))
+                served.callback(page.close)
+            studio.serve()
 
 
 @recorded  # torchrun's summary then ends with the traceback, except for a user's mistake

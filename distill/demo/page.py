@@ -209,6 +209,8 @@ class Page:
             yield {self._status: "Stopped." if stopped.is_set() else _DONE}
         except (UserError, OSError) as error:
             yield {self._status: f"Error: {error}"}
+        finally:
+            self._running.pop(session, None)
 
     def _order(self, values: Mapping[Any, Any]) -> Order:
         def whole(component: Any, most: int = 2**31) -> int:

@@ -106,7 +106,7 @@ class Studio:
         self._line: list[_Job] = []
         self._moved = threading.Condition()
         self._job: _Job | None = None
-        self.signal = StopSignal(lambda: threading.Timer(_LATE, self.end, [_SIGNAL]).start())
+        self.signal = StopSignal(self._signaled)
 
     @property
     def image(self) -> str | None:
@@ -173,19 +173,24 @@ class Studio:
         """End the page with a ``reason``, the first one."""
         self.ended = self.ended or reason
 
+    def _signaled(self) -> None:
+        timer = threading.Timer(_LATE, self.end, [_SIGNAL])
+        timer.daemon = True
+        timer.start()
+
     # ---------------------------------------------------------------- main threads of all ranks
 
     def serve(self) -> None:
-        """Sample what is ordered until a signal comes. A collective; what breaks it on one rank ends it on all."""
+        """Sample what is ordered until :attr:`signal`, which is deferred, comes. A collective: what breaks it on one
+        rank ends it on all."""
         try:
-            with self.signal.deferred():
-                while True:
-                    meeting = on_all_ranks(self._meet)
-                    if any(is_over for is_over, _ in meeting):
-                        self.end(_SIGNAL)
-                        return
-                    if (order := meeting[0][1]) is not None:
-                        self._make(order)
+            while True:
+                meeting = on_all_ranks(self._meet)
+                if any(is_over for is_over, _ in meeting):
+                    self.end(_SIGNAL)
+                    return
+                if (order := meeting[0][1]) is not None:
+                    self._make(order)
         except Exception as error:
             self._report(error)
             raise
