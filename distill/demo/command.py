@@ -68,7 +68,7 @@ def demo(arguments: argparse.Namespace) -> None:
         # Deferred until the tabs have read why: torchrun sends a signal when a rank is lost.
         with studio.signal, studio.signal.deferred(), ExitStack() as served:
             if rank() == 0:
-                page = Page(import_gradio(folder), studio, folder, f"{run.resolve().name}: few-step student")
+                page = Page(import_gradio(folder), studio, folder, f"{run.resolve().name}: try the student")
                 log.info("the page is at %s; Ctrl-C ends it", page.launch(arguments.host, arguments.port))
                 served.callback(page.close)
             studio.serve()

@@ -29,6 +29,8 @@ _TICK = 2.0
 """Seconds between a page's questions whether there are still clips."""
 _MOST_SEED = 2**53
 """A browser's numbers are exact up to here."""
+_CSS = f"#history .grid-container {{grid-template-columns: repeat({SHOWN}, 1fr) !important}}"
+"""Few clips stay small."""
 _DONE = "Done. The files are temporary: download what you keep."
 
 
@@ -86,7 +88,7 @@ class Page:
             self._gallery = gradio.Gallery(
                 label="Last clips",
                 columns=SHOWN,
-                height=220,
+                height=200,
                 interactive=False,
                 buttons=["download"],
                 elem_id="history",
@@ -176,7 +178,7 @@ class Page:
         try:
             _, address, _ = self._blocks.queue(max_size=None).launch(
                 server_name=host, server_port=port, prevent_thread_lock=True, quiet=True, inbrowser=False,
-                max_file_size="64mb", footer_links=[], **off,
+                max_file_size="64mb", footer_links=[], css=_CSS, **off,
             )  # fmt: skip
         except OSError as error:
             raise UserError(f"--port {port} of {host} cannot be served ({error}); give another") from error

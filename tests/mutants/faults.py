@@ -1179,4 +1179,11 @@ FAULTS = (
         "",
         "distributed/test_sparse_roles.py::test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp[lora0]",
     ),
+    Fault(
+        "stream_forgets_frames",
+        "the page of a causal student decodes each chunk without the frames before it",
+        "        if is_first:\n            vae.clear_cache()\n",
+        "        vae.clear_cache()\n",
+        "unit/test_encoders.py::test_a_stream_is_decoded_as_the_whole_clip[wan2.1]",
+    ),
 )
