@@ -85,7 +85,7 @@ def with_clip(large: Prediction, clip: Prediction) -> Prediction:
         of_clip = clip.simulation.steps[name]
         sent = Counter({key: size for key, size in cost.sent.items() if key[1] not in WITHIN_SAMPLE})
         sent.update({key: size for key, size in of_clip.sent.items() if key[1] in WITHIN_SAMPLE})
-        return StepCost(flops=of_clip.flops, recomputed=of_clip.recomputed, sent=sent)
+        return replace(of_clip, sent=sent, copied=0.0)
 
     return _with_steps(replace(large, tokens=clip.tokens), changed)
 
@@ -195,7 +195,7 @@ def seconds_of(prediction: Prediction, hardware: Hardware) -> Seconds:
     for role, share in prediction.shares.items():
         cost = prediction.simulation.steps[role]
         rate = hardware.sustained * hardware.bf16_tflops * 1e12
-        totals["compute"] += share * (cost.flops + cost.recomputed) / mesh.cp / rate
+        totals["compute"] += share * cost.at_dense_rate / mesh.cp / rate
         for (_, group), size in cost.sent.items():
             nvlink, card, one = through_links(share * size, group_of(group, mesh), hardware.gpus_per_node)
             totals["attention" if group in WITHIN_SAMPLE else "nvlink"] += nvlink / (1e9 * hardware.nvlink_gb_per_s)

@@ -273,7 +273,7 @@ def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardwar
     """Return the seconds of a step: the longest of compute, FSDP2's collectives and copies, which overlap, plus
     attention's exchanges. A group that spans nodes sends at the network's rate."""
     cost, mesh = simulation.steps[role], plan.mesh
-    compute = (cost.flops + cost.recomputed) / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)
+    compute = cost.at_dense_rate / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)
     shard_ranks = {role_plan.sharding.shard_ranks for role_plan in plan.roles} - {None}
     extents = {
         "mesh_ulysses": mesh.ulysses,

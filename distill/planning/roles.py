@@ -41,6 +41,8 @@ class Watch:
         self.storages = storages
         self.recomputed: Counter[str] = Counter()
         """Operations of repeated forwards, by role; see :attr:`StepCost.recomputed`."""
+        self.recomputed_sparse = 0.0
+        """Operations of sparse attention among them."""
         self.queries: dict[str, int] = {}
         """See :attr:`Simulation.queries`."""
         self.holders: dict[Network, str] = {}
@@ -51,8 +53,9 @@ class Watch:
         role, settings, size = call.role, settings_of(call.network.module), len(call.x)
         if torch.is_grad_enabled() and (role.trainable or any(part.requires_grad for part in call.x.parts.values())):
             if settings.activation_checkpointing != "none":
-                again = call.flops.forward - (call.flops.attention if keeps_attention(settings) else 0)
-                self.recomputed[role.name] += call.depth * size * again
+                flops, kept = call.flops, keeps_attention(settings)
+                self.recomputed[role.name] += call.depth * size * (flops.forward - (flops.attention if kept else 0))
+                self.recomputed_sparse += call.depth * size * (0 if kept else flops.sparse)
             queries = size * call.tokens * call.network.family.width(call.network.config)
             self.queries[phase_now()] = max(queries, self.queries.get(phase_now(), 0))
         with self.storages.labelled((role.name, "activations")):

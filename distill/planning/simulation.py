@@ -43,6 +43,10 @@ LOOK = "look"
 """Name of a look of the guard in :attr:`Simulation.steps`: its samples, without their decoding, their
 measures and the teacher's clips of the first one."""
 
+SPARSE_EFFICIENCY = 0.45
+"""Rate of the kernels of sparse attention as a share of the dense ones'; FastVideo's 29.5 and 13 s of a clip of Wan 14B
+on an H200 imply it. Ours are not measured."""
+
 
 @dataclass
 class StepCost:
@@ -54,16 +58,24 @@ class StepCost:
     recomputed: float = 0.0
     """Operations of forwards that activation checkpointing repeats, without attention if ``selective`` keeps its
     output."""
+    sparse: float = 0.0
+    """Operations of sparse attention in :attr:`flops` and :attr:`recomputed`."""
     sent: Mapping[tuple[str, str], float] = field(default_factory=Counter)
     """Bytes sent, by kind of collective and group; see :class:`CollectiveCounter`."""
     copied: float = 0.0
     """Bytes of activations that move to host memory and back (``activation_offload``)."""
+
+    @property
+    def at_dense_rate(self) -> float:
+        """Operations that dense kernels make in the time of all, recomputation included."""
+        return self.flops + self.recomputed + self.sparse * (1 / SPARSE_EFFICIENCY - 1)
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
         keys = {**self.sent, **other.sent}
         return StepCost(
             flops=self.flops + times * other.flops,
             recomputed=self.recomputed + times * other.recomputed,
+            sparse=self.sparse + times * other.sparse,
             sent={key: self.sent.get(key, 0) + times * other.sent.get(key, 0) for key in keys},
             copied=self.copied + times * other.copied,
         )
@@ -297,14 +309,16 @@ class _Run:
         """Return the cost of ``work``."""
         roles = self.method.roles.values()
         for role in roles:
-            role.flops = 0
+            role.flops = role.sparse_flops = 0
         self.watch.recomputed.clear()
+        self.watch.recomputed_sparse = 0.0
         self.sent.by_group.clear()
         self.copied = 0
         work()
         return StepCost(
             flops=sum(role.flops for role in roles),
             recomputed=float(sum(self.watch.recomputed[role.name] for role in roles)),
+            sparse=self.watch.recomputed_sparse + sum(role.sparse_flops for role in roles),
             sent=Counter(self.sent.by_group),
             copied=self.copied,
         )

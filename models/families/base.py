@@ -102,6 +102,8 @@ class Flops(NamedTuple):
     """Additional operations of the forward-mode tangent."""
     attention: int = 0
     """Operations of attention within ``forward``, which selective recomputation does not repeat; 0 if not known."""
+    sparse: int = 0
+    """Operations of sparse attention within ``attention``, whose kernels are slower."""
 
     @classmethod
     def from_products(cls, pairs: int, others: int, still: int, attention: int) -> Flops:

@@ -75,7 +75,8 @@ class SparsePlan:
         pairs = (len(self.gates) * sparse_pairs + dense_layers * sum(segments) ** 2) // layers
         flops = family.flops(config, shapes, condition, pairs)
         of_gates = 2 * sum(segments) * sum(gate.inputs * gate.outputs for gate in self.gates)
-        return flops._replace(forward=flops.forward + of_gates, tangent=flops.tangent + of_gates)
+        sparse = sum(4 * sparse_pairs * gate.outputs for gate in self.gates)
+        return flops._replace(forward=flops.forward + of_gates, tangent=flops.tangent + of_gates, sparse=sparse)
 
 
 def plan_sparse(

@@ -108,6 +108,8 @@ class Role:
     """Heads of the role, of each network with some."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
+    sparse_flops: int = 0
+    """Operations of sparse attention among them."""
     observer: Callable[[Call], AbstractContextManager] = field(default=nullcontext, repr=False)
     """Function that returns a context in which the role makes a call. The planner's labels what the call allocates."""
 
@@ -313,11 +315,13 @@ class Role:
         needs_gradient = any(part.requires_grad for part in x.parts.values())
         backward = (1 if network.adapters else 2) if self.trainable else int(needs_gradient)
         sample = call.flops
-        flops = (1 + depth * backward * torch.is_grad_enabled()) * sample.forward
+        passes = 1 + depth * backward * torch.is_grad_enabled()
+        flops, sparse = passes * sample.forward, passes * sample.sparse
         inputs = (*x.parts.values(), t)
         if may_be_dual(t) and any(forward_ad.unpack_dual(value).tangent is not None for value in inputs):
-            flops += sample.tangent
+            flops, sparse = flops + sample.tangent, sparse + 2 * sample.sparse
         self.flops += int(flops * len(x))
+        self.sparse_flops += int(sparse * len(x))
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with self.observer(call), network.serves(self.name), recorded:
             # Chunks of a clip, and the clip, are split differently.

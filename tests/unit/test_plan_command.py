@@ -97,6 +97,14 @@ def planned(*words):
     return plan_without_gpus(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
 
 
+def test_sparse_attention_is_slower_than_its_operations():
+    config, run = planned("world=16")
+    found = simulation(config, run)
+    found.steps["fake"] = StepCost(flops=4e15, sparse=1e15)
+    seconds = predict(config, run, found, load_hardware("h20"), {}).seconds["fake"]
+    assert seconds == pytest.approx((3e15 + 1e15 / 0.45) / 8 / (0.8 * 148e12))
+
+
 def seconds_of(sent, *words, world=16, copied=0.0):
     """Return the seconds of a student's step that computes next to nothing, but sends and copies bytes."""
     config, run = planned(f"world={world}", *words)

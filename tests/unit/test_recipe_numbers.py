@@ -138,6 +138,16 @@ PDMD_H3 = MINIMAX_H3 | {
     "optim.fake.weight_decay": 0.0, "optim.student.clip": (1.0, ".8 times an error without the 1/2: .625 of it"),
     "data.height": 544, "data.width": (NONE, "20 sizes"),
 }  # fmt: skip
+SPARSE_H3 = {
+    "steps": (1300, "updates of the student, with four of the fake score each"), "batch_size": 64,
+    "method.guidance_scale": 1.0, "method.step_list": [1.0, 0.972973, 0.923077, 0.8], "method.shift": 12.0,
+    "method.audio_shift_ratio": 0.25, "method.fake_updates_per_student_update": 4, "method.gan_weight_student": 0.0,
+    "student.sparse_attention.sparsity": 0.9, "student.sparse_attention.tile": [4, 4, 4],
+    "student.sparse_attention.warmup": None, "teacher.sparse_attention.sparsity": None,
+    "fake.sparse_attention.sparsity": None, "student.master_dtype": "keep", "optim.student.lr": 1e-6,
+    "optim.fake.lr": (NONE, "the source names one rate"), "optim.student.betas": [0.9, 0.999],
+    "optim.student.weight_decay": 0.01, "optim.clip": 1.0, "student.lora.rank": 0,
+}  # fmt: skip
 SECOND_HAND = {
     "wan2_1_t2v_1_3b_pdmd": {"optim.student.lr", "optim.fake.lr", "method.guidance_scale",
                              "method.fake_updates_per_student_update"},
@@ -187,7 +197,8 @@ def test_a_recipe_says_which_numbers_are_quoted_by_others(recipe):
     ("name", "numbers", "rates"),
     [("ltx2_3_t2av_dmd2", LTX2_3, (1e-4, 2e-5)), ("ltx2_5_t2av_dmd2", LTX2_3, (1e-4, 2e-5)),
      ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)),
-     ("minimax_h3_t2av_pdmd", PDMD_H3, (5e-5, 1e-5)), ("minimax_h3_t2av_pdd", PDD_H3, (1e-4,))],
+     ("minimax_h3_t2av_pdmd", PDMD_H3, (5e-5, 1e-5)), ("minimax_h3_t2av_pdd", PDD_H3, (1e-4,)),
+     ("minimax_h3_t2av_sparse_dmd2", SPARSE_H3, ())],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_recipes_of_sound_compose_the_numbers_that_they_cite(name, numbers, rates):

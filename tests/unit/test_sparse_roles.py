@@ -81,6 +81,7 @@ def test_operations():
         width, layers = family.width(plan.config), 2 - len(dense_layers)
         saved = 4 * layers * width * (tokens**2 - tokens**2 // 4 - tiles**2)
         assert ours.forward == dense.forward - saved + 2 * layers * tokens * width**2
+        assert ours.sparse == 4 * layers * width * (tokens**2 // 4 + tiles**2)
 
 
 def test_a_checkpoint_with_gates(tmp_path):
