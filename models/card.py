@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import stream_seed
 from models.families.base import Family, Pipeline
-from models.files.checkpoint_files import HEADS_FILE
+from models.files.checkpoint_files import EXPERT_FOLDERS, HEADS_FILE
 from models.files.shipped import find_shipped, parse_hub_name
 from models.sample import VIDEO
 
@@ -26,6 +27,8 @@ FILE = "README.md"
 PROMPT = "A red kite over the sea."
 SHOWN_CLIPS = 4
 _SEAL = "\n<!-- written by fsdp_cp, {}; without this line it is yours and no command replaces it -->\n"
+_CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(/|$)")
+"""Path of a repository in the hub's cache."""
 _SAMPLE = "```bash\npython -m distill.sample RUN_DIR --student FOLDER\n```"
 
 
@@ -147,7 +150,7 @@ class Card:
             "base": None if base is None else base.shown,
             "method": self.method,
             "training steps": about.get("step"),
-            "weights": about.get("weights") and f"{about['weights']} {about['role']}, {about.get('dtype', '')}",
+            "weights": " ".join(str(about[key]) for key in ("weights", "role", "dtype") if about.get(key)),
             "adapters": ", ".join(f"{key} {value:g}" for key, value in self.adapters.items()),
             "format": about.get("format"),
             "expert": about.get("expert"),
@@ -276,11 +279,14 @@ class Base:
         """Return the folder or the hub name ``path``; ``chosen`` is the name on the hub of a folder."""
         if (name := parse_hub_name(path)) is not None:
             return cls(path, name.repo, name.revision)
+        if (cached := _CACHED.search(path)) is not None:
+            return cls(path, f"{cached[1]}/{cached[2]}", cached[3])
         return cls(path, chosen)
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.repository or self.path).name
+        path = PurePosixPath(self.repository or self.path)
+        return path.parent.name if path.name in EXPERT_FOLDERS else path.name
 
     @property
     def shown(self) -> str:

@@ -207,7 +207,9 @@ class RoleExport:
 
     def _base(self, about: Mapping[str, Any], chosen: str | None) -> Base | None:
         """Return the network that the role started from, ``chosen`` by name; ``None`` if its settings do not say."""
-        own, teacher = ((self.settings.get(name) or {}).get("checkpoint") for name in (about["role"], "teacher"))
+        own, teacher = (
+            (self.settings.get(name) or {}).get("checkpoint") for name in (about.get("role", "student"), "teacher")
+        )
         with suppress(UserError):
             own = teacher if find_adapters(own) else own
         path = own or teacher

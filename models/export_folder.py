@@ -11,7 +11,6 @@ from diffusers import SchedulerMixin
 from diffusers import __version__ as diffusers_version
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
@@ -21,6 +20,7 @@ from fsdp_cp.reduce import full_tensor, on_all_ranks
 from models.additions.base import addition_tensors, network_tensors
 from models.causal import write_causal
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
+from models.files.save import save_tensors
 from models.lora.merge import Weights
 from models.sparse import write_sparse
 
@@ -97,7 +97,7 @@ def write_folder(
     def write_parts(unfinished: Path) -> None:
         for file, tensors in files:
             (unfinished / file).parent.mkdir(exist_ok=True)
-            save_file(tensors, unfinished / file, metadata={"format": "pt", **(header or {})})
+            save_tensors(tensors, unfinished / file, header or {})
         for place, split in zip(places, splits, strict=True):
             _write_texts(unfinished / place, config, split, causal, sparse)
         if boundaries:

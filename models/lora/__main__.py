@@ -94,15 +94,16 @@ def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapter
         args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
     )
     about: dict[str, Any] = {"made by": f"models.lora {args.command}", "base": str(base.path), BASE: fingerprint(base)}
-    about |= {BASE_NAME: base.path.name, **more, "format": args.format}
+    card_base = Base.of(str(base.path.resolve()), None)
+    about |= {BASE_NAME: card_base.repository or card_base.name, **more, "format": args.format}
     rank = max(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A.weight"))
     sampled = about.get(SAMPLING) or {}
     card = Card(
         family=family,
         config=base.config,
-        about={"role": "student", "weights": about["made by"], **about},
+        about={**about, "weights": about["made by"]},
         settings={"method": about.get(METHOD)},
-        base=Base.of(str(base.path), None),
+        base=card_base,
         few_steps={"times": sampled["times"], "stochastic": sampled["sampler"] == "renoise"} if sampled else None,
         adapters={"rank": rank, "alpha": float(rank)},
         has_code=False,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
@@ -22,6 +21,7 @@ from fsdp_cp.files.atomic_folder import atomic_folder
 from fsdp_cp.reduce import on_first_rank
 from models.causal import write_causal
 from models.families.base import Family
+from models.files.save import save_tensors
 from models.lora import videox
 from models.lora.contract import contract_of, header
 from models.owner import is_gate
@@ -98,7 +98,7 @@ def write_file(
                     step=about.get("step"),
                     has_alphas=config is not None or any(key.endswith(".alpha") for key in tensors),
                 )
-                save_file(dict(tensors), unfinished / name, metadata={"format": "pt", **metadata})
+                save_tensors(tensors, unfinished / name, metadata)
                 if config is not None:
                     (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
                 if causal is not None:

@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel, WanPipeline, WanTransformer3DModel
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
 from models.families.wan import Wan
 from models.files.checkpoint_files import fingerprint, inspect_transformer
+from models.files.save import save_tensors
 from models.lora.contract import BASE, KEY
 from models.lora.files import FASTVIDEO, FORMATS, NAME, file_tensors
 from models.lora.merge import Weights, merged
@@ -198,6 +200,16 @@ def test_a_training_adapter_runs_in_training_alone(base, one_rank, tmp_path):
     assert {len(p) for name, p in role.named_parameters().items() if "lora_A" in name} == {2}, "the export's adapters"
     assert all(p.requires_grad == owner(name)[0].endswith("student") for name, p in network.module.named_parameters()
                if ".lora_" in name)  # fmt: skip
+
+
+def test_the_same_contents_are_the_same_bytes(tmp_path):
+    """A library's random order would send equal files to the hub again."""
+    tensors, metadata = {"a.weight": torch.ones(3)}, {f"key {i}": f'a "quoted" ü {i}' for i in range(20)}
+    for name in "xyz":
+        save_tensors(tensors, tmp_path / name, metadata)
+    assert len({(tmp_path / name).read_bytes() for name in "xyz"}) == 1
+    with safe_open(tmp_path / "x", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", **metadata} and opened.get_tensor("a.weight").sum() == 3
 
 
 def test_a_training_adapter_of_another_base_is_refused(base, tmp_path):
