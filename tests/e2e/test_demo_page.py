@@ -167,7 +167,7 @@ def test_a_causal_student_streams_until_it_is_stopped(browser, tmp_path):
         assert "18 frames" in text(page, "speed_student")
         page.screenshot(path=tmp_path / "causal.png")
         sample(page, frames=5000)
-        wait_for(page, "([2-9]|[1-9][0-9])[0-9] frames", "speed_student")
+        wait_for(page, "steps, ([2-9]|[1-9][0-9])[0-9] frames:", "speed_student")
         page.click("#stop")
         wait_for(page, "Stopped")
         kinds, frames = tracks(download(page, "video_student", tmp_path))
