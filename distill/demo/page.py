@@ -88,7 +88,7 @@ class Page:
             self._gallery = gradio.Gallery(
                 label="Last clips",
                 columns=SHOWN,
-                height=200,
+                height=260,
                 interactive=False,
                 buttons=["download"],
                 elem_id="history",
