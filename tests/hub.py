@@ -124,7 +124,7 @@ class Hub(BaseHTTPRequestHandler):
         for line in lines:
             value = line["value"]
             match line["key"]:
-                case "header" if value.get("parentCommit") != head:
+                case "header" if value.get("parentCommit", head) != head:
                     return self.answer(412)
                 case "file":
                     files[value["path"]] = base64.b64decode(value["content"])

@@ -22,6 +22,34 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "push_without_parent",
+        "a push replaces what somebody else has committed meanwhile",
+        "            parent_commit=remote.commit,\n",
+        "",
+        "unit/test_push.py::test_refusals_change_nothing[somebody else commits]",
+    ),
+    Fault(
+        "push_over_a_card",
+        "a push replaces a card that its owner has edited",
+        "    return bool(body) and text == body",
+        "    return bool(body) or text == body",
+        "unit/test_push.py::test_replacing_is_asked_for_and_keeps_what_others_wrote",
+    ),
+    Fault(
+        "alpha_twice",
+        "kohya's tools multiply the scale of adapters, which is in their matrices, once more",
+        'contract["alpha"] if has_alphas else float(rank)',
+        'contract["alpha"]',
+        "distributed/test_lora_checkpoints.py::test_every_format_says_what_the_student_said[diffusers-lora]",
+    ),
+    Fault(
+        "card_of_other_noise",
+        "the code on a card makes another clip than distill.sample",
+        'f"sample/renoise_{k}", 0, 0) for k in range(1, len(times))',
+        'f"sample/renoise_{k}", 0, 0) for k in range(len(times) - 1)',
+        "e2e/test_families.py::test_the_code_on_a_card[wan]",
+    ),
+    Fault(
         "weights_go_to_the_host",
         "with compile, activation_offload copies every gathered weight to the host and back",
         "        stay = {x.untyped_storage()._cdata for x in owned}\n",
