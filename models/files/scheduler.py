@@ -81,6 +81,6 @@ def few_step_scheduler(
     if off > TOLERANCE:
         raise UserError(
             f"diffusers has no scheduler for a student with the times {', '.join(f'{t:.6g}' for t in times)}"
-            f" (the nearest is off by {off:.2g}); pass them as sigmas= to a plain one, as docs/getting_started.md shows"
+            f" (the nearest is off by {off:.2g}); pass them as sigmas= to a plain one, as the card of the export does"
         )
     return scheduler
