@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
             kind = {"action": "store_true"}
         if item.name == "buckets":
             kind = {"type": _buckets}
+        if item.name == "references":
+            kind = {"type": lambda text: text.split(",")}
         add(f"--{item.name.replace('_', '-')}", help=docs[item.name], default=argparse.SUPPRESS, **kind)
     told = "whether the latents that SOURCE stores are, whatever their scale"
     add("--normalized", "--normalised", choices=["yes", "no"], help=told)

@@ -17,6 +17,7 @@ import numpy as np
 
 from distill.config import Config
 from distill.config.checks import check_images
+from distill.data.base import placed_image
 from distill.evaluate.networks import (
     MOST_SEED,
     SampledNetwork,
@@ -55,8 +56,10 @@ def chosen(arguments: argparse.Namespace) -> tuple[Config, Callable[[], SampledN
     captions += read_prompts(arguments.captions, "--captions") if arguments.captions else []
     check_number("number of captions", len(captions), 0, _MAX_CLIPS)
     config.sample.captions = captions
-    config.sample.images = [str(user_path(file, "--image")) for file in arguments.image or ()]
     try:
+        config.sample.images = [
+            placed_image(file, getattr(config.data, "image", None)) for file in arguments.image or ()
+        ]
         check_images(config)
     except UserError as error:
         message = str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
@@ -77,7 +80,7 @@ def sample(arguments: argparse.Namespace) -> None:
     shapes = None if arguments.frames is None else network.shapes(arguments.frames, "--frames")
     about = {"made by": "distill.sample", role: str(folder), "captions": captions or None, "steps": steps, "seed": seed}
     about |= {"frames": arguments.frames} if arguments.frames is not None else {}
-    about |= {"images": [str(Path(file).absolute()) for file in images]} if images else {}
+    about |= {"images": images} if images else {}
     refuse_input(out, "--out", {f"the {role}": folder})
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, open_mesh(config, plan, device) as mesh:

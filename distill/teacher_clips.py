@@ -23,7 +23,7 @@ from distill.config import Config, compose_config
 from distill.data import ClipDataset, condition_of
 from distill.data.base import VAE_PRECISIONS
 from distill.data.sets.dataset import STATES
-from distill.data.sets.encode import IMAGE_TENSORS
+from distill.data.sets.encode import IMAGE_TENSORS, stored_as
 from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts_of
 from distill.data.shares import Shares
 from distill.evaluate.networks import MOST_STEPS, check_number
@@ -142,7 +142,7 @@ class _Sampling:
             raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
         tensors |= {name: item[name] for name in IMAGE_TENSORS if name in item}
         dtype = VAE_PRECISIONS[self.settings.latents]
-        return {name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}
+        return stored_as(tensors, dtype)
 
 
 @paths_of_the_user()

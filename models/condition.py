@@ -46,6 +46,8 @@ REFERENCES = "references"
 REFERENCE_NOISE = "reference_noise"
 REFERENCE_SOUNDS = "reference_sounds"
 REFERENCE_SIZES = "reference_sizes"
+REFERENCE_PARTS = (REFERENCES, REFERENCE_SOUNDS, REFERENCE_SIZES)
+"""Names of the tensors of given references, whose first axis is filled up with zeros."""
 TEXT_TAGS = "text_tags"
 EXACT = ("latent_spacing", "fps", KEYFRAMES, KEYFRAME_NOISE, REFERENCES, REFERENCE_NOISE, REFERENCE_SOUNDS)
 """Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s, and 23.976 to 24 frames a second.

@@ -313,19 +313,28 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
     plan = planned(folder, family)
     parts, needed = sample_shapes(plan, GRIDS[0])
-    options = plan.family.options(plan.config, parts[VIDEO], TEXT_TOKENS)
+    options = [{}, *plan.family.options(plan.config, parts[VIDEO], TEXT_TOKENS)]
+    kinds = [i for i, optional in enumerate(options) if _serves(plan, needed | optional)]
     tables: list[tuple[str, dict[str, Any]]] = []
     for expert in range(experts):
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
-        tables.append((name, {"expert": expert}))
-        for i, optional in enumerate(options, start=1):
-            given = " and ".join(sorted(optional.keys() - needed.keys()))
-            tables.append((f"{name}, {given} given", {"expert": expert, "optional": i}))
+        for i in kinds:
+            given = " and ".join(sorted(options[i].keys() - needed.keys()))
+            tables.append((f"{name}, {given} given" if given else name, {"expert": expert, "optional": i}))
     if experts == 1 and plan.sparse is None:
         with suppress(UserError):
             plan.family.check_causal(plan.config, "FOLDER")
-            tables.append((f"{title}, causal", {"optional": int(bool(options)), "causal": True}))
+            tables.append((f"{title}, causal", {"optional": kinds[-1], "causal": True}))
     return all([_table(name, folder, family, ranks, **options) for name, options in tables])
+
+
+def _serves(plan: RolePlan, condition: Mapping[str, Shape]) -> bool:
+    """Whether the networks of a folder are for such a condition, where a repository has several."""
+    with suppress(UserError):
+        for folder in plan.folders:
+            plan.family.check_folder(folder.path, condition, "FOLDER")
+        return True
+    return False
 
 
 def _table(title: str, folder: Path, family: str, ranks: int, *, causal: bool = False, **options: Any) -> bool:

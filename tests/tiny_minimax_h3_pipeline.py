@@ -6,6 +6,7 @@ writes the parts of diffusers' modular pipeline, each in its folder: nothing is 
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ def build_tiny_minimax_h3_pipeline(folder: str | Path, seed: int = 0) -> Path:
     parts["processor"] = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 1024, "longest_edge": 65536}, patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
+    (folder / "processor").mkdir(parents=True)
+    sizes = {"size": {"shortest_edge": 1024, "longest_edge": 24576}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "processor" / "video_preprocessor_config.json").write_text(json.dumps(sizes))
     parts |= {"scheduler": MiniMaxH3Scheduler(), "audio_scheduler": MiniMaxH3Scheduler(shift=3.0)}
     for name, part in ({"transformer": transformer} | parts).items():
         part.save_pretrained(folder / name)

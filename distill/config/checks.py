@@ -5,7 +5,7 @@ from math import gcd
 from pathlib import Path
 
 from distill.config.schema import Config
-from distill.data.base import IMAGES
+from distill.data.base import IMAGES, image_files
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError, counted, shown
 
@@ -81,8 +81,8 @@ def check_images(config: Config) -> None:
     if len(images) != each * len(captions) or len(set(captions)) < len(captions):
         given = f"{counted(len(images), 'image')} and {len(set(captions))} different captions"
         raise UserError(f"sample.images must be {each} for each of sample.captions, in their order, got {given}")
-    for file in images:
-        if not Path(file).expanduser().is_file():
+    for file in (file for text in images for file in image_files(text, kind)):
+        if not Path(file).is_file():
             raise UserError(f"sample.images: {file} is not a file; give an image or a video")
 
 

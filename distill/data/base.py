@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distill.data.videos.references import COLUMN, KINDS, check_kinds, parse, with_files
 from fsdp_cp.choices import Bounds, Checked
-from fsdp_cp.errors import NotFinite, UserError
-from models.condition import Condition
+from fsdp_cp.errors import NotFinite, UserError, shown
+from models.condition import REFERENCES, Condition
 from models.sample import PartShapes, Sample, part_name
 
 _LARGEST_UNIT = 32
 """Largest number of pixels of a token's side, of all VAEs; the others are powers of two too."""
 IMAGES = {"first_frame": {"image": 0}, "last_frame": {"last_image": -1}, "both": {"image": 0, "last_image": -1}}
+IMAGES[REFERENCES] = {COLUMN: 0}
 """Columns of a table that name images, by value of ``data.image``, and the frames of a clip that these are."""
+
+
+def placed_image(text: str, image: str | None, change: Callable[[Path], Path] = Path) -> str:
+    """Return an image's file, or references by their column, for a value of ``data.image``: as absolute paths, of which
+    ``change`` makes others."""
+
+    def placed(file: str) -> str:
+        return str(change(Path(file).expanduser().absolute()))
+
+    if image != REFERENCES:
+        return placed(text)
+    try:
+        check_kinds([reference.kind for reference in parse(text)])
+        return with_files(text, placed)
+    except UserError as error:
+        raise UserError(f"the image {text!r} {error}") from error
+
+
+def image_files(text: str, image: str | None) -> list[str]:
+    """Return the files of an image or of references (:func:`placed_image`)."""
+    placed = placed_image(text, image)
+    return [reference.file for reference in parse(placed)] if image == REFERENCES else [placed]
+
+
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -51,9 +78,18 @@ class ClipSettings(Checked):
     """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
-    image: Literal["first_frame", "last_frame", "both"] | None = None
+    image: Literal["first_frame", "last_frame", "both", "references"] | None = None
     """Images for networks that take some: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX, it replaces the noisy
-    frame), and for MiniMax-H3 also ``last_frame`` or ``both``; null for none."""
+    frame), and for MiniMax-H3 also ``last_frame`` or ``both``; ``references`` follows from the next setting; null for
+    none."""
+    references: list[str] | None = None
+    """Most references of a clip, for MiniMax-H3's ``transformer_ref``: a list of ``image``, ``video`` (without its
+    sound), ``clip`` (with it) and ``sound``. The column ``references`` names each clip's, as
+    ``image:cat.png;sound:cat.wav``. Pictures are counted as 16:9, videos and sounds as long as a clip."""
+    reference_image_edge: Annotated[int, Bounds(least=32, most=4096)] = 2048
+    """Pixels of the shorter side of pictures among the references, whatever the clip's size; as released."""
+    reference_video_edge: Annotated[int, Bounds(least=32, most=4096)] = 768
+    """Pixels of the shorter side of videos among the references; as released."""
     silence: Literal["zero"] | None = None
     """Clips without a sound track, for networks that make sound: ``zero`` takes them as silent; null leaves them
     out."""
@@ -65,6 +101,27 @@ class ClipSettings(Checked):
                 kind = "different sizes [frames, height, width]"
                 raise UserError(f"data.buckets={sizes} must be {kind}; use for example [[81,480,832],[81,832,480]]")
             self.num_frames, self.height, self.width = sizes[0]
+        self._check_references()
+
+    def _check_references(self) -> None:
+        """Let ``references`` choose the kind of images."""
+        if self.references is None:
+            edges = self.reference_image_edge, self.reference_video_edge
+            if self.image == REFERENCES or edges != (2048, 768):
+                raise UserError("data.references must be set for data.image=references and for their sizes; list kinds")
+            return
+        if self.image not in (None, REFERENCES):
+            raise UserError(f"data.references and data.image={self.image} exclude each other; leave one out")
+        where = f"data.references={shown(self.references)}"
+        if unknown := [kind for kind in self.references if kind not in KINDS]:
+            raise UserError(f"{where} has {unknown[0]!r}; use {', '.join(KINDS)}")
+        try:
+            check_kinds(self.references)
+        except UserError as error:
+            raise UserError(f"{where} {error}") from error
+        if len({frames for frames, *_ in self.sizes}) > 1:
+            raise UserError(f"data.buckets={shown(self.sizes)} must have one length with data.references")
+        self.image = REFERENCES
 
     @property
     def sizes(self) -> list[list[int]]:

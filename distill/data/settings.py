@@ -184,7 +184,7 @@ class VideoFolderSettings(DataSettings, ClipSettings):
 
     def table_in_words(self) -> str:
         source, noun = self.source(), "clip" if self.has_clips else "caption"
-        left_out = [f"{row.file} {row.problem}" for row in source.rows if row.problem]
+        left_out = [f"{row.name} {row.problem}" for row in source.rows if row.problem]
         if len(left_out) == len(source.rows):
             raise UserError(f"{source.name}: none of {counted(len(left_out), noun)} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""

@@ -15,6 +15,7 @@ from distill.config.schema import AttentionSettings, ExportSettings, LogSettings
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data import ClipDataset
 from distill.data.base import IMAGES, ClipSettings
+from distill.data.videos.references import with_files
 from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, alone
 from distill.methods import METHODS, Method, build_method
@@ -26,6 +27,7 @@ from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import Mesh
 from models.additions.base import named_additions
+from models.condition import REFERENCES
 from models.files.checkpoint_files import ADDITIONS_FILE
 from models.lora.contract import read_contract
 from models.lora.saved import find_adapters
@@ -214,7 +216,9 @@ def prompts_with_images(text: str, setting: str, image: str) -> tuple[list[str],
     if len(set(prompts)) < len(prompts):
         repeated = len(prompts) - len(set(prompts))
         raise UserError(f"{setting} {path}: {repeated} prompts are there twice, with the same images; make them differ")
-    images = [str(path.absolute().parent / file) for files, _ in found for file in files]
+    parent = path.absolute().parent
+    place = partial(with_files, change=lambda file: str(parent / file)) if image == REFERENCES else parent.__truediv__
+    images = [str(place(file)) for files, _ in found for file in files]
     return prompts, [caption for _, caption in found], images
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from distill.config import Config, compose_config
 from distill.config.trained_method import sampling_in_words
+from distill.data.base import image_files
 from distill.data.settings import CaptionsSettings, EncodedSettings, VideoFolderSettings
+from distill.data.videos.references import with_files
 from distill.evaluate.comparison import RESULT, SIZES, differing, read_evaluation
 from distill.evaluate.measures import VERSION
 from distill.evaluate.networks import (
@@ -33,6 +35,7 @@ from distill.run.hub_names import resolve_hub_names
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.foreign import refuse_foreign
+from models.condition import REFERENCES
 from models.files.checkpoint_files import fingerprint, fingerprint_of
 
 BEGUN, PROMPTS = "evaluation_begun.json", "prompts.jsonl"
@@ -270,7 +273,8 @@ def _check_clips(arguments: Namespace, config: Config, images: Sequence[str]) ->
     if arguments.lpips and min(encoding.height, encoding.width) < LPIPS_LEAST:
         got = f"{encoding.height} x {encoding.width}"
         raise UserError(f"--lpips needs clips of {LPIPS_LEAST} x {LPIPS_LEAST} pixels or more, got {got}; leave it out")
-    absent = next((image for image in images if not Path(image).is_file()), None)
+    files = (file for image in images for file in image_files(image, encoding.image))
+    absent = next((file for file in files if not Path(file).is_file()), None)
     if absent is not None:
         where = "--prompts" if arguments.prompts else f"--like {arguments.like}"
         raise UserError(f"{where}: the image {absent} is not a file here; give --prompts FILE with the images")
@@ -361,7 +365,7 @@ def _protocol(
     seeds = sorted(set(prompts.counts.values()))
     first = next(iter(networks.values()))
     return {
-        "prompts": hashlib.sha256("\n".join(_deciding(prompts)).encode()).hexdigest(),
+        "prompts": hashlib.sha256("\n".join(_deciding(prompts, encoding.image)).encode()).hexdigest(),
         "seeds": seeds if suite else seeds[0],
         "suite": suite,
         **{name: getattr(encoding, name) for name in SIZES},
@@ -375,13 +379,15 @@ def _protocol(
     }
 
 
-def _deciding(prompts: Prompts) -> Iterator[str]:
+def _deciding(prompts: Prompts, kind: str | None) -> Iterator[str]:
     """Yield everything of the prompts that decides a clip."""
     yield from prompts.counts
     if prompts.captions != list(prompts.counts):
         yield from prompts.captions
     for image in prompts.images:
-        yield fingerprint_of([Path(image)])
+        if kind == REFERENCES:
+            yield with_files(image, lambda _: "")
+        yield fingerprint_of([Path(file) for file in image_files(image, kind)])
 
 
 def _continued(plan: Plan) -> Plan:

@@ -41,6 +41,7 @@ from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
+from models.condition import REFERENCES
 from models.families.base import config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import defining
@@ -150,13 +151,19 @@ def planned_shapes(config: Config) -> Shapes:
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
     channels, data = family.latent_channels(network), config.data
     parts = family.planning.shapes_of_clip(channels, data.num_frames, data.height, data.width, data.fps)
-    images = len(IMAGES.get(data.image, ()))
+    images, room = len(IMAGES.get(data.image, ())), None
     tokens = data.max_text_tokens + images * family.planning.picture_tokens(data.height, data.width)
+    if data.image == REFERENCES:
+        edges = data.reference_image_edge, data.reference_video_edge
+        room = family.planning.reference_room(data.references, data.num_frames, *edges)
+        tokens = data.max_text_tokens + room.text
     shapes = family.condition_shapes(network, parts[VIDEO], tokens)
     # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
     shapes["text"] = (tokens, *shapes["text"][1:])
     if not images:
         return parts, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
+    if room is not None:
+        return parts, shapes | family.reference_shapes(network, tokens, room.count, room.rows, room.sounds)
     if optional := family.optional_shapes(network, parts[VIDEO], tokens, images):
         return parts, shapes | optional
     return parts, {"image_latents": parts[VIDEO], **shapes}

@@ -24,6 +24,7 @@ from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
 from fsdp_cp.measure.fake_world import fake_tensors
 from fsdp_cp.measure.memory import LiveStorages, Peak
+from models.condition import REFERENCES
 from models.families.ltx2_5 import DECODER
 from models.families.registry import family_of
 from models.files.shipped import find_shipped
@@ -47,7 +48,9 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     build_codec = partial(_build_codec, data, kind, settings)
     peaks = {}
     if isinstance(data, VideoFolderSettings):
-        peaks["encode/captions"] = _captions_peak(config, kind, settings)
+        # The text of references shows tens of thousands of their rows.
+        tokens = shapes[1]["text"][0] if REFERENCES in shapes[1] else config.data.max_text_tokens
+        peaks["encode/captions"] = _captions_peak(tokens, kind, settings)
         if data.has_clips or data.image is not None:
             # Latents of an image can be those of a clip that begins with it.
             frames = data.num_frames if data.has_clips or "image_latents" in shapes[1] else 1
@@ -89,8 +92,8 @@ def _build_codec(
     return vae
 
 
-def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[str, Mapping[str, Any]]) -> Peak:
-    """Return the peak of encoding one caption, with all text encoders of a folder of that ``kind``."""
+def _captions_peak(tokens: int, kind: type[EncoderFolder], settings: Mapping[str, Mapping[str, Any]]) -> Peak:
+    """Return the peak of encoding one text of so many tokens, with all text encoders of a folder of that ``kind``."""
     parts = [part for part in kind.text_parts if not part.startswith("tokenizer")]
     chosen = [settings.get(part, settings.get("text_encoder_2", {})) for part in parts]
     chosen[0] = kind.text_class.loaded_config(chosen[0])
@@ -99,7 +102,7 @@ def _captions_peak(config: Config, kind: type[EncoderFolder], settings: Mapping[
         with _default_dtype(kind.text_dtype):
             return nn.ModuleList(build_vae(one) if "_class_name" in one else build_text_encoder(one) for one in chosen)
 
-    return _peak(build, lambda models: kind.text_class.encode_zeros(models, config.data.max_text_tokens))
+    return _peak(build, lambda models: kind.text_class.encode_zeros(models, tokens))
 
 
 def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, Any]]:

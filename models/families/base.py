@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -118,6 +119,19 @@ class Flops(NamedTuple):
         return cls(2 * (pairs + others + still), 2 * (2 * pairs + others), attention)
 
 
+class ReferenceRoom(NamedTuple):
+    """Most that the references of a sample take."""
+
+    count: int
+    """Number of references."""
+    rows: int
+    """Rows of pictures."""
+    sounds: int
+    """Rows of sounds."""
+    text: int
+    """Rows of the text that show pictures. Labels count as the caption's."""
+
+
 class FamilyPlanning:
     """Facts for plans without files on disk. The defaults are those of a family with no released networks."""
 
@@ -141,6 +155,11 @@ class FamilyPlanning:
     vae_sizes: ClassVar[Mapping[int, tuple[str, int, int]]] = {}
     """Released VAEs by the channels of their latents: name, frames per latent frame after the first, and height and
     width of a latent in pixels. The first is that of all other numbers of channels."""
+
+    def reference_room(self, kinds: Sequence[str], num_frames: int, image_edge: int, video_edge: int) -> ReferenceRoom:
+        """Return the room for references of these ``kinds`` (data.references) in clips of so many frames, pictures as
+        16:9 with a shorter side of ``image_edge`` or ``video_edge`` pixels."""
+        raise UserError("data.references is for MiniMax-H3's network of references; leave it out")
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         """Return the shapes of a clip's latents, for networks with this number of latent channels of the video."""
@@ -347,6 +366,10 @@ class Family(ABC):
     def check_sample(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, setting: str) -> None:
         """Check that the network accepts parts and condition tensors of these shapes; these tell whether images are
         given."""
+
+    def check_folder(self, folder: Path, condition: Shapes, setting: str) -> None:  # noqa: B027
+        """Check that the network in this folder is for a condition of these tensors, where repositories have several.
+        By default, any is."""
 
     def sample_shapes(self, config: NetworkConfig, latent_shape: LatentShape) -> PartShapes:
         """Return shapes of all parts for a video ``(C, T, H, W)``, for ``models.verify``."""

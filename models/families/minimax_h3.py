@@ -26,6 +26,7 @@ Shape legend: B samples, C T H W latents of the video, A L 2 channels, latents a
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -66,6 +67,7 @@ from models.families.base import (
     LatentShape,
     NetworkConfig,
     Outputs,
+    ReferenceRoom,
     Shape,
     Shapes,
     config_of,
@@ -119,6 +121,10 @@ _ORIGINAL_NAMES = (
 """Patterns of diffusers' names of linear layers, and the names in MiniMax's own code, which ComfyUI uses."""
 
 
+REFERENCE_FOLDER = "transformer_ref"
+"""Folder of the network for references in MiniMax's repository."""
+
+
 class MiniMaxH3Planning(FamilyPlanning):
     """MiniMax's network and encoders."""
 
@@ -141,6 +147,23 @@ class MiniMaxH3Planning(FamilyPlanning):
         """Return the number of Qwen3-VL's tokens of a picture: one for 32 x 32 pixels, and its ends. Those of its label
         count as the caption's."""
         return (height // 32) * (width // 32) + 2
+
+    def reference_room(
+        self, kinds: Sequence[str], num_frames: int, image_edge: int, video_edge: int
+    ) -> "ReferenceRoom":
+        from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
+
+        image = image_edge // 32 * round(image_edge * 16 / 9 / 32)
+        height, width = resolve_canvas_size(16, 9, 32, video_edge, video_edge**2 * 7 // 4)
+        video, pairs = height * width // 32**2, math.ceil(math.ceil(num_frames / 12) / 2)
+        images, sounds = kinds.count("image"), kinds.count("clip") + kinds.count("sound")
+        videos = kinds.count("video") + kinds.count("clip")
+        return ReferenceRoom(
+            count=len(kinds),
+            rows=images * image + videos * latent_frames(num_frames, FRAME_RATE) * video,
+            sounds=sounds * SIDES * math.ceil(num_frames * AUDIO_RATE / FRAME_RATE),
+            text=images * (image + 2) + videos * pairs * (video + 2),
+        )
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         frames = latent_frames(num_frames, fps)
@@ -167,7 +190,8 @@ class MiniMaxH3(DiffusersFamily):
     """The released schedules shift one base time by 12 and by 3."""
     export_note = (
         "Sample with diffusers' modular pipeline: the workflow t2va from text, fl2va from keyframes (image, last_image;"
-        " the first is stretched onto the clip's size, a second one is cropped). It adds the keyframes' noise. Give it"
+        " the first is stretched onto the clip's size, a second one is cropped), ref2va from references, whose network"
+        " is the component transformer_ref. It adds the noise of keyframes and references. Give it"
         " scheduler/ and audio_scheduler/ of this run, and one more num_inference_steps than the student takes."
     )
     adapter_targets = ("*.attn.to_q", "*.attn.to_k", "*.attn.to_v", "*.attn.to_out.0", "*.ff.net.0.proj", "*.ff.net.2")
@@ -342,7 +366,7 @@ class MiniMaxH3(DiffusersFamily):
     def reference_shapes(
         self, config: NetworkConfig, text_tokens: int, count: int, rows: int, sounds: int
     ) -> dict[str, Shape]:
-        """Return the shapes of ``count`` references at most with so many ``rows`` of pictures and ``sounds``."""
+        """Return the shapes of ``count`` references at most with so many ``rows`` of pictures and of sounds."""
         return {
             REFERENCES: (rows * math.prod(self.patch_size(config)), config["in_channels"]),
             REFERENCE_SOUNDS: (sounds, config["audio_in_channels"]),
@@ -375,6 +399,14 @@ class MiniMaxH3(DiffusersFamily):
                 f"{setting} ({self.label}) takes sound of shape ({wanted[0]}, latents, {SIDES}), but the data have"
                 f" {shapes[AUDIO]}; use data with sound of the encoders that the checkpoint is from"
             )
+
+    def check_folder(self, folder: Path, condition: Shapes, setting: str) -> None:
+        of_references, is_wanted = folder.parent / REFERENCE_FOLDER, REFERENCES in condition
+        where = f"{setting}={folder}"
+        if folder.name == REFERENCE_FOLDER and not is_wanted:
+            raise UserError(f"{where} is the network for references; set data.references, or use {folder.parent}")
+        if folder.name == "transformer" and is_wanted and of_references.is_dir():
+            raise UserError(f"{where} takes no references (data.references); use {of_references}")
 
     def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]

@@ -83,8 +83,6 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False, co
         return Checkpoint((_inspect(root, where, given),), ())
     if not str(checkpoint).strip() or not root.is_dir():
         raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder, or a .safetensors")
-    if root.absolute().name == "transformer_ref":
-        raise UserError(f"{where} is MiniMax-H3's network for references, which are not known here; use {root.parent}")
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
     boundary = None
     if path != root:

@@ -115,6 +115,8 @@ class RolePlan:
             if self.causal is not None:
                 raise UserError(f"{setting} makes video with {part}, which works without causal; leave causal out")
         self.family.check_sample(self.config, shapes, condition_shapes, setting)
+        for folder in self.folders:
+            self.family.check_folder(folder.path, condition_shapes, setting)
         if self.sparse is not None:
             self.sparse.name_dense(self.name, self.family.token_grid(self.config, shapes))
         if self.causal is not None:

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.modular_pipelines.minimax_h3 import before_encoder as before
 from diffusers.modular_pipelines.minimax_h3 import encoders as theirs
+from diffusers.modular_pipelines.minimax_h3 import references as refs
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
     MiniMaxH3ModularPipeline,
     audio_latent_num_frames,
@@ -27,6 +28,7 @@ from distill.data.videos.decode import ClipFormat, read_clip
 from distill.encode import main as encode
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source, open_set
+from tests.noisy_media import write_clip, write_sound
 from tests.tiers import parametrize, slow
 from tests.tiny_minimax_h3_pipeline import build_tiny_minimax_h3_pipeline
 from tests.tiny_pipeline import render_clips
@@ -257,7 +259,7 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
         text, tags = _presentation(path, shown, captions[i])
         item, length = data[i], len(text)
         assert item["text_length"] == length and torch.equal(item["text"][:length], text)
-        assert torch.equal(item["text_tags"][:length], tags) and not item["text_tags"][length:].any()
+        assert torch.equal(item["text_tags"][:length].bool(), tags) and not item["text_tags"][length:].any()
         levels = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None] for picture in shown]
         with torch.no_grad():
             wanted = [theirs.encode_vae_condition(vae, one, *colors.values())[0] for one in levels]
@@ -301,3 +303,119 @@ def test_keyframes_of_clips_are_their_first_and_last_frames(path, tmp_path):
     assert encode(["--verify", str(data.set.path)]) == 0
     opened = open_set(data.set.path, cache=tmp_path / "other")
     assert all(torch.equal(opened[1][name], data[1][name]) for name in data[1] if name != "caption")
+
+
+def _of_the_pipeline(path, references, caption, edges):
+    """Return text, tags, latents, rows of sound and kinds that diffusers' steps make of references."""
+    tokenizer, device = AutoTokenizer.from_pretrained(path / "tokenizer"), torch.device("cpu")
+    encoder = choose_encoders(path).text_encoder(
+        choose_encoders(path).inspect_image("data.encoders"), max_tokens=9999, dtype=torch.bfloat16, **CPU
+    )
+    pads = {tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"): i for i, kind in enumerate(("image", "video"), start=1)}
+    processor = SimpleNamespace(
+        image_processor=AutoImageProcessor.from_pretrained(path / "processor"), video_processor=encoder.video_processor,
+        create_mm_token_type_ids=lambda ids: [[pads.get(i, 0) for i in one] for one in ids],
+    )  # fmt: skip
+    kept = {"canvas_short_edge": edges[1], "canvas_max_pixels": edges[1] ** 2 * 7 // 4}
+    parts = {
+        "tokenizer": tokenizer, "processor": processor, "image_processor": VaeImageProcessor(vae_scale_factor=16),
+        "text_encoder": Qwen3VLForConditionalGeneration.from_pretrained(
+            path / "text_encoder", dtype=torch.bfloat16
+        ).eval(),
+        "vae": AutoencoderKLMiniMaxH3.from_pretrained(path / "vae"),
+        "audio_vae": AutoencoderKLMiniMaxH3Audio.from_pretrained(path / "audio_vae"),
+        "config": SimpleNamespace(reference_image_short_edge=edges[0], **kept),
+        "_execution_device": device,
+    }  # fmt: skip
+    names = ("audio_sampling_rate", "canvas_multiple", "vae_frames_per_chunk", "vae_latents_per_chunk", "pixel_mean")
+    names += ("pixel_std", "keyframe_encode_seed", "text_tag", "video_tag", "text_encoder_layer", "fps")
+    sizes = SimpleNamespace(**parts, vae_spatial_compression_ratio=16, patch_size=(1, 2, 2))
+    values = {name: getattr(MiniMaxH3ModularPipeline, name).fget(sizes) for name in names}
+    components = SimpleNamespace(**parts, **values, min_duration=0, max_duration=99, audio_latent_channels=32)
+    state = SimpleNamespace(prompt=caption, references=references, height=32, width=64, num_frames=22)
+    for step in (
+        before.MiniMaxH3Ref2VASetupStep(), theirs.MiniMaxH3Ref2VATextEncoderStep(),
+        theirs.MiniMaxH3Ref2VAReferenceEncoderStep(),
+    ):  # fmt: skip
+        step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
+        step(components, None)
+    return state
+
+
+@slow
+def test_references_of_a_table_are_those_of_the_pipeline(path, tmp_path):
+    """Embeddings, tags, latents and rows of sound, of pictures of other shapes, clips with and without sound, sounds.
+    Longer ones are cut. A file that is missing, broken, silent or too short, and too large references are left out."""
+    generator = torch.Generator().manual_seed(3)
+    sounds = {length: 0.1 * torch.randn(2, length, generator=generator) for length in (5000, 9000)}
+    pictures = {f"{i}.png": _picture(i, size) for i, size in enumerate([(70, 90), (64, 32), (50, 31)])}
+    for name, picture in pictures.items():
+        picture.save(tmp_path / name)
+    clips = {
+        "a.mkv": (20, None),
+        "b.mkv": (30, sounds[9000]),
+        "short.mkv": (9, None),
+        "silent.mkv": (22, sounds[5000] * 0),
+    }
+    frames = {name: write_clip(tmp_path / name, n, (50, 40), sound=sound) for name, (n, sound) in clips.items()}
+    write_sound(tmp_path / "c.wav", sounds[5000])
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    rows = [
+        ("a red square", "image:0.png"),
+        ("a red square", "clip:b.mkv;image:2.png;sound:c.wav"),
+        ("a blue square", "sound:c.wav;video:a.mkv;image:1.png"),
+    ]
+    bad = ["image:d.png", "image:broken.png", "clip:a.mkv", "clip:silent.mkv", "sound:c.wav", "video:short.mkv",
+           "picture:0.png", "", "image:0.png;image:0.png;image:0.png;image:0.png"]  # fmt: skip
+    table = [*rows, *(("a bad square", text) for text in bad if text)]
+    lines = [json.dumps({"caption": caption, "references": text}) for caption, text in table]
+    (tmp_path / "table.jsonl").write_text("\n".join(lines))
+    edges = (64, 32)
+    options = {
+        "path": tmp_path / "table.jsonl", "encoders": path, "cache": tmp_path / "cache", "has_clips": False,
+        "num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 160,
+        "references": ["clip", "image", "sound"], "reference_image_edge": edges[0], "reference_video_edge": edges[1],
+    }  # fmt: skip
+    data = encode_source(**options)
+    left_out = next((tmp_path / "cache").glob("*/left_out.csv")).read_text()
+    assert len(data) == 3 and len(left_out.splitlines()) == 1 + len(bad) - 1 + 1, left_out
+    assert "the video of reference 1 cut" in left_out
+    for i, (caption, text) in enumerate(rows):
+        references = []
+        for kind, name in (part.split(":") for part in text.split(";")):
+            if kind == "image":
+                references.append(refs.MiniMaxH3ImageReference(image=pictures[name]))
+            elif kind == "sound":
+                references.append(refs.MiniMaxH3AudioReference(audio=sounds[5000], sample_rate=8000))
+            else:
+                sound = clips[name][1] if kind == "clip" else None
+                references.append(
+                    refs.MiniMaxH3VideoReference(frames=frames[name], fps=24.0, audio=sound, sample_rate=8000)
+                )
+        state, item = _of_the_pipeline(path, references, caption, edges), data[i]
+        length = state.prompt_embeds.shape[1]
+        assert item["text_length"] == length and torch.equal(item["text"][:length], state.prompt_embeds[0].float())
+        assert torch.equal(item["text_tags"][:length] == 1, state.text_token_tags == 0)
+        before_caption = length - len(choose_tokens(path, caption))
+        assert (item["text_tags"][:before_caption] > 0).all() and not item["text_tags"][before_caption:].any()
+        latents = torch.cat([x[0].flatten(1).mT for x in state.condition_latents])
+        heard = torch.cat([torch.zeros(0, 32), *state.audio_condition_latents])
+        for name, wanted in (("references", latents), ("reference_sounds", heard)):
+            assert torch.allclose(item[name][: len(wanted)], wanted, atol=1e-5) and not item[name][len(wanted) :].any()
+        audible = iter(state.audio_condition_latents)
+        shapes = iter(x.shape[2:] for x in state.condition_latents)
+        wanted = [
+            [*(next(shapes) if r.kind != "audio" else (0, 0, 0)), len(next(audible)) // 2 if r.has_audio else 0]
+            for r in state.normalized_references
+        ]
+        assert item["reference_sizes"].tolist() == wanted + [[0] * 4] * (3 - len(wanted))
+    chosen = data.condition(["a red square", "a red square"], [1, 0])
+    assert torch.equal(chosen.tensors["references"][0], data[1]["references"])
+    more = ["a green square"], [f"image:{tmp_path / '1.png'};sound:{tmp_path / 'c.wav'}"]
+    other = encode_source(**options, captions=more[0], images=more[1])
+    given = other.condition(more[0]).tensors
+    assert given["reference_sizes"][0].tolist()[0][3] == 0 and given["reference_sizes"][0].tolist()[1][3] == 25
+
+
+def choose_tokens(path, text):
+    return AutoTokenizer.from_pretrained(path / "tokenizer")(text, add_special_tokens=False)["input_ids"]

@@ -11,11 +11,11 @@ from models.condition import Condition
 from models.export import RoleExport
 from models.families.minimax_h3 import MiniMaxH3, stream_positions
 from models.families.wan import Wan
-from models.files.checkpoint_files import inspect_checkpoint
 from models.lora.files import file_tensors
 from models.lora.plan import plan_lora
 from models.lora.saved import inspect_adapters
 from models.lora.settings import LoraSettings
+from models.roles.role_plan import plan_role
 from models.sample import AUDIO, VIDEO, Sample
 from tests.oracles.tiny_minimax_h3 import (
     REFERENCE_SIZES,
@@ -302,7 +302,50 @@ def test_what_the_model_does_not_take_is_refused_by_the_plan(word, shown):
     assert word.partition("=")[0] in line and shown in line
 
 
-def test_the_network_for_references_is_refused(tmp_path):
-    (tmp_path / "transformer_ref").mkdir()
-    with refused("teacher.checkpoint"):
-        inspect_checkpoint(str(tmp_path / "transformer_ref"), "teacher.checkpoint")
+def test_references_have_a_network_of_their_own(tmp_path):
+    """Refused are transformer_ref without references, with keyframes, and the network next to it with references."""
+    config = FAMILY.defaults() | EXAMPLES["t2av"]
+    for name in ("transformer", "transformer_ref"):
+        FAMILY.build(EXAMPLES["t2av"], "teacher.architecture").save_pretrained(tmp_path / name)
+    shapes = FAMILY.sample_shapes(config, (4, 2, 4, 4))
+    text = {"text": (TEXT, config["text_dim"])}
+    keyframes, references = (text | given for given in FAMILY.options(config, shapes[VIDEO], TEXT))
+    taken = {"transformer": (text, keyframes), "transformer_ref": (references,)}
+    for name, checkpoint in (("transformer", tmp_path), ("transformer_ref", tmp_path / "transformer_ref")):
+        plan = plan_role("teacher", checkpoint=str(checkpoint), family="minimax_h3")
+        for condition in (text, keyframes, references):
+            if condition in taken[name]:
+                plan.tokens(shapes, condition)
+            else:
+                with refused("teacher.checkpoint"):
+                    plan.tokens(shapes, condition)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data.references=[sound]"], "data.references"),
+        (["data.references=[picture]"], "data.references"),
+        (["data.references=[image]", "data.image=both"], "data.references"),
+        (["data.image=references"], "data.references"),
+        (["data.reference_image_edge=512"], "data.references"),
+        (["data.references=[clip,clip,video,video]"], "data.references"),
+    ],
+    ids=str,
+)
+def test_wrong_references_are_refused(words, named):
+    with refused(named):
+        compose_config(["experiment=minimax_h3_t2av_dmd2", *TINY, *words])
+
+
+def test_a_plan_knows_the_room_of_references():
+    """Three pictures of 2048 x 3648, and a clip as long as the generated one."""
+    words = ["experiment=minimax_h3_ref2av_dmd2", *TINY]
+    for kinds, rows, sounds, text in (
+        ("[image,image,image]", 3 * 7296, 0, 3 * 7298), ("[clip]", 37 * 1008, 414, 6 * 1010),
+    ):  # fmt: skip
+        config = compose_config([*words, f"data.references={kinds}"])
+        config.student.architecture = FAMILY.defaults() | {"num_layers": 1}
+        shapes = planned_shapes(config)[1]
+        assert shapes["references"] == (4 * rows, 24) and shapes["reference_sounds"] == (sounds, 32)
+        assert shapes["text"][0] == shapes["text_tags"][0] == 512 + text

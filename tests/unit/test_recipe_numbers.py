@@ -129,6 +129,11 @@ MINIMAX_H3 = LTX2_3 | {
     "method.shift": 6.0, "method.audio_shift_ratio": 0.5, "method.teacher_shift": 12.0, "method.time_limits": "draw",
     "data.num_frames": 124, "data.width": 1344, "data.fps": 24.0,
 }  # fmt: skip
+REF2AV_H3 = MINIMAX_H3 | {
+    "batch_size": (32, "on one group of ranks"), "method.shift": 12.0, "method.audio_shift_ratio": 0.25,
+    "method.max_time": 1.0, "method.step_list": [1.0, 0.988235, 0.972973, 0.952381, 0.923077, 0.878049, 0.8, 0.631579],
+    "student.lora.scale": 0.0625, "optim.student.betas": [0.0, 0.999], "optim.fake.betas": [0.0, 0.999],
+}  # fmt: skip
 PDMD_H3 = MINIMAX_H3 | {
     "steps": 2500, "batch_size": 16, "method.projection": True, "method.step_list": [1.0, 0.75, 0.5, 0.25],
     "method.shift": 1.0, "method.audio_shift_ratio": 1.0, "method.min_time": 0.0, "method.max_time": 1.0,
@@ -196,7 +201,7 @@ def test_a_recipe_says_which_numbers_are_quoted_by_others(recipe):
 @pytest.mark.parametrize(
     ("name", "numbers", "rates"),
     [("ltx2_3_t2av_dmd2", LTX2_3, (1e-4, 2e-5)), ("ltx2_5_t2av_dmd2", LTX2_3, (1e-4, 2e-5)),
-     ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)),
+     ("minimax_h3_t2av_dmd2", MINIMAX_H3, (1e-4, 2e-5)), ("minimax_h3_ref2av_dmd2", REF2AV_H3, (5e-5, 4e-6)),
      ("minimax_h3_t2av_pdmd", PDMD_H3, (5e-5, 1e-5)), ("minimax_h3_t2av_pdd", PDD_H3, (1e-4,)),
      ("minimax_h3_t2av_sparse_dmd2", SPARSE_H3, ())],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -158,12 +158,13 @@ def test_the_level_stays(tmp_path, layout, channels):
 
 
 def test_surround_is_mixed_as_the_standard_says():
-    """The weights of ITU-R BS.775, with a sum of 1; channels without a place are averaged."""
+    """The weights of ITU-R BS.775, with a sum of 1; channels without a place are averaged, but two."""
     names = ["FL", "FR", "FC", "LFE", "BL", "BR", "SL", "SR"]
     left, right = np.array([[1, 0, 0.707, 0, 0.707, 0, 0.707, 0], [0, 1, 0.707, 0, 0, 0.707, 0, 0.707]]) / 3.121
     np.testing.assert_allclose(mixing(names, 2), [left, right], rtol=1e-6)
     np.testing.assert_allclose(mixing(names, 1), [(left + right) / 2], rtol=1e-6)
-    np.testing.assert_array_equal(mixing(["NONE", "NONE"], 2), np.full((2, 2), 0.5))
+    np.testing.assert_array_equal(mixing(["NONE"] * 3, 2), np.full((2, 3), np.float32(1 / 3)))
+    np.testing.assert_array_equal(mixing(["NONE", "NONE"], 2), np.eye(2))
     np.testing.assert_array_equal(mixing(["FL", "FR"], 2), np.eye(2))
 
 
@@ -236,7 +237,7 @@ def test_clips_become_items_of_two_parts(tmp_path, monkeypatch):
     again = open_set(silent.set.path, cache=tmp_path / "cache")
     assert torch.equal(again[1]["latents/audio"], silent[1]["latents/audio"])
     monkeypatch.setattr(encode, "SOUND_VERSION", "another")  # what is finished by earlier rules is used as it is
-    monkeypatch.setattr(encode, "EARLIER_SOUND", SOUND_VERSION)
+    monkeypatch.setattr(encode, "EARLIER_SOUNDS", ("none", SOUND_VERSION))
     assert make().set.path == data.set.path
     (data.set.path / "set.json").unlink()
     assert make().set.path != data.set.path

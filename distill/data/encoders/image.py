@@ -68,13 +68,17 @@ class ImageInput:
     latents: str
     """``first_frame``: the VAE encodes the image as a clip of one frame. ``image_latents``: the VAE encodes a clip that
     begins with the image, and a mask tells which frames are given. ``keyframes``: the VAE encodes each of one or two
-    images, and the text encoder sees them."""
+    images, and the text encoder sees them. ``references``: so it is with pictures and clips of their own sizes."""
     encoder: ImageEncoderFolder | None = None
     """The image encoder, for networks that also get its features."""
     processor: str | None = None
     """Sub-folder of the processor of the text encoder, for one that sees the images."""
     anchors: tuple[int, ...] = (0,)
     """Frames of a clip that the images are: 0 for the first, 1 for the last."""
+    references: tuple[str, ...] = ()
+    """Kinds of the most references of a clip (``data.references``), where ``latents`` is ``references``."""
+    edges: tuple[int, int] = (2048, 768)
+    """Pixels of the shorter side of pictures, and of videos, among the references."""
 
     @property
     def parts(self) -> list[str]:

@@ -2,8 +2,8 @@
 
 A VAE for the video; another for the waveform of each side of the sound; Qwen3-VL for the caption, without a template.
 The transformer sees the state after layer 50 of Qwen3-VL's language model, and no pads: a set tells a text's length.
-With keyframes, Qwen3-VL sees them before the caption. Its language model is causal, so the rows of pictures do not
-depend on the caption, and are the text of a sample without one.
+With keyframes or references, Qwen3-VL sees them before the caption. Its language model is causal, so the rows before
+the caption do not depend on it, and are the text of a sample without one.
 
 Shape legend: T H W pixels, C t h w latents of the video, C L 2 channels, latents and sides of the sound's, D width of
 an embedding.
@@ -14,10 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
@@ -32,18 +37,39 @@ from distill.data.encoders.wan import (
     pad_text,
     transformer_patch,
 )
-from distill.data.videos.container import VideoFile
-from distill.data.videos.decode import ClipFormat, SoundFormat, read_picture
+from distill.data.videos.container import ClipError, VideoFile
+from distill.data.videos.decode import ClipFormat, SoundFormat, read_frames, read_picture
+from distill.data.videos.sound import read_heard
 from fsdp_cp.errors import UserError
-from models.condition import KEYFRAMES, TEXT_LENGTH, TEXT_TAGS
+from models.condition import (
+    KEYFRAMES,
+    REFERENCE_SIZES,
+    REFERENCE_SOUNDS,
+    REFERENCES,
+    TEXT_LENGTH,
+    TEXT_TAGS,
+)
 from models.families.diffusers_family import checked_arguments
-from models.families.minimax_h3 import AUDIO_RATE, CHUNK, FRAMES, SIDES, MiniMaxH3, audio_latents, latent_frames
+from models.families.minimax_h3 import (
+    AUDIO_RATE,
+    CHUNK,
+    CHUNK_LATENTS,
+    FRAME_RATE,
+    FRAMES,
+    SIDES,
+    MiniMaxH3,
+    audio_latents,
+    latent_frames,
+)
 from models.sample import AUDIO, VIDEO, PartShapes
 
 TEXT_LAYER = 50
 """Layer whose output is the embedding. The last layer's output is normalized, so one more layer is loaded."""
 PROCESSOR = "processor"
-"""Sub-folder of Qwen3-VL's processor of images."""
+"""Sub-folder of Qwen3-VL's processor of images, and of videos."""
+VIDEO_FILE = "video_preprocessor_config.json"
+_SHORTEST = 13
+"""Frames of a reference, of which Qwen3-VL sees each twelfth, in pairs."""
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's statistics of colors in [0, 1], by which the VAE's frames are normalized."""
 
@@ -71,13 +97,34 @@ class MiniMaxH3Codec(VideoCodec):
         z = self.sound_vae.encode(sound[:, None]).latent_dist.mode()
         return ((z - self.sound_mean) / self.sound_std).permute(1, 2, 0)
 
-    @torch.no_grad()
     def encode_keyframe(self, frame: Tensor) -> Tensor:
-        """Encode a keyframe as it was released: a draw from the posterior by a fixed seed, rounded to fp16."""
+        return self._encode_given(to_bytes(frame))
+
+    @torch.no_grad()
+    def _encode_given(self, levels: Tensor) -> Tensor:
+        """Encode given frames, uint8 (3, T, H, W), as released: a draw from the posterior by a fixed seed, rounded to
+        fp16."""
         from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 
-        pixels = to_bytes(frame)[None].to(self.device)
-        return encode_vae_condition(self.vae, pixels, _MEAN, _STD)[0]
+        return encode_vae_condition(self.vae, levels[None].to(self.device), _MEAN, _STD)[0]
+
+    @torch.no_grad()
+    def encode_references(self, references: Sequence[Any]) -> dict[str, Tensor]:
+        """Encode references as MiniMaxH3Ref2VAReferenceEncoderStep: whole chunks of a clip, the mean of a sound."""
+        pictures, sounds = [torch.zeros(0, len(self.mean.flatten()))], [torch.zeros(0, len(self.sound_mean))]
+        sizes = torch.zeros(len(references), 4, dtype=torch.long)
+        for reference, size in zip(references, sizes, strict=True):
+            if reference.kind != "audio":
+                frames = np.array(reference.image)[None] if reference.kind == "image" else reference.frames
+                whole = max(1, (len(frames) - CHUNK_LATENTS) // CHUNK) * CHUNK + CHUNK_LATENTS
+                latents = self._encode_given(torch.tensor(frames[:whole]).permute(3, 0, 1, 2))
+                pictures.append(latents.flatten(1).mT)
+                size[:3] = torch.tensor(latents.shape[1:])
+            if reference.has_audio:
+                latents = self._sound_latents(reference.audio.to(self.device))
+                sounds.append(rearrange(latents, "a l s -> (s l) a").cpu())
+                size[3] = latents.shape[1]
+        return {REFERENCES: torch.cat(pictures), REFERENCE_SOUNDS: torch.cat(sounds), REFERENCE_SIZES: sizes}
 
     def _waveform(self, latents: Tensor) -> Tensor:
         z = latents.permute(2, 0, 1) * self.sound_std + self.sound_mean
@@ -153,11 +200,52 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     @torch.no_grad()
-    def embeddings(self, caption: str, images: Tensor | None = None) -> dict[str, Tensor]:
-        """Return ``text`` (tokens, D) of a caption after its ``images`` (3, K, H, W), and ``tags`` (tokens, 1): 1 for
-        rows that show an image, as MiniMaxH3FL2VATextEncoderStep makes them."""
+    def embeddings(self, caption: str, images: Tensor | Sequence[Any] | None = None) -> dict[str, Tensor]:
+        """Return ``text`` (tokens, D) of a caption after its ``images`` (3, K, H, W) or references, and ``tags``
+        (tokens, 1): 1 for rows that show an image, and with references 2 for other rows before the caption."""
         assert images is not None
         self.cuts = []
+        ids, tags, vision = self._of_images(images) if isinstance(images, Tensor) else self._of_references(images)
+        if len(ids) >= self.max_tokens:
+            lacks = f"{len(ids) - self.max_tokens} more tokens than data.max_text_tokens and their size leave"
+            raise UserError(f"the images take {lacks}; set data.max_text_tokens higher")
+        words = self._ids(caption)
+        self._check_words(ids + words, self.model, "tokenizer", "text_encoder")
+        self.report_cut(caption, "images and caption", len(ids + words), self.max_tokens, "data.max_text_tokens=")
+        ids = (ids + words)[: self.max_tokens]
+        tokens = torch.tensor([ids], device=self.device)
+        config = self.model.config
+        kinds = (tokens == config.image_token_id).long() + 2 * (tokens == config.video_token_id)
+        text = self._embedding(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            mm_token_type_ids=kinds,
+            **{
+                name: x.to(self.device, self.model.dtype if x.is_floating_point() else None)
+                for name, x in vision.items()
+            },
+        )
+        tags += [0.0] * (len(ids) - len(tags))
+        return {"text": text, "tags": torch.tensor(tags)[:, None]}
+
+    @cached_property
+    def video_processor(self) -> VideoProcessor:
+        where = f"data.encoders={self.folder}"
+        return VideoProcessor(part_settings(self.folder, PROCESSOR, where, VIDEO_FILE, optional=True))
+
+    def _of_references(self, references: Sequence[Any]) -> tuple[list[int], list[float], dict[str, Tensor]]:
+        """Return ids and tags of the tokens before the caption, and pixels, by MiniMaxH3Ref2VATextEncoderStep (0.42),
+        whose methods are private."""
+        from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3Ref2VATextEncoderStep
+
+        step = MiniMaxH3Ref2VATextEncoderStep()
+        processors = SimpleNamespace(image_processor=self.processor, video_processor=self.video_processor)
+        vision, *counts = step._gather_vision_features(processors, references, FRAME_RATE)
+        ids, tags = step._build_presentation(self.tokenizer, "", references, *counts, text_tag=2, video_tag=1)
+        return ids, [float(tag) for tag in tags], vision
+
+    def _of_images(self, images: Tensor) -> tuple[list[int], list[float], dict[str, Tensor]]:
+        """Return ids and tags of the tokens before the caption, and pixels, as MiniMaxH3FL2VATextEncoderStep."""
         shown = [Image.fromarray(levels.numpy()) for levels in to_bytes(images).permute(1, 2, 3, 0).contiguous()]
         vision = self.processor(images=shown, return_tensors="pt")
         begin, pad, end = self.vision_ids
@@ -168,23 +256,41 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
             rows = [begin, *[pad] * (int(grid.prod()) // self.processor.merge_size**2), end]
             ids += label + rows
             tags += [0.0] * len(label) + [1.0] * len(rows)
-        if len(ids) >= self.max_tokens:
-            lacks = f"{len(ids) - self.max_tokens} more tokens than data.max_text_tokens and their size leave"
-            raise UserError(f"the images take {lacks}; set data.max_text_tokens higher")
-        words = self._ids(caption)
-        self._check_words(ids + words, self.model, "tokenizer", "text_encoder")
-        self.report_cut(caption, "images and caption", len(ids + words), self.max_tokens, "data.max_text_tokens=")
-        ids = (ids + words)[: self.max_tokens]
-        tokens = torch.tensor([ids], device=self.device)
-        text = self._embedding(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            mm_token_type_ids=(tokens == pad).long(),
-            pixel_values=vision["pixel_values"].to(self.device, self.model.dtype),
-            image_grid_thw=vision["image_grid_thw"].to(self.device),
-        )
-        tags += [0.0] * (len(ids) - len(tags))
-        return {"text": text, "tags": torch.tensor(tags)[:, None]}
+        return ids, tags, {name: vision[name] for name in ("pixel_values", "image_grid_thw")}
+
+
+class VideoProcessor:
+    """Qwen3-VL's processor of videos without torchvision: resized, normalized patches of pairs of frames."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        # By its name: transformers' package refuses the module without torchvision.
+        theirs = import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
+        self.theirs = theirs.Qwen3VLVideoProcessor
+        self.resized = theirs.smart_resize
+        names = ("size", "image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
+        self.settings = {name: settings.get(name, getattr(self.theirs, name)) for name in names}
+        self.temporal_patch_size = self.settings["temporal_patch_size"]
+
+    def __call__(self, videos: Sequence[np.ndarray], **_: Any) -> dict[str, Tensor]:
+        """Return patches of videos, uint8 (T, H, W, 3), and the number of patches along each axis."""
+        chosen, patches, grids = self.settings, [], []
+        sizes = {name: chosen[name] for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        mean, std = (255 * torch.tensor(chosen[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
+        for video in videos:
+            frames = torch.tensor(video).permute(0, 3, 1, 2)
+            size = self.resized(
+                *(len(frames), *frames.shape[2:]),
+                temporal_factor=sizes["temporal_patch_size"],
+                factor=sizes["patch_size"] * sizes["merge_size"],
+                min_pixels=chosen["size"]["shortest_edge"],
+                max_pixels=chosen["size"]["longest_edge"],
+            )
+            if size != frames.shape[2:]:
+                frames = torch.nn.functional.interpolate(frames, size, mode="bicubic", antialias=True)
+            rows, *grid = self.theirs.patchify(None, ((frames - mean) / std)[None], **sizes)
+            patches.append(rows[0])
+            grids.append(grid)
+        return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
 
 
 def load_layers(
@@ -260,13 +366,58 @@ class MiniMaxH3EncoderFolder(EncoderFolder):
         part_settings(self.path, PROCESSOR, where, "preprocessor_config.json")
         return ImageInput(latents=KEYFRAMES, processor=PROCESSOR)
 
+    def condition_shapes(
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
+    ) -> dict[str, tuple[int, ...]]:
+        if image is None or not image.references:
+            return super(MiniMaxH3EncoderFolder, self).condition_shapes(clip, max_text_tokens, image)
+        room = MiniMaxH3.planning.reference_room(image.references, clip.num_frames, *image.edges)
+        config = {"patch_size": self.patch, "in_channels": self.channels, "audio_in_channels": self.sound_channels}
+        shapes = super(MiniMaxH3EncoderFolder, self).condition_shapes(clip, max_text_tokens, None)
+        return shapes | MiniMaxH3().reference_shapes(config, max_text_tokens, room.count, room.rows, room.sounds)
+
+    def read_reference(self, file: Path, kind: str, num_frames: int, edges: tuple[int, int]) -> tuple[Any, str]:
+        """Return a reference as MiniMaxH3Ref2VASetupStep makes it of a file: a picture, or a video or a sound of the
+        clip's length at most. Frames are picked and sound is resampled as those of clips."""
+        from diffusers.modular_pipelines import minimax_h3 as theirs
+        from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
+
+        if kind == "image":
+            return theirs.MiniMaxH3ImageReference(image=_large(read_picture(file), edges[0])), ""
+        sound, cut = None, ""
+        if kind != "video":
+            samples = int(num_frames / FRAME_RATE * self.rate)
+            sound = read_heard(file, SoundFormat(rate=self.rate, samples=samples + 1, channels=SIDES))
+            cut, sound = "its sound" * (sound.shape[1] > samples), sound[:, :samples]
+        if kind == "sound":
+            return theirs.MiniMaxH3AudioReference(audio=sound, sample_rate=self.rate), cut
+
+        def on_canvas(rgb_HWC: Tensor) -> Tensor:
+            try:
+                size = resolve_canvas_size(rgb_HWC.shape[1], rgb_HWC.shape[0], 32, edges[1], edges[1] ** 2 * 7 // 4)
+            except ValueError as error:
+                raise ClipError(f"is {rgb_HWC.shape[1]} x {rgb_HWC.shape[0]}, not within 1:4 and 4:1") from error
+            return rgb_HWC if rgb_HWC.shape[:2] == size else stretched(rgb_HWC, *size, Image.Resampling.LANCZOS)
+
+        frames = read_frames(file, num_frames + 1, FRAME_RATE, on_canvas)
+        if len(frames) < _SHORTEST:
+            raise ClipError(f"is too short: {len(frames)} frames at {FRAME_RATE} fps; {_SHORTEST} at least")
+        cut = "the video" if len(frames) > num_frames else cut
+        made = theirs.MiniMaxH3VideoReference(
+            frames=torch.stack(frames[:num_frames]).numpy(), audio=sound, sample_rate=self.rate
+        )
+        return made, cut
+
     def read_image(self, file: VideoFile, clip: ClipFormat, *, follows: bool = False) -> Tensor:
         """Return an image as MiniMaxH3ResizeStep fits it: the first is stretched, the second cropped."""
         image, size = read_picture(file), (clip.height, clip.width)
         return as_frame(covering(image, *size) if follows else stretched(image, *size, Image.Resampling.LANCZOS))
 
     def text_tokens(self, clips: Sequence[ClipFormat], max_text_tokens: int, image: ImageInput | None) -> int:
-        """Add the rows of the images, of the largest clips."""
+        """Add the rows of the images, of the largest clips, or of references."""
+        if image is not None and image.references:
+            room = MiniMaxH3.planning.reference_room(image.references, clips[0].num_frames, *image.edges)
+            return max_text_tokens + room.text
         rows = max(MiniMaxH3.planning.picture_tokens(clip.height, clip.width) for clip in clips)
         return max_text_tokens + (0 if image is None else len(image.anchors) * rows)
 
@@ -288,5 +439,15 @@ class MiniMaxH3EncoderFolder(EncoderFolder):
         text = texts["text"]
         made = {"text": pad_text(text, max_tokens), TEXT_LENGTH: torch.tensor(text.shape[0])}
         if "tags" in texts:
-            made[TEXT_TAGS] = pad_text(texts["tags"], max_tokens)[:, 0] > 0
+            made[TEXT_TAGS] = pad_text(texts["tags"], max_tokens)[:, 0].to(torch.int8)
         return made
+
+
+def _large(rgb_HWC: Tensor, edge: int) -> Image.Image:
+    """Return a picture of the references with its shorter side of ``edge`` pixels, and sides of multiples of 32."""
+    sides = rgb_HWC.shape[:2]
+    if max(sides) > 4 * min(sides):
+        raise ClipError(f"is {sides[1]} x {sides[0]}, not within 1:4 and 4:1")
+    scale = edge / min(sides)
+    size = [max(32, round(side * scale / 32) * 32) for side in sides]
+    return Image.fromarray(stretched(rgb_HWC, *size, Image.Resampling.LANCZOS).numpy())

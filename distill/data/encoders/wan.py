@@ -71,6 +71,11 @@ class VideoCodec:
         """Encode a given frame (3, 1, H, W) in [-1, 1] to latents (C, 1, h, w), of networks that take several."""
         raise NotImplementedError
 
+    def encode_references(self, references: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Encode references (:meth:`EncoderFolder.read_reference`) to latents of pictures (V, C) and of sounds (L, A),
+        and sizes (K, 4) int64: those of ``models/condition.py``, without padding."""
+        raise NotImplementedError
+
     def normalized(self, z: torch.Tensor) -> torch.Tensor:
         """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
         return (z - self.mean) / self.std
@@ -333,6 +338,11 @@ class EncoderFolder:
         """Return an image from a file as a frame (3, 1, H, W) in [-1, 1]: by default, cropped as clips are. The second
         of two images ``follows`` the first. Raises ``ClipError``."""
         return first_frame(file, clip)
+
+    def read_reference(self, file: Path, kind: str, num_frames: int, edges: tuple[int, int]) -> tuple[Any, str]:
+        """Return a reference of a ``kind`` from a file, for a clip of so many frames, as the pipeline has it, and what
+        is cut of it, if anything. Raises ``ClipError``."""
+        raise NotImplementedError
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         """Return warnings: guesses about the folder, and settings that fit clips, captions or images badly."""

@@ -14,10 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from distill.data.base import Bucket
-from distill.data.encoders.choose import choose_encoders
-from distill.data.encoders.wan import VideoCodec
-from distill.data.sets.encode import Encoding, encode, load_codec, release_memory
+from distill.data.base import Bucket, placed_image
+from distill.data.encoders.wan import VideoCodec, pad_text
+from distill.data.sets.encode import Encoding, encode, load_codec, read_references, release_memory
 from distill.data.sets.encoded_set import COMMAND, KINDS, Captions, EncodedSet
 from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
@@ -26,7 +25,14 @@ from distill.data.videos.video_folder import listed_images
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, Condition
+from models.condition import (
+    KEYFRAME_ANCHORS,
+    KEYFRAMES,
+    REFERENCE_PARTS,
+    REFERENCE_SIZES,
+    REFERENCES,
+    Condition,
+)
 from models.sample import AUDIO, VIDEO, Sample, part_name
 
 logger = logging.getLogger(__name__)
@@ -128,14 +134,17 @@ class EncodedDataset:
         settings = self.settings
         check_local(lambda: check_further(settings, captions, images))
         if images or any(self.set.find(caption) is None for caption in captions):
-            files = [str(Path(file).expanduser().absolute().relative_to("/")) for file in images] or [""] * len(
-                captions
-            )
+            files = [placed_image(file, settings.image, lambda x: x.relative_to("/")) for file in images]
+            files = files or [""] * len(captions)
             each = len(files) // len(captions)  # the images of a caption follow each other
-            rows = [listed_images(files[i * each : (i + 1) * each], caption) for i, caption in enumerate(captions)]
+            kind = {"are_references": bool(images) and settings.image == REFERENCES}
+            rows = [
+                listed_images(files[i * each : (i + 1) * each], caption, **kind) for i, caption in enumerate(captions)
+            ]
             source = Source(name="the captions", rows=rows, folder=Path("/") if images else None, has_latents=False)
             size = {name: getattr(self.clip, name) for name in ("num_frames", "height", "width")}
-            their_settings = replace(settings, buckets=None, **size, image=settings.image if images else None)
+            without = {} if images else {"image": None, "references": None}
+            their_settings = replace(settings, buckets=None, **size, **without)
             made = encode(source, their_settings, self.device, cache=cache.absolute())
             self.further = check_local(lambda: EncodedSet(made, f"data.cache={made}"))
         for caption in captions if settings.image is not None else ():
@@ -193,6 +202,10 @@ class EncodedDataset:
     def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return latents and image tensors; image latents come with the mask of the frames that are given."""
         tensors = where.clip(clip, leave=leave)
+        for name in REFERENCE_PARTS if REFERENCES in tensors else ():
+            tensors[name] = pad_text(tensors[name], self.condition_shapes[name][0])
+        if REFERENCE_SIZES in tensors:
+            tensors[REFERENCE_SIZES] = tensors[REFERENCE_SIZES].long()
         if KEYFRAMES in tensors:
             tensors[KEYFRAME_ANCHORS] = torch.tensor(self._image.anchors)
         if "image_latents" in tensors:
@@ -289,8 +302,13 @@ def check_further(settings: Encoding, captions: Sequence[str] = (), images: Sequ
         except UnicodeEncodeError as error:  # bytes of a command line that were no UTF-8
             raise UserError(f"{what} {text!r} is not UTF-8 text; type it in a UTF-8 terminal") from error
     for file in images if settings.image is not None else ():
+        folder, image = settings.inspect()
         try:
-            choose_encoders(settings.encoders).read_image(Path(file).expanduser(), settings.clip)
+            if image.references:
+                row = listed_images([placed_image(file, settings.image)], "", are_references=True)
+                read_references(folder, Source(name="", rows=[], folder=Path("/")), row, settings.clip, image)
+            else:
+                folder.read_image(Path(file).expanduser(), settings.clip)
         except ClipError as error:
             raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
 

@@ -26,21 +26,23 @@ from distill.data.shares import Shares, read_ahead
 from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
 from distill.data.videos.decode import DECODER_VERSION, ClipFormat, read_clip, read_largest_part
-from distill.data.videos.sound import EARLIER_SOUND, SOUND_VERSION, end_sound_readers, read_sound
+from distill.data.videos.references import parse
+from distill.data.videos.sound import EARLIER_SOUNDS, SOUND_VERSION, end_sound_readers, read_sound
 from distill.data.videos.video_folder import ListedClip
-from fsdp_cp.errors import UserError, counted
+from fsdp_cp.errors import UserError, counted, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
-from models.condition import FIRST_FRAME, KEYFRAMES
+from models.condition import FIRST_FRAME, KEYFRAMES, REFERENCE_PARTS, REFERENCES
 from models.files.checkpoint_files import fingerprint_of
 from models.sample import PartShapes, part_name
 
 logger = logging.getLogger(__name__)
 
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
-_Read = tuple[torch.Tensor, torch.Tensor | None, int]
-"""Frames (3, T, H, W) of a clip or stored latents (C, t, h, w), its sound, and its length where only one is read."""
-IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds", KEYFRAMES)
+_Read = tuple[torch.Tensor | None, torch.Tensor | None, int, list[Any]]
+"""Frames (3, T, H, W) of a clip or stored latents (C, t, h, w), its sound, its length where only one is read, and its
+references, each with what is cut."""
+IMAGE_TENSORS = (FIRST_FRAME, "image_latents", "image_embeds", KEYFRAMES, *REFERENCE_PARTS)
 """Parts of a clip that its image gives."""
 _CHECKED_CLIPS = 64
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
@@ -83,10 +85,14 @@ class Encoding(ClipSettings):
             return None
         image = folder.inspect_image(f"data.encoders={self.encoders}")
         if self.image != FIRST_FRAME and image.latents != KEYFRAMES:
-            raise UserError(f"data.image={self.image} is for MiniMax-H3, not {self.encoders}; use {FIRST_FRAME}")
+            what = f"image={self.image}" if self.references is None else f"references={shown(self.references)}"
+            raise UserError(f"data.{what} is for MiniMax-H3, not {self.encoders}; use {FIRST_FRAME}")
         if image.processor is not None and self.negative_prompt:
             alone = "a text that shows images has none but them"
             raise UserError(f"data.negative_prompt={self.negative_prompt!r} must be empty: {alone}")
+        if self.references is not None:
+            edges = self.reference_image_edge, self.reference_video_edge
+            return replace(image, latents=REFERENCES, anchors=(), references=tuple(self.references), edges=edges)
         return replace(image, anchors=tuple(-frame for frame in IMAGES[self.image].values()))
 
     def bucket_shapes(self) -> list[tuple[PartShapes, dict[str, tuple[int, ...]]]]:
@@ -116,8 +122,10 @@ class Encoding(ClipSettings):
         folder, _ = self.inspect()
         values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
         values["buckets"] = self.buckets and self.sizes
+        if self.references is None:  # not always: sets of before must stay
+            values = {name: value for name, value in values.items() if not name.startswith("reference")}
         for name in ("silence", "buckets"):
-            if values[name] is None:  # not always: sets of before must stay
+            if values[name] is None:
                 del values[name]
         return values | {"encoders": self.fingerprint()}
 
@@ -141,11 +149,12 @@ def encode(
     decides = described[0][0] | made
     writer = _writer(decides, out, cache)
     if "sound" in made:
-        earlier = _writer(decides | {"sound": EARLIER_SOUND}, out, cache)
-        if on_first_rank(earlier.is_finished):
-            if rank() == 0:
-                logger.info("%s is used, though its sound was read by earlier rules", earlier.where)
-            return earlier.path
+        for version in EARLIER_SOUNDS:
+            earlier = _writer(decides | {"sound": version}, out, cache)
+            if on_first_rank(earlier.is_finished):
+                if rank() == 0:
+                    logger.info("%s is used, though its sound was read by earlier rules", earlier.where)
+                return earlier.path
     with writer.begun() as is_whole:
         if not is_whole:
             _Job(writer, source, settings, device).run()
@@ -216,6 +225,7 @@ class _Job:
         self._texts = texts_of(rows, negative)
         writer.write("texts", len(self._texts), self._text_bytes // _TEXT_FILL, "caption", self._make_texts)
         self._free_encoders()
+        left_out += [(self.clips[number].name, reason) for number, reason in writer.notes("clips", "cut").items()]
         left_out += [(self._texts[number][0], reason) for number, reason in writer.notes("texts", "cut").items()]
         writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
         if rank() == 0:
@@ -260,20 +270,35 @@ class _Job:
         """Return tensors and notes of a clip or of the reason to leave it out."""
         if isinstance(clip, str):
             return {}, {"left_out": clip}
-        video, sound, frames = clip
-        made = {}
+        video, sound, frames, references = clip
+        made, notes = {}, {}
         if self.source.latents is not None:
             made = {"latents": self._stored_as_latents(video)}
         elif self.source.has_latents:
             parts = self._codec.encode_clip(video, sound).parts
             made = {part_name("latents", part): latents[0] for part, latents in parts.items()}
-        if self.image is not None:
+        if references:
+            made |= self._codec.encode_references([reference for reference, _ in references])
+            if problem := self._too_large(made):
+                return {}, {"left_out": problem}
+            cuts = [f"{cut} of reference {i} cut" for i, (_, cut) in enumerate(references, start=1) if cut]
+            notes = {"cut": f"{'; '.join(cuts)} to the clip's length"} if cuts else {}
+        elif self.image is not None:
             made |= self._image_tensors(self._given(video), frames, self.image)
         for part, tensor in made.items():
             if not tensor.isfinite().all():
                 where = f"{self.clips[number].name}: its {part}"
                 raise UserError(f"{where} are not finite in {self._codec.dtype}; set data.vae_precision=fp32")
-        return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
+        return stored_as(made, VAE_PRECISIONS[self.settings.latents]), notes
+
+    def _too_large(self, made: Mapping[str, torch.Tensor]) -> str:
+        """Return the reason to leave out references that are larger than ``data.references`` leaves room for."""
+        room = self.folder.condition_shapes(self.clip, self._most_tokens, self.image)
+        for part in REFERENCE_PARTS:
+            if len(made[part]) > room[part][0]:
+                have = f"has {part} of {len(made[part])}, more than the {room[part][0]} of data.references"
+                return f"{have}={shown(self.settings.references)}; list another kind there, or make them smaller"
+        return ""
 
     def _given(self, video: torch.Tensor) -> torch.Tensor:
         """Return the images (3, K, H, W) of a clip; without clips these are all."""
@@ -317,26 +342,29 @@ class _Job:
             made["image_embeds"] = self._image_encoder.encode(levels)
         return made
 
-    def _read(self, number: int, *, has_sound: bool = True) -> _Read | str:
-        """Read a file, with its sound if it ``has_sound``, or return the reason to leave it out."""
+    def _read(self, number: int, *, is_shown: bool = False) -> _Read | str:
+        """Read a clip, or only what its text shows if it ``is_shown``, or return the reason to leave it out."""
         clip = self.clips[number]
         file = self.source.video(clip)
         try:
             if self.source.latents is not None:
-                return self._stored_latents(clip.file), None, 0
+                return self._stored_latents(clip.file), None, 0, []
             for name in clip.files:
                 if name not in self.source.videos and not (there := self.source.folder / name).is_file():
                     return "is not a file" if there.exists() else "is missing"  # a pipe would never end
+            references = read_references(self.folder, self.source, clip, self.clip, self.image)
+            if references and (is_shown or not self.source.has_latents):
+                return None, None, 0, references
             if not self.source.has_latents:
-                return read_images(self.folder, self.source, clip, self.clip), None, self.clip.num_frames
+                return read_images(self.folder, self.source, clip, self.clip), None, self.clip.num_frames, []
             size = self.clip
             if self.settings.buckets is None:
                 video = read_clip(file, size)
             else:
                 video, size = read_largest_part(file, self.settings.clips)
             form, silence = self.folder.sound_format(size), self.settings.silence == "zero"
-            sound = None if form is None or not has_sound else read_sound(file, form, silence=silence)
-            return video, sound, size.num_frames
+            sound = None if form is None or is_shown else read_sound(file, form, silence=silence)
+            return video, sound, size.num_frames, references
         except ClipError as error:
             return str(error)
         except OSError as error:
@@ -369,16 +397,35 @@ class _Job:
         made = {name: text.to(self.folder.text_dtype) for name, text in made.items()}
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
 
-    def _shown(self, clip: int) -> list[torch.Tensor]:
-        """Return the images that a text shows, of a clip that was encoded before; none for -1."""
+    def _shown(self, clip: int) -> list[Any]:
+        """Return the images or references that a text shows, of a clip that was encoded before; none for -1."""
         if clip < 0:
             return []
         number = self._kept[clip]
-        found = self._read(number, has_sound=False)
+        found = self._read(number, is_shown=True)
         if isinstance(found, str):
             what = f"{self.clips[number].name} {found}, after its clip was encoded"
             raise UserError(f"{self.source.name}: {what}; put it back, and start again")
-        return [self._given(found[0])]
+        video, _, _, references = found
+        return [[reference for reference, _ in references] if references else self._given(video)]
+
+
+def stored_as(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return tensors of a clip on the CPU, numbers with a fraction in ``dtype``."""
+    return {part: x.to("cpu", dtype if x.is_floating_point() else x.dtype) for part, x in tensors.items()}
+
+
+def read_references(
+    folder: EncoderFolder, source: Source, row: ListedClip, clip: ClipFormat, image: ImageInput | None
+) -> list[Any]:
+    """Return the references of a row, each with what is cut of it. Raises ``ClipError`` that names the file."""
+    made = []
+    for kind, file in parse(row.references):
+        try:
+            made.append(folder.read_reference(source.folder / file, kind, clip.num_frames, image.edges))
+        except ClipError as error:
+            raise ClipError(f"has the reference {kind}:{file}, which {error}") from error
+    return made
 
 
 def read_images(folder: EncoderFolder, source: Source, row: ListedClip, clip: ClipFormat) -> torch.Tensor:

@@ -21,10 +21,13 @@ import torch
 from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
 from fsdp_cp.errors import UserError
 
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2, 3, 4)
 """Format of a set whose clips have one size, of one whose clips have several, and of one whose texts show the images of
-their rows: they have no negative and no empty text, and a caption has a text for each of its images."""
-SHOWN = 3
+their rows: they have no negative and no empty text, and a caption has a text for each of its images; and of one whose
+texts show references, parts of clips with any number of rows."""
+SHOWN, REFERRED = 3, 4
+ANY = -1
+"""Number of rows in the shape of a part of clips that differ in it; the column ``clip.PART.rows`` has those."""
 SET, INDEX, DAMAGED, LEFT_OUT = "set.json", "index.safetensors", "damaged.json", "left_out.csv"
 KINDS = ("clips", "texts")
 COMMAND = "python -m distill.encode"
@@ -141,7 +144,9 @@ class EncodedSet:
         bucket, tensors = self.bucket_of(clip), {}
         for part, (dtype, shapes) in self.parts.items():
             if part not in leave:
-                tensors[part] = self._tensor("clip", clip, part, dtype, tuple(shapes[bucket])).float()
+                rows, *others = shapes[bucket]
+                rows = int(self._columns[f"clip.{part}.rows"][clip]) if rows == ANY else rows
+                tensors[part] = self._tensor("clip", clip, part, dtype, (rows, *others)).float()
         return tensors
 
     def text(self, text: int) -> dict[str, torch.Tensor]:

@@ -23,7 +23,19 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distill.data.sets.encoded_set import DAMAGED, FORMATS, INDEX, KINDS, LEFT_OUT, SET, SHOWN, EncodedSet, shard_name
+from distill.data.sets.encoded_set import (
+    ANY,
+    DAMAGED,
+    FORMATS,
+    INDEX,
+    KINDS,
+    LEFT_OUT,
+    REFERRED,
+    SET,
+    SHOWN,
+    EncodedSet,
+    shard_name,
+)
 from distill.data.sets.files import Damaged, Place, packed, publish, read_header, read_tensors, write_json
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
@@ -33,6 +45,7 @@ from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
 from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
+from models.condition import REFERENCE_PARTS, REFERENCES
 from models.files.shipped import find_shipped, parse_hub_name
 
 logger = logging.getLogger(__name__)
@@ -187,7 +200,11 @@ class SetWriter:
             counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
             description = {
                 "encoders": encoders if parse_hub_name(encoders) else str(find_shipped(encoders).absolute()),
-                "format": SHOWN if has_shown else FORMATS["clip.bucket" in columns],
+                "format": REFERRED
+                if REFERENCES in clip_parts
+                else SHOWN
+                if has_shown
+                else FORMATS["clip.bucket" in columns],
                 "parts": {part: [places[0].dtype, *(p.shape for p in places)] for part, places in clip_parts.items()},
                 "text_widths": text_widths,
                 "negative": known.get((negative, -1)),
@@ -231,6 +248,10 @@ class SetWriter:
                         columns[f"text.{part}.tokens"].append(place.shape[0])
                         text_widths[part] = place.shape[1]
                     continue
+                for part in places.keys() & {*REFERENCE_PARTS}:
+                    rows, *others = places[part].shape
+                    columns[f"clip.{part}.rows"].append(rows)
+                    places[part] = places[part]._replace(shape=(ANY, *others))
                 shapes = tuple((part, place.shape) for part, place in places.items())
                 if shapes not in buckets:
                     buckets[shapes] = len(buckets)

@@ -98,7 +98,10 @@ class Source:
         return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
 
     def table_hash(self) -> str:
-        rows = [(*row.files, row.caption, row.problem, *(row.span or ())) for row in self.rows]
+        rows = [
+            (*row.files, row.caption, row.problem, *(row.span or ()), *filter(None, [row.references]))
+            for row in self.rows
+        ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.data.videos.span import Span
 
@@ -57,8 +57,9 @@ VideoFile = str | Path | FilePart | Cut
 
 
 @contextmanager
-def opened(file: VideoFile) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
-    """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
+def opened(file: VideoFile, *, is_video: bool = True) -> Iterator[tuple[av.container.InputContainer, Any]]:
+    """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``. A file
+    that need not be a video may have none: then the stream is ``None``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
     try:
@@ -70,9 +71,10 @@ def opened(file: VideoFile) -> Iterator[tuple[av.container.InputContainer, av.Vi
         with av.open(name, options={"protocol_whitelist": protocols}, metadata_errors="ignore") as container:
             cover = av.stream.Disposition.attached_pic
             stream = next((video for video in container.streams.video if not video.disposition & cover), None)
-            if stream is None:
+            if stream is None and is_video:
                 raise ClipError("holds no video stream")
-            stream.thread_type = "AUTO"
+            if stream is not None:
+                stream.thread_type = "AUTO"
             yield container, stream
     # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:

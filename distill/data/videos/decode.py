@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
@@ -68,10 +69,34 @@ def read_clip(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
     Returns: float32 (3, T, H, W) in [-1, 1].
     Raises: ``ClipError`` with the reason if the file is missing, broken, too short, interlaced, or changes its shape.
     """
+
+    def resized(rgb_HWC: torch.Tensor, aspect: Fraction) -> torch.Tensor:
+        return crop_and_resize(rgb_HWC, clip.height, clip.width, aspect)
+
+    return torch.stack(_in_time_or_order(file, clip, resized), dim=1)
+
+
+def read_frames(
+    file: VideoFile, num_frames: int, fps: float, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what ``convert`` makes of each frame, uint8 (H, W, 3) in its own size, of the first ``num_frames`` that
+    :func:`read_clip` takes, or of all frames of a shorter video. Pixels count as square."""
+    clip = ClipFormat(num_frames=num_frames, height=1, width=1, fps=fps)
+    return _in_time_or_order(file, clip, lambda rgb_HWC, _: convert(rgb_HWC), can_end=True)
+
+
+_Convert = Callable[[torch.Tensor, Fraction], torch.Tensor]
+"""Function of a frame, uint8 (H, W, 3), and the width of a pixel over its height."""
+
+
+def _in_time_or_order(
+    file: VideoFile, clip: ClipFormat, convert: _Convert, *, can_end: bool = False
+) -> list[torch.Tensor]:
+    """Return the converted frames of a clip, of which a file may have fewer if it ``can_end``."""
     try:
-        return _read(file, clip, in_order=False)
+        return _read(file, clip, convert, in_order=False, can_end=can_end)
     except TimesError as error:
-        video = _read(file, clip, in_order=True)
+        video = _read(file, clip, convert, in_order=True, can_end=can_end)
         logger.warning("%s: %s; its frames are taken in order, at its average rate", file, error)
         return video
 
@@ -113,11 +138,12 @@ class _TooShort(ClipError):
         self.frames = frames
 
 
-def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
-    """Return the clip, by the frames' times or in their order; raise ``TimesError`` where the times cannot be used."""
+def _read(file: VideoFile, clip: ClipFormat, convert: _Convert, *, in_order: bool, can_end: bool) -> list[torch.Tensor]:
+    """Return the clip's frames, by their times or in their order; raise ``TimesError`` where times cannot be used."""
     frames: list[torch.Tensor] = []
     conversions: _Conversions = {}
-    with opened(file) as (container, stream):
+    ends = suppress(_TooShort) if can_end else nullcontext()
+    with opened(file) as (container, stream), ends:
         first: av.VideoFrame | None = None
         last: av.VideoFrame | None = None
         timed = timed_frames(file, container, stream, in_order=in_order)
@@ -129,12 +155,12 @@ def _read(file: VideoFile, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
                 rgb, aspect = _to_rgb(_in_bt709(frame, conversions) if colors else frame, stream)
-                last, small = frame, crop_and_resize(rgb, clip.height, clip.width, aspect)
+                last, small = frame, convert(rgb, aspect)
             frames.append(small)
         if stream.average_rate and stream.average_rate < clip.fps * 0.999:
             rate = float(stream.average_rate)
             logger.warning("%s: its %.3g fps are below data.fps=%g, frames repeat", file, rate, clip.fps)
-    return torch.stack(frames, dim=1)
+    return frames
 
 
 def _check_decoded(frame: av.VideoFrame, time: Fraction) -> None:

@@ -12,9 +12,9 @@ from distill.data.videos.reader_process import ReaderProcesses
 
 logger = logging.getLogger(__name__)
 
-SOUND_VERSION = "on the picture's clock, first track, channels mixed with weights of sum 1, 2"
-EARLIER_SOUND = "from the first frame, first track, 1"
-"""Version whose finished sets are used as they are."""
+SOUND_VERSION = "on the picture's clock, first track, channels mixed with weights of sum 1, 3"
+EARLIER_SOUNDS = (f"{SOUND_VERSION[:-1]}2", "from the first frame, first track, 1")
+"""Versions whose finished sets are used as they are."""
 _NOTABLE = 0.1
 """Seconds of silence at an end that are worth a line."""
 # PyAV 18.1 dies of a custom order of channels: it frees the layout twice.
@@ -31,10 +31,25 @@ def read_sound(file: VideoFile, wanted: SoundFormat, *, silence: bool = False) -
     Raises: ``ClipError`` with the reason if the track cannot be read, or ends or holds up its reader; and if no sound
     is in the clip, unless ``silence``.
     """
-    rate, samples, channels = wanted
-    payload, end = _readers.call(file, rate, samples, channels)
+    rate, samples, _ = wanted
+    sound, end = _track(file, wanted)
     if not end and not silence:
         raise ClipError("has no sound in the clip; silence=zero takes it as silent")
     if end and (silent := (samples - end) / rate) > _NOTABLE:
         logger.warning("%s: its sound ends %.2f s before the clip; the rest is silence", file, silent)
-    return torch.from_numpy(np.frombuffer(payload, np.float32).reshape(channels, samples).copy())
+    return sound
+
+
+def read_heard(file: VideoFile, wanted: SoundFormat) -> Tensor:
+    """Return the first sound track of ``file`` as :func:`read_sound`, up to its own end. Silence is a ``ClipError``."""
+    sound, end = _track(file, wanted)
+    if not sound.any():
+        raise ClipError("has no sound, or silence alone")
+    return sound[:, :end]
+
+
+def _track(file: VideoFile, wanted: SoundFormat) -> tuple[Tensor, int]:
+    """Return the sound, filled up with zeros, and the number of samples up to its end."""
+    rate, samples, channels = wanted
+    payload, end = _readers.call(file, rate, samples, channels)
+    return torch.from_numpy(np.frombuffer(payload, np.float32).reshape(channels, samples).copy()), end

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distill.data.videos.clock import RESTART, Clock, picture_clock
+from distill.data.videos.clock import RESTART, Clock, Stretch, picture_clock
 from distill.data.videos.container import ClipError, VideoFile, opened
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def read_track(file: VideoFile, rate: int, samples: int, channels: int) -> tuple
     0 if there is none."""
     sound, end = np.zeros((channels, samples), np.float32), 0
     position: int | None = None
-    with opened(file) as (container, _):
+    with opened(file, is_video=False) as (container, picture):
         if not container.streams.audio:
             return sound.tobytes(), 0
-        clock = picture_clock(file, Fraction(samples, rate))
+        clock = _own_clock(container) if picture is None else picture_clock(file, Fraction(samples, rate))
         most = samples if clock.end is None else min(samples, round((clock.end - clock.begin) * rate))
         for start, values in _pieces(container, clock, rate, channels):
             if position is None or (start is not None and abs(start - position) > _JITTER * rate):
@@ -42,6 +42,13 @@ def read_track(file: VideoFile, rate: int, samples: int, channels: int) -> tuple
     if not np.isfinite(sound).all():
         raise ClipError("has sound that is not finite")
     return sound.tobytes(), end
+
+
+def _own_clock(container: av.container.InputContainer) -> Clock:
+    """Return the clock of a file of sound alone, which begins with its track."""
+    track = container.streams.audio[0]
+    begin = (track.start_time or 0) * (track.time_base or Fraction(1))
+    return Clock([Stretch(begin, begin, 0)], begin, None)
 
 
 def _pieces(
@@ -78,7 +85,9 @@ def _frames(container: av.container.InputContainer, clock: Clock) -> Iterator[tu
 
 def mixing(names: Sequence[str], channels: int) -> np.ndarray:
     """Return the weights (``channels``, n) that mix channels with these FFmpeg ``names`` to stereo or mono. Their sum
-    is 1, so that the level stays. The low-frequency channel is left out; channels without known places are averaged."""
+    is 1, so that the level stays. The low-frequency channel is left out. Two channels without known places, as a wav
+    file has them, are left and right; others are averaged."""
+    names = ("FL", "FR") if [*names] == ["NONE"] * 2 else names
     sides = [np.array([_weight(name, side) for name in names]) for side in "LR"]
     sides = [weights if weights.any() else np.ones(len(names)) for weights in sides]
     stereo = np.stack([weights / weights.sum() for weights in sides])

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distill.data.videos.references import COLUMN, parse, problem_of
 from distill.data.videos.span import SPAN_COLUMNS, Span, read_span
 from distill.data.videos.table import VIDEO_SUFFIXES, Row, column_names, read_table, read_text
 from fsdp_cp.errors import UserError
@@ -30,19 +31,26 @@ class ListedClip:
     """Part of the file that is the clip; ``None`` for its beginning."""
     last: str = ""
     """File of the last image, where ``file`` is the first of two."""
+    references: str = ""
+    """References, as the column of a table has them; ``file`` is empty where these are all files."""
 
     @property
     def files(self) -> list[str]:
-        return [self.file, self.last] if self.last else [self.file]
+        given = [reference.file for reference in parse(self.references)] if not self.problem else []
+        files = [self.file, self.last] if self.last else [self.file]
+        return [*(files if self.file or not given else ()), *given]
 
     @property
     def name(self) -> str:
         """Files and part: rows with the same name have the same clip."""
-        return " and ".join(self.files) if self.span is None else f"{self.file} ({self.span})"
+        name = " and ".join(filter(None, (self.file, self.last, self.references)))
+        return name if self.span is None else f"{name} ({self.span})"
 
 
-def listed_images(files: Sequence[str], caption: str, problem: str = "") -> ListedClip:
-    """Return the row of a caption with one image or two, in the order of their frames."""
+def listed_images(files: Sequence[str], caption: str, problem: str = "", *, are_references: bool = False) -> ListedClip:
+    """Return the row of a caption with one image or two, in the order of their frames, or with references."""
+    if are_references:
+        return ListedClip(file="", caption=caption, problem=problem, references=files[0])
     return ListedClip(file=files[0], caption=caption, problem=problem, last="".join(files[1:]))
 
 
@@ -76,21 +84,27 @@ def not_listed(path: Path, rows: Sequence[ListedClip]) -> list[str]:
     return [file.name for file in (*_videos(path), *archives) if os.path.realpath(file) not in listed]
 
 
-def read_metadata(path: Path, columns: Mapping[str, str] | None = None) -> list[ListedClip]:
+def read_metadata(
+    path: Path, columns: Mapping[str, str] | None = None, *, have_references: bool = False
+) -> list[ListedClip]:
     """Return the rows of the folder's table (``data.columns`` may rename its columns), or its videos and texts."""
-    names = column_names(COLUMNS, columns, SPAN_COLUMNS)
+    optional = (*SPAN_COLUMNS, COLUMN) if have_references else SPAN_COLUMNS
+    names = column_names(COLUMNS, columns, optional)
     file = table_of(path)
     if file is None:
+        if have_references:
+            raise UserError(f"data.path={path} has no table with a column {COLUMN}; write {TABLES[0]}")
         return [_beside(video) for video in _videos(path)]
-    spans = dict(zip(SPAN_COLUMNS, names[2:], strict=True))
+    spans = dict(zip(optional, names[2:], strict=True))
     return listed(path, file, names[0], read_table(file, names[:2], f"data.path: {file}", spans))
 
 
 def listed(path: Path, file: Path, column: str, table: Iterable[Row], *, also_in: str = "") -> list[ListedClip]:
-    """Return the clips of ``table``: line of each row in ``file``, its file name (of the ``column``), caption and part
-    of the video. Names are relative to ``path``, perhaps to its folder ``also_in``, as ``videos/``."""
+    """Return the clips of ``table``: line of each row in ``file``, its file name (of the ``column``), caption, part of
+    the video and perhaps references. Names are relative to ``path``, perhaps to ``also_in`` in it, as ``videos/``."""
     find, rows = _finder(path), []
-    for line, (name, caption, *span) in table:
+    for line, (name, caption, *more) in table:
+        span, given = more[: len(SPAN_COLUMNS)], more[len(SPAN_COLUMNS) :]
         _check_name(name, column, path, file, line)
         clip = find(name)
         if clip.problem and also_in:
@@ -99,6 +113,11 @@ def listed(path: Path, file: Path, column: str, table: Iterable[Row], *, also_in
         if caption is None or not caption.strip():  # an empty one would train the student to do without
             clip = replace(clip, problem=clip.problem or f"has no caption in {file.name}")
         part = read_span(*span, where=f"data.path: {file}: line {line}") if span else None
+        if given:
+            problem = clip.problem or problem_of(
+                given[0], lambda file: not is_outside(file) and (path / file).is_file()
+            )
+            clip = replace(clip, problem=problem, references=str(given[0] or ""))
         rows.append(replace(clip, caption=caption or "", span=part))
     if not rows:
         raise UserError(f"data.path: {file} has no rows; add one per video")
