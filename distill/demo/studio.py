@@ -207,7 +207,9 @@ class Studio:
         try:
             add_captions = getattr(self.data, "add_captions", None)  # other data know their captions
             if add_captions is not None:
-                add_captions([order.caption], order.images, self._folder / "cache")
+                kind = "image:" if self.image == "references" else ""  # the page has a picture as the only reference
+                images = [f"{kind}{file}" for file in order.images]
+                add_captions([order.caption], images, self._folder / "cache")
             for role in self.networks:
                 self._go_on()
                 self._sample(role, order)
