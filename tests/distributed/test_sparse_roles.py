@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distill.config.schema import EmaSettings
+from distill.methods.pdd import PddSettings
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from models import verify
@@ -81,7 +82,8 @@ def test_a_comparison_with_written_out_attention_can_fail(tmp_path):
 
 
 RAMP = SparseSettings(sparsity=0.6, tile=[1, 2, 2], warmup=[0.25, 1])
-METHODS_OF_RUNS = ["dmd2", "dmd2, own path", "rcm", "scm", "meanflow", "flow_matching"]
+METHODS_OF_RUNS = ["dmd2", "dmd2, own path", "rcm", "scm", "meanflow", "flow_matching", "pdd"]
+PDD = PddSettings(grid_steps=8, steps=[2, 4], guidance_scale=2.0, shift=3.0)
 
 
 def _record(setup, folder, run_dir, first=0, save_at=()):
@@ -119,12 +121,18 @@ def test_a_run_resumes_bit_by_bit_in_the_middle_of_a_ramp(pools, checkpoints, tm
 @slow
 @pytest.mark.parametrize("name", METHODS_OF_RUNS)
 def test_methods_take_a_sparse_student_on_any_mesh(pools, checkpoints, tmp_path, name):
-    """In fp64 no choice flips, so the losses are those of one rank; a dense run has others."""
-    setup = Setup(method=METHODS[name], precision="fp64", steps=3, sparse={"student": SPARSE})
-    truth = pools[1].run(_record, setup, checkpoints, tmp_path / "one")[0][0]
-    on_mesh = replace(setup, cp=4, micro_batch_size=2)
-    assert pools[4].run(_record, on_mesh, checkpoints, tmp_path / "four")[0][0] == pytest.approx(truth, rel=1e-6)
+    """In fp64 no choice flips, so the losses are those of one rank, of DMD2 on five meshes and in a ramp; a dense run
+    has others. Heads of PDD and gates train in one run."""
+    method = PDD if name == "pdd" else METHODS[name]
+    sparse = replace(SPARSE, warmup=[0.3, 1]) if name == "dmd2" else SPARSE
+    setup = Setup(method=method, precision="fp64", steps=4, sparse={"student": sparse})
+    truth, weights, *_ = pools[1].run(_record, setup, checkpoints, tmp_path / "one")[0]
+    for dp_shard, cp in ((2, 1), (1, 2), (2, 2), (1, 4)) if name == "dmd2" else ((1, 4),):
+        on_mesh = replace(setup, dp_shard=dp_shard, cp=cp, micro_batch_size=2)
+        losses = pools[dp_shard * cp].run(_record, on_mesh, checkpoints, tmp_path / f"{dp_shard}x{cp}")[0][0]
+        assert losses == pytest.approx(truth, rel=1e-9 if name == "dmd2" else 1e-6), (dp_shard, cp)  # norms in fp32
     assert all(torch.isfinite(torch.tensor(truth)))
+    assert name != "pdd" or all(weights["student"][key].any() for key in weights["student"] if "additions" in key)
 
 
 def _same_student(family, full, base, file):
