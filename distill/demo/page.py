@@ -36,7 +36,8 @@ _DONE = "Done. The files are temporary: download what you keep."
 
 def import_gradio(folder: Path) -> ModuleType:
     """Import gradio, without telemetry, with its files in ``folder``."""
-    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": str(folder)}
+    # It asks matplotlib for its backend at each call: without a name, the first clip waits for pyplot.
+    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": str(folder), "MPLBACKEND": "agg"}
     gradio = optional_package("gradio", "pip install 'fsdp-cp[demo]'", "gradio", "6.31")
     if isinstance(gradio, str):
         raise UserError(f"python -m distill.demo needs gradio, which {gradio}")
