@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from distill.config import compose_config
 from distill.run.setup import plan_run
-from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
 from models.lora.plan import plan_lora, target_layers
@@ -19,6 +18,7 @@ from models.roles.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 from tests.tiers import parametrize, slow, slow_case
+from tests.unit.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_shallower_network_keeps_the_layers_that_it_has(network):
     ids=str,
 )
 def test_what_no_adapters_can_be(network, settings, named):
-    with pytest.raises(UserError, match=named):
+    with refused(named):
         target_layers(network, Wan(), LoraSettings(**settings), "student.lora.")
 
 
@@ -86,7 +86,7 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
     quick=4,
 )
 def test_settings_that_exclude_each_other(words, named):
-    with pytest.raises(UserError, match=named):
+    with refused(named):
         plan_run(compose_config([*WORDS, *words]))
 
 
@@ -96,7 +96,7 @@ def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
     own = tmp_path / "export" / "student"
     shutil.copytree(checkpoints / "teacher", own)
     words = ["experiment=quickstart", f"run_dir={tmp_path}"]
-    with pytest.raises(UserError, match="fake.checkpoint"):
+    with refused("fake.checkpoint"):
         plan_run(compose_config([*words, f"fake.checkpoint={own}"]))
     adapters = tmp_path / "export" / "student_lora"
     adapters.mkdir()
@@ -106,7 +106,7 @@ def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
         adapters / "pytorch_lora_weights.safetensors",
     )
     words += [f"teacher.checkpoint={checkpoints / 'teacher'}", f"student.checkpoint={adapters}"]
-    with pytest.raises(UserError, match="student.checkpoint"):
+    with refused("student.checkpoint"):
         plan_run(compose_config(words))
 
 

@@ -237,7 +237,7 @@ def test_missing_heads_are_refused(pools, tmp_path):
 
 
 def test_a_family_without_a_named_last_layer_is_refused():
-    with pytest.raises(UserError, match="ltx"):
+    with refused("ltx"):
         plan_role("student", checkpoint=None, architecture={"num_layers": 1}, family="ltx",
                   additions=Pdd.additions(SETTINGS)["student"])  # fmt: skip
 

@@ -19,10 +19,10 @@ from fsdp_cp.checkpoint.folder import (
     step_folder,
 )
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
-from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from fsdp_cp.runtime import torch_versions
 from fsdp_cp.runtime.signals import Stopped
+from tests.unit.refused import refused
 
 SHAPE = (64, 33)
 
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_used(folder, name
         harm(file)
         assert find_resume("auto", folder) == step_folder(folder, 1), harm
         assert find_checkpoint(folder.parent, "RUN") == step_folder(folder, 1)
-        with pytest.raises(UserError, match="checkpoint.resume"):
+        with refused("checkpoint.resume"):
             find_resume(str(newest), folder.parent / "another")
         file.write_bytes(whole)
         assert find_resume("auto", folder) == newest and holds(newest, 2)
@@ -114,14 +114,14 @@ def test_a_reader_reads_the_list_of_tensors_once(folder, monkeypatch):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(folder):
     for step in (1, 2):
         cut(step_folder(folder, step) / "__0_0.distcp")
-    with pytest.raises(UserError, match="checkpoint.resume"):
+    with refused("checkpoint.resume"):
         find_resume("auto", folder)
     (folder.parent / "other").mkdir()
     other = Checkpoints(folder.parent / "other" / "checkpoints", keep=1)
     other.save(5, tensors(5), {"step": 5})
-    with pytest.raises(UserError, match="checkpoint.resume"):
+    with refused("checkpoint.resume"):
         find_resume(str(folder.parent / "other"), folder)
-    with pytest.raises(UserError, match="checkpoint.resume"):
+    with refused("checkpoint.resume"):
         find_resume(str(folder.parent), folder.parent / "another")
     assert find_resume("never", folder) is None
 
@@ -132,7 +132,7 @@ def test_a_run_resumes_after_the_checkpoint_it_branched_from_is_gone(folder):
         Checkpoints(folder, keep=0).save(3, tensors(3), {"step": 3, "branch_of": str(gone)})
         shutil.rmtree(gone, ignore_errors=True)
         assert find_resume(str(gone), folder) == step_folder(folder, 3)
-        with pytest.raises(UserError, match="checkpoint.resume"):
+        with refused("checkpoint.resume"):
             find_resume(str(folder.parent / "a third"), folder)
         shutil.rmtree(step_folder(folder, 3))
 
@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_not_looked_at(folder):
     assert saved_steps(folder) == [1, 2] and find_resume("auto", folder) == step_folder(folder, 2)
     assert find_resume(str(folder.parent), folder) == step_folder(folder, 2)
     assert find_resume(str(step_folder(folder, 1)), folder) == step_folder(folder, 1)
-    with pytest.raises(UserError, match="checkpoint.resume"):
+    with refused("checkpoint.resume"):
         find_resume(str(folder), folder.parent / "another")
 
 
@@ -175,7 +175,7 @@ def test_a_later_one_that_appeared_meanwhile_is_not_left_behind(folder):
     there = saved_steps(folder)
     refuse_overtaken(there, folder)
     Checkpoints(folder, keep=0).save(3, tensors(3), {"step": 3})
-    with pytest.raises(UserError, match="step_00000003"):
+    with refused("step_00000003"):
         refuse_overtaken(there, folder)
 
 
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full(tmp_path, asynchronous, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    with pytest.raises(UserError, match="step 2"):
+    with refused("step 2"):
         checkpoints.save(2, tensors(2), {"step": 2})
         checkpoints.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]

@@ -54,7 +54,7 @@ def test_settings_that_are_no_json_objects(pipeline):
         whole = (pipeline / file).read_bytes()
         for text in (b"[" * 100_000, b"[]", b"\xff", b""):
             (pipeline / file).write_bytes(text)
-            with pytest.raises(UserError, match=file):
+            with refused(file):
                 choose_encoders(pipeline)
         (pipeline / file).write_bytes(whole)
 
@@ -82,7 +82,7 @@ def test_pickles_are_never_read(pipeline):
     folder = choose_encoders(pipeline)
     VideoCodec(folder, **CPU), TextEncoder(folder, max_tokens=8, **CPU)
     (pipeline / "text_encoder" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="text_encoder"):
+    with refused("text_encoder"):
         choose_encoders(pipeline)
 
 
@@ -91,11 +91,11 @@ def test_an_index_outside_the_folder_and_an_adapter(pipeline):
     index.write_text(
         json.dumps({"metadata": {}, "weight_map": {"shared.weight": "../vae/diffusion_pytorch_model.safetensors"}})
     )
-    with pytest.raises(UserError, match="model.safetensors.index.json"):
+    with refused("model.safetensors.index.json"):
         choose_encoders(pipeline)
     index.unlink()
     (pipeline / "text_encoder" / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-    with pytest.raises(UserError, match="adapter_config.json"):
+    with refused("adapter_config.json"):
         choose_encoders(pipeline)
 
 

@@ -148,7 +148,7 @@ def test_a_folder_without_a_part_is_refused(copy, part):
 @pytest.mark.parametrize("text", ["[", '{"expand_timesteps": "yes"}'])
 def test_an_index_that_does_not_say_where_an_image_goes_is_refused(copy, text):
     (copy / "model_index.json").write_text(text)
-    with pytest.raises(UserError, match="data.encoders=x"):
+    with refused("data.encoders=x"):
         choose_encoders(copy).inspect_image("data.encoders=x")
 
 

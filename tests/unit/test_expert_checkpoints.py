@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import inspect_checkpoint, inspect_transformer
+from tests.unit.refused import refused
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -35,7 +35,7 @@ def test_a_pipeline_of_two_experts(experts):
     found = inspect_checkpoint(str(pipeline), "teacher.checkpoint")
     assert [each.path.name for each in found.folders] == ["transformer", "transformer_2"]
     assert found.boundaries == (0.875,) and found.folders[0].shapes == found.folders[1].shapes
-    with pytest.raises(UserError, match="FOLDER"):
+    with refused("FOLDER"):
         inspect_transformer(str(pipeline), "FOLDER")
     assert inspect_transformer(str(pipeline / "transformer_2"), "FOLDER").path == pipeline / "transformer_2"
 
@@ -56,7 +56,7 @@ def test_a_boundary_that_is_none(experts, index):
         file.unlink()
     else:
         file.write_text(index)
-    with pytest.raises(UserError, match="teacher.checkpoint"):
+    with refused("teacher.checkpoint"):
         inspect_checkpoint(str(pipeline), "teacher.checkpoint")
 
 
@@ -64,11 +64,11 @@ def test_half_a_pipeline_of_two_experts(experts, monkeypatch):
     pipeline, _ = experts
     for given in (str(pipeline / "transformer"), "transformer"):
         monkeypatch.chdir(pipeline)
-        with pytest.raises(UserError, match="teacher.checkpoint"):
+        with refused("teacher.checkpoint"):
             inspect_checkpoint(given, "teacher.checkpoint")
     (pipeline / "transformer_2" / FILE).unlink()
-    with pytest.raises(UserError, match="transformer_2"):
+    with refused("transformer_2"):
         inspect_checkpoint(str(pipeline), "teacher.checkpoint")
     (pipeline / "transformer_2" / "config.json").unlink()
-    with pytest.raises(UserError, match="transformer_2"):
+    with refused("transformer_2"):
         inspect_checkpoint(str(pipeline), "teacher.checkpoint")

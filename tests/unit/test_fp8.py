@@ -37,7 +37,7 @@ def test_layers_of_the_blocks_between_the_first_and_the_last():
 
 @pytest.mark.parametrize("blocks", [[Block(), Block()], [Block(), Block(33, 40), Block()]])
 def test_nothing_to_convert_is_refused(blocks):
-    with pytest.raises(UserError, match="fake.fp8"):
+    with refused("fake.fp8"):
         fp8.linear_layers(blocks, where="fake.")
 
 
@@ -91,7 +91,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     fp8.require_fp8(SETTINGS, "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(UserError, match="teacher.fp8"):
+    with refused("teacher.fp8"):
         fp8.require_fp8(SETTINGS, "cuda", "teacher.")
 
 

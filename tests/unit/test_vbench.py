@@ -8,6 +8,7 @@ import pytest
 from distill.evaluate import vbench
 from distill.evaluate.command import main
 from fsdp_cp.errors import UserError
+from tests.unit.refused import refused
 from tests.unit.test_sample_command import TEACHER, write_run
 
 SUITE = [
@@ -52,12 +53,12 @@ def test_totals_need_all_dimensions():
 
 def test_weights_and_packages_that_are_missing(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(vbench.CACHE, str(tmp_path))
-    with pytest.raises(UserError, match="setuptools<81"):
+    with refused("setuptools<81"):
         vbench.check_package(sys.executable, ["scene"])
     (tmp_path / "vbench").mkdir()
     (tmp_path / "vbench" / "__init__.py").write_text(PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="amt-s.pth"):
+    with refused("amt-s.pth"):
         vbench.check_package(sys.executable, ["motion_smoothness"])
     assert vbench.check_package(sys.executable, ["color", vbench.FLICKERING]) == [vbench.FLICKERING]
     assert "color" in caplog.text and "detectron2" in caplog.text
@@ -66,7 +67,7 @@ def test_weights_and_packages_that_are_missing(tmp_path, monkeypatch, caplog):
     with pytest.raises(UserError, match=r"3\.11"):
         vbench.check_package(tmp_path / "old", [])
     where = {"videos": tmp_path / "videos", "info": tmp_path / "info", "out": tmp_path / "scores", "device": "cpu"}
-    with pytest.raises(UserError, match="cannot be started"):
+    with refused("cannot be started"):
         vbench.score(vbench.FLICKERING, python=tmp_path / "nowhere", **where)
     # A filtered score that is there is not shown as one without the filter, nor the reverse.
     for folder, value in ((where["out"], 0.5), (where["out"] / "unfiltered", 0.25)):
