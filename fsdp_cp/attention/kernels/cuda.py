@@ -72,7 +72,7 @@ class _CudaKernel(Kernel):
     takes_masks: bool = False
     min_capability: tuple[int, int] = (8, 0)
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    def refuses(self, device, dtype, head_dim, masked):
         if device.type != "cuda":
             return f"runs on CUDA devices, not on {device.type}"
         if dtype not in self.dtypes:

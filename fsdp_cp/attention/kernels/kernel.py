@@ -29,9 +29,12 @@ class Kernel(ABC):
     checked_at_setup: bool = False
     """Whether ``auto`` takes the kernel only after :func:`fsdp_cp.attention.kernels.choose.prepare_kernels`."""
 
-    @abstractmethod
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        """Return why this kernel cannot run such tensors ("takes bf16, not fp32"), or ``None`` if it can."""
+        """Return why this kernel cannot run such tensors ("takes bf16, not fp32"), or ``None`` if it can.
+
+        Sparse kernels take all: :func:`fsdp_cp.attention.kernels.choose.choose_sparse` knows their limits.
+        """
+        return None
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -154,7 +157,7 @@ class Reference(Kernel):
 
     name = "reference"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    def refuses(self, device, dtype, head_dim, masked):
         return _refused(dtype)
 
     def forward(self, q, k, v, mask, scale):
@@ -261,7 +264,7 @@ class CpuFlash(Kernel):
 
     name = "cpu_flash"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    def refuses(self, device, dtype, head_dim, masked):
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
         return _refused(dtype)

@@ -25,9 +25,6 @@ class SparseReference(Kernel):
 
     name = "sparse_reference"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        return None
-
     def forward(self, q, k, v, mask, scale):
         out, lse, _, _ = sparse_dual(q, k, v, None, None, None, mask, scale)
         return out.to(q.dtype), lse

@@ -274,9 +274,6 @@ class SparseTriton(Kernel):
 
     name = "sparse_triton"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        return None  # choose_sparse knows its limits, without an import of Triton
-
     def forward(self, q, k, v, mask, scale):
         return _attend((q, k, v, None, None, None), mask, scale, q.dtype)[:2]
 
