@@ -1,6 +1,5 @@
 """A resumed run is the run that was never stopped: bit by bit on the same mesh, to rounding on another one."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import METHODS, Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.tiers import long_case, slow
+from tests.unit.refused import change
 
 STEPS, STOP = 5, 3
 OWN = Setup(cp=2, micro_batch_size=2)
@@ -179,8 +179,7 @@ def _resume_with_other_data(setup, folder, run_dir, accept):
 def test_other_data_are_accepted_by_a_name_of_the_data_alone(pools, checkpoints, straight, tmp_path):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     state = step_folder(tmp_path / "checkpoints", STOP) / "state.json"
-    changed = {"data": "another", "unlogged": {"fake/loss": 1.5}, "seconds": 12.5}
-    state.write_text(json.dumps(json.loads(state.read_text()) | changed))
+    change(state, data="another", unlogged={"fake/loss": 1.5}, seconds=12.5)
     for accept in ([], ["teacher.checkpoint"]):
         (refused, _) = pools[2].run(_resume_with_other_data, OWN, checkpoints, tmp_path, accept)
         assert "other data" in refused

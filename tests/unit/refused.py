@@ -1,14 +1,16 @@
 """Checks of refusals that do not depend on their wording, and of files that stay."""
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from distill.data.encoders.choose import choose_encoders
 from fsdp_cp.errors import UserError
 
 
@@ -33,6 +35,25 @@ def refusal(function, *args, **kwargs) -> str:
         function(*args, **kwargs)
     (line,) = str(caught.value).splitlines()
     return line
+
+
+def check_command(main: Callable[[list[str]], int], capsys, named: str, *arguments: object) -> None:
+    """Require that the command ``main`` exits with code 2 and one line that has ``named``."""
+    assert main([str(argument) for argument in arguments]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and named in line, line
+
+
+def change(file: Path, **settings) -> None:
+    """Set ``settings`` of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def check_no_encoders(folder: Path, file: str, settings: dict, named: str) -> None:
+    """Require that the encoders of ``folder`` with other ``settings`` are refused by a line that has ``named``."""
+    change(folder / file, **settings)
+    line = refusal(choose_encoders, folder)
+    assert line.startswith(f"data.encoders={folder}") and named in line
 
 
 def snapshot(*folders: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.wan import TextEncoder, VideoCodec
 from fsdp_cp.errors import UserError
-from tests.unit.refused import refused
+from tests.unit.refused import change, check_no_encoders, refused
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -40,13 +40,8 @@ def pipeline(tiny, tmp_path):
     ],
 )
 def test_settings_of_encoders_that_cannot_be(pipeline, file, settings):
-    path = pipeline / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    with pytest.raises(UserError) as error:
-        choose_encoders(pipeline)
-    message, (key,) = str(error.value), settings
-    assert message.startswith(f"data.encoders={pipeline}") and "\n" not in message
-    assert key in message or key == "architectures"
+    (key,) = settings
+    check_no_encoders(pipeline, file, settings, "" if key == "architectures" else key)
 
 
 def test_settings_that_are_no_json_objects(pipeline):
@@ -62,10 +57,9 @@ def test_settings_that_are_no_json_objects(pipeline):
 def test_code_of_a_folder_is_never_run(pipeline, monkeypatch):
     """Check the loader itself: the folder is changed after its inspection."""
     (pipeline / "tokenizer" / "evil.py").write_text("raise SystemExit('code from a checkpoint was run')\n")
-    path = pipeline / "tokenizer" / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}
     folder = choose_encoders(pipeline)
-    path.write_text(json.dumps(settings))
+    classes = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    change(pipeline / "tokenizer" / "tokenizer_config.json", auto_map=classes)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
     try:
         TextEncoder(folder, max_tokens=8, **CPU)  # the known class of that name is taken

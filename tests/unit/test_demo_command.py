@@ -10,7 +10,7 @@ import pytest
 from distill.demo.command import main, run_and_student
 from fsdp_cp.files.atomic_folder import MANIFEST, atomic_folder
 from fsdp_cp.runtime.packages import optional_package
-from tests.unit.refused import refused
+from tests.unit.refused import check_command, refused
 from tests.unit.test_sample_command import TEACHER, write_run
 
 ABOUT = {"role": "student", "step": 1}
@@ -41,15 +41,11 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
         if importlib.util.find_spec("gradio") is None:
             cases = {}
         for named, words in cases.items():
-            assert main([str(run), *words]) == 2
-            line = capsys.readouterr().err
-            assert line.count("\n") == 1 and named in line, line
+            check_command(main, capsys, named, run, *words)
     monkeypatch.setitem(sys.modules, "gradio", None)
     optional_package.cache_clear()
     shutil.rmtree(run / "export")
     for named in ("export/student", "fsdp-cp[demo]"):
-        assert main([str(run)]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1 and named in line, line
+        check_command(main, capsys, named, run)
         shutil.copytree(TEACHER, run / "export" / "student", dirs_exist_ok=True)
     optional_package.cache_clear()

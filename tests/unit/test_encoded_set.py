@@ -24,7 +24,7 @@ from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from tests.encoded import encode_source, open_set
 from tests.oracles.state_set import SHAPE, stored, write_state_set
-from tests.unit.refused import refused
+from tests.unit.refused import change, refused
 from tests.unit.test_paths import as_a_user
 
 CLIPS = 40
@@ -100,8 +100,7 @@ def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])
-    note = damaged / "damaged.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"index": "of another set"}))
+    change(damaged / "damaged.json", index="of another set")
     assert len(EncodedSet(damaged, "SET").damaged()["clips"]) == 1, "the size that shows by itself"
 
 

@@ -13,7 +13,7 @@ from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import NotFinite, UserError
 from tests.tiny_pipeline import LATENT_CHANNELS, build_tiny_pipeline
-from tests.unit.refused import refused
+from tests.unit.refused import change, refused
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 CLIP = ClipFormat(num_frames=9, height=32, width=48, fps=8)
@@ -119,8 +119,7 @@ def test_latent_statistics_left_out_are_wans(copy):
 
 @pytest.mark.parametrize("patch", [(1, 2, 2), (2, 2, 2)])
 def test_a_size_that_does_not_fit_names_one_that_does(copy, patch):
-    settings = json.loads((copy / "transformer/config.json").read_text()) | {"patch_size": patch}
-    (copy / "transformer/config.json").write_text(json.dumps(settings))
+    change(copy / "transformer/config.json", patch_size=patch)
     folder = choose_encoders(copy)
     refused = 0
     for number in range(-1, 40):

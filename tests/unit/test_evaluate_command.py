@@ -3,6 +3,7 @@
 import json
 import shutil
 from argparse import Namespace
+from functools import partial
 
 import av
 import numpy as np
@@ -18,7 +19,7 @@ from tests.e2e.launch import forked
 from tests.oracles.clips import write_dino, write_lpips
 from tests.tiers import slow
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
-from tests.unit.refused import snapshot
+from tests.unit.refused import check_command, snapshot
 from tests.unit.test_sample_command import TEACHER, full_disk, write_run
 from train import main as train
 
@@ -48,10 +49,7 @@ def result(home, out):
     return json.loads((home / out / "evaluation.json").read_text())
 
 
-def refused(capsys, named, arguments):
-    assert main([str(word) for word in arguments]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1 and named in line, line
+check_refused = partial(check_command, main)
 
 
 def planned(tmp_path, *what, **options):
@@ -157,40 +155,40 @@ def test_mistakes(home, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n")
     write_run(tmp_path / "larger", TEACHER, "data.height=32")
     new = ["--out", tmp_path / "new"]
-    refused(capsys, "seeds", [*words(home, "done"), "--seeds", "3"])
-    refused(capsys, "participant", [run, "--prompts", prompts, "--seeds", 2, "--out", home / "done"])
-    refused(capsys, "--seeds", [run, "--prompts", prompts, "--seeds", 0, *new])
-    refused(capsys, "--prompts", [run, "--prompts", tmp_path / "empty.txt", *new])
-    refused(capsys, "--prompts", [run, *new])
+    check_refused(capsys, "seeds", *words(home, "done"), "--seeds", "3")
+    check_refused(capsys, "participant", run, "--prompts", prompts, "--seeds", 2, "--out", home / "done")
+    check_refused(capsys, "--seeds", run, "--prompts", prompts, "--seeds", 0, *new)
+    check_refused(capsys, "--prompts", run, "--prompts", tmp_path / "empty.txt", *new)
+    check_refused(capsys, "--prompts", run, *new)
     for cp in (0, 2):
-        refused(capsys, "mesh.cp", [run, "--prompts", prompts, "--cp", cp, *new])
-    refused(capsys, "larger", [run, tmp_path / "larger", "--prompts", prompts, *new])
-    refused(capsys, "nowhere", [run, tmp_path / "nowhere", "--prompts", prompts, *new])
-    refused(capsys, "twice", [run, run, "--prompts", prompts, *new])
+        check_refused(capsys, "mesh.cp", run, "--prompts", prompts, "--cp", cp, *new)
+    check_refused(capsys, "larger", run, tmp_path / "larger", "--prompts", prompts, *new)
+    check_refused(capsys, "nowhere", run, tmp_path / "nowhere", "--prompts", prompts, *new)
+    check_refused(capsys, "twice", run, run, "--prompts", prompts, *new)
     write_lpips(tmp_path / "lpips")
-    refused(capsys, "16 x 16", [run, "--prompts", prompts, "--lpips", tmp_path / "lpips", *new])
-    refused(capsys, "alexnet.pth", [run, "--prompts", prompts, "--lpips", tmp_path, *new])
-    refused(capsys, "--dino", [run, "--prompts", prompts, "--dino", tmp_path, *new])
-    refused(capsys, "other dino", [run, "--prompts", prompts, "--seeds", 2, "--out", home / "done"])
-    refused(capsys, "--like", [run, "--like", prompts, *new])
-    refused(capsys, "teacher@", [run, "teacher@0", "--prompts", prompts, *new])
-    refused(capsys, "experiment=", [run / "export" / "student", "--prompts", prompts, *new])
+    check_refused(capsys, "16 x 16", run, "--prompts", prompts, "--lpips", tmp_path / "lpips", *new)
+    check_refused(capsys, "alexnet.pth", run, "--prompts", prompts, "--lpips", tmp_path, *new)
+    check_refused(capsys, "--dino", run, "--prompts", prompts, "--dino", tmp_path, *new)
+    check_refused(capsys, "other dino", run, "--prompts", prompts, "--seeds", 2, "--out", home / "done")
+    check_refused(capsys, "--like", run, "--like", prompts, *new)
+    check_refused(capsys, "teacher@", run, "teacher@0", "--prompts", prompts, *new)
+    check_refused(capsys, "experiment=", run / "export" / "student", "--prompts", prompts, *new)
     like = home / "done" / "evaluation.json"
-    refused(capsys, "--suite", [run, "--like", like, "--suite", "vbench", *new])
-    refused(capsys, "--dimensions", [run, "--prompts", prompts, *new, "--dimensions", "scene"])
+    check_refused(capsys, "--suite", run, "--like", like, "--suite", "vbench", *new)
+    check_refused(capsys, "--dimensions", run, "--prompts", prompts, *new, "--dimensions", "scene")
     for damage in ({"protocol": {}}, {"prompts": []}, {"protocol": result(home, "done")["protocol"] | {"seeds": "2"}}):
         (tmp_path / "damaged.json").write_text(json.dumps(result(home, "done") | damage))
-        refused(capsys, "--like", [run, "--like", tmp_path / "damaged.json", *new])
+        check_refused(capsys, "--like", run, "--like", tmp_path / "damaged.json", *new)
     (tmp_path / "words.txt").write_text("a red circle\n")  # known words, of no caption that can be measured
-    refused(capsys, "--prompts", [run, "--prompts", tmp_path / "words.txt", *new])
+    check_refused(capsys, "--prompts", run, "--prompts", tmp_path / "words.txt", *new)
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     for name in ("clips", "vbench.json"):
         (tmp_path / "mine" / name).write_text("mine")
-        refused(capsys, name, [run, "--prompts", prompts, "--out", tmp_path / "mine"])
+        check_refused(capsys, name, run, "--prompts", prompts, "--out", tmp_path / "mine")
         (tmp_path / "mine" / name).unlink()
     with full_disk(4000):
-        refused(capsys, "cannot be written", words(home, "full"))
+        check_refused(capsys, "cannot be written", *words(home, "full"))
     assert snapshot(home / "done") == before
 
 
@@ -250,7 +248,7 @@ def test_a_student_of_images(tmp_path, capsys):
     new = ["--out", tmp_path / "new"]
     capsys.readouterr()
     (tmp_path / "clips").rename(tmp_path / "moved")
-    refused(capsys, "--prompts", [*like, *new])
+    check_refused(capsys, "--prompts", *like, *new)
     prompts.write_text(prompts.read_text().replace("clips/", "moved/"))
     assert main([str(word) for word in (*like, "--prompts", prompts, "--out", tmp_path / "elsewhere")]) == 0
     assert result(tmp_path, "elsewhere")["compared"]["protocol"] == []
@@ -259,9 +257,10 @@ def test_a_student_of_images(tmp_path, capsys):
     head = "image,caption\n"
     for wrong in ("a red square\n", head, f"{head}clips/none.mp4,a\n", f"{head}clips/clip_0.mp4,\n"):
         (tmp_path / "wrong.csv").write_text(wrong)
-        refused(capsys, "--prompts" if "none" not in wrong else "none.mp4", [*words[:3], tmp_path / "wrong.csv", *new])
+        named = "none.mp4" if "none" in wrong else "--prompts"
+        check_refused(capsys, named, *words[:3], tmp_path / "wrong.csv", *new)
     prompts.write_text((json.dumps(table[0]) + "\n") * 3)
-    refused(capsys, "twice", [*words, *new])
+    check_refused(capsys, "twice", *words, *new)
     prompts.write_text("".join(json.dumps(row | {"caption": texts[0]}) + "\n" for row in (table[1], table[0])))
     assert main([str(word) for word in (*words, "--out", tmp_path / "repeated")]) == 0
     repeated = result(tmp_path, "repeated")

@@ -14,7 +14,7 @@ from models.export import main
 from models.files.checkpoint_files import fingerprint, inspect_checkpoint
 from tests.oracles.tiny_wan import ARCHITECTURE
 from tests.tiers import parametrize
-from tests.unit.refused import snapshot
+from tests.unit.refused import change, snapshot
 
 METHOD = {"name": "dmd2", "step_list": [1.0, 0.5]}
 
@@ -87,9 +87,8 @@ def test_the_table_of_an_evaluation_is_on_the_card(capsys, run, tmp_path):
 
 
 def test_the_student_s_scheduler_is_not_the_fake_score_s(capsys, run, tmp_path):
-    file = run / "checkpoints" / "step_00000002" / "state.json"
     few_steps = {"times": [1.0, 0.5], "stochastic": False, "boundaries": [], "experts": []}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"few_steps": few_steps}))
+    change(run / "checkpoints" / "step_00000002" / "state.json", few_steps=few_steps)
     for role, has_scheduler in (("student", True), ("fake", False)):
         assert export(capsys, run, tmp_path / role, "--role", role) == 0
         assert (tmp_path / role / "scheduler").is_dir() == has_scheduler

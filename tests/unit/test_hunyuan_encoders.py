@@ -1,7 +1,7 @@
 """HunyuanVideo 1.5: VAE, text encoders and image encoder against diffusers' own pipelines (0.42)."""
 
-import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from distill.data.videos.decode import ClipFormat
 from tests.encoded import encode_source
 from tests.tiers import slow
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
-from tests.unit.refused import refused
+from tests.unit.refused import change, refused
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 CLIP = ClipFormat(num_frames=9, height=32, width=48, fps=24.0)
@@ -32,10 +32,6 @@ def pipeline(folder):
     return HunyuanVideo15ImageToVideoPipeline.from_pretrained(folder)
 
 
-def change(file, **settings):
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-
 def test_sizes(folder, pipeline):
     found = choose_encoders(folder)
     texts = {"text": (60, 32), "text_mask": (60,), "glyphs": (GLYPH_TOKENS, 24), "glyph_mask": (GLYPH_TOKENS,)}
@@ -44,7 +40,7 @@ def test_sizes(folder, pipeline):
     image = found.inspect_image("data.encoders=x")
     assert found.condition_shapes(CLIP, 60, image) == texts | {"first_frame": (8, 1, 2, 3), "image_embeds": (9, 20)}
     with refused("num_frames"):
-        found.latent_shape(ClipFormat(num_frames=8, height=32, width=48, fps=24.0))
+        found.latent_shape(replace(CLIP, num_frames=8))
     assert (found.temporal, found.spatial) == (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial)
 
 

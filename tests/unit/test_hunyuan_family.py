@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from distill.data.encoders.image import IMAGE_ENCODERS
 from distill.planning import encoders
-from fsdp_cp.errors import UserError
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
 from models.families.hunyuan import Hunyuan, own_forward, own_rotary_tables
@@ -119,9 +118,8 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
     ],
 )  # fmt: skip
 def test_networks_that_cannot_run_are_refused_by_name(key, value):
-    with pytest.raises(UserError) as error, torch.device("meta"):
+    with refused(str(value)), torch.device("meta"):
         HUNYUAN.build(ARCHITECTURE | {key: value}, "teacher.checkpoint")
-    assert str(value) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +145,8 @@ def test_its_encoders_are_planned():
     with torch.device("meta"):
         glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
         text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
-        vae, image = (
-            encoders.build_vae(HUNYUAN.planning.vae),
-            encoders._build(HUNYUAN.planning.image_encoder, IMAGE_ENCODERS),
-        )
+        vae = encoders.build_vae(HUNYUAN.planning.vae)
+        image = encoders._build(HUNYUAN.planning.image_encoder, IMAGE_ENCODERS)
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16

@@ -1,7 +1,7 @@
 """LTX-2: both VAEs, vocoder, spectrogram and text encoder against diffusers' own pipeline (0.42)."""
 
-import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +15,11 @@ from distill.data.encoders.ltx2 import log_mel
 from distill.data.encoders.ltx2_5 import window_attention
 from distill.data.sets.encode import Encoding
 from distill.data.videos.decode import ClipFormat
-from fsdp_cp.errors import UserError
 from fsdp_cp.rng import stream
 from tests.encoded import encode_source
 from tests.tiers import parametrize
 from tests.tiny_ltx2_pipeline import build_tiny_ltx2_pipeline
-from tests.unit.refused import refused
+from tests.unit.refused import check_no_encoders, refused
 
 CPU = {"device": torch.device("cpu")}
 CLIP = ClipFormat(num_frames=17, height=64, width=96, fps=24.0)
@@ -32,16 +31,12 @@ def folders(tmp_path_factory):
     return {v: build_tiny_ltx2_pipeline(tmp_path_factory.mktemp("ltx2") / v, version=v) for v in ("2.0", "2.3", "2.5")}
 
 
-def clip_of(**changes):
-    return ClipFormat(**{"num_frames": 17, "height": 64, "width": 96, "fps": 24.0} | changes)
-
-
 @pytest.mark.parametrize(
     ("frames", "fps", "rows"), [(17, 24.0, 18), (121, 24.0, 126), (241, 25.0, 241), (241, 24.0, 251), (505, 25.0, 505)]
 )
 def test_a_clip_has_the_rows_of_sound_of_the_pipeline(folders, frames, fps, rows):
     """Centered windows give more latents than rows at every length; samples are exactly those of the rows."""
-    folder, clip = choose_encoders(folders["2.3"]), clip_of(num_frames=frames, fps=fps)
+    folder, clip = choose_encoders(folders["2.3"]), replace(CLIP, num_frames=frames, fps=fps)
     assert folder.latent_shapes(clip) == {"video": (8, (frames - 1) // 8 + 1, 2, 3), "audio": (2, rows, 4)}
     sound = folder.sound_format(clip)
     assert sound == (16000, 640 * rows, 2)
@@ -146,24 +141,20 @@ def test_embeddings_are_stored_in_bf16(folders, tmp_path):
 )
 def test_what_is_no_ltx2_is_refused_by_name(folders, tmp_path, part, settings, named):
     copied = shutil.copytree(folders["2.5"], tmp_path / "copy")
-    file = copied / part / ("model_index.json" if part == "." else "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    with pytest.raises(UserError, match="data.encoders") as error:
-        choose_encoders(copied)
-    assert named in str(error.value) and "\n" not in str(error.value)
+    check_no_encoders(copied, "model_index.json" if part == "." else f"{part}/config.json", settings, named)
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):
     folder = choose_encoders(folders["2.3"])
-    for setting, changes in (("num_frames", {"num_frames": 16}), ("height", {"height": 48}), ("width", {"width": 80})):
+    for setting, value in (("num_frames", 16), ("height", 48), ("width", 80)):
         with refused(f"data.{setting}"):
-            folder.latent_shapes(clip_of(**changes))
+            folder.latent_shapes(replace(CLIP, **{setting: value}))
     with refused("data.fps"):
-        clip_of(fps=0.0)
+        replace(CLIP, fps=0.0)
     with refused("data.max_text_tokens"):
         folder.condition_shapes(CLIP, 30, None)
     with refused("data.num_frames"):  # 1 frame, and the decoder's last window is 5
-        choose_encoders(folders["2.5"]).latent_shapes(clip_of(num_frames=1))
+        choose_encoders(folders["2.5"]).latent_shapes(replace(CLIP, num_frames=1))
     copied = shutil.copytree(folders["2.3"], tmp_path / "copy")
     shutil.rmtree(copied / "connectors")
     with refused("connectors/"):

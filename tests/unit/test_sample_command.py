@@ -6,6 +6,7 @@ import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import av
@@ -21,7 +22,7 @@ from distill.run.setup import plan_run
 from distill.sample import main
 from models.causal import CausalSettings
 from tests.tiers import slow
-from tests.unit.refused import snapshot
+from tests.unit.refused import check_command, snapshot
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
@@ -65,11 +66,7 @@ def causal_run(tmp_path):
     return write_causal_run(tmp_path)
 
 
-def check_refused(capsys, named, *arguments) -> None:
-    """Require exit code 2 and one line that names ``named``."""
-    assert main([str(argument) for argument in arguments]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1 and named in line, line
+check_refused = partial(check_command, main)
 
 
 @slow
