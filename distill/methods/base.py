@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from distill.methods.common.chunks import chunk_noise, draw_noise, split_chunks
+from distill.methods.common.chunks import check_same_chunks, chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.choices import Checked, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
@@ -154,6 +154,8 @@ class Method(ABC):
     required_roles: ClassVar[tuple[str, ...]]
     """Roles in the order in which they are built; see :meth:`roles_needed`."""
     trained_roles: ClassVar[tuple[str, ...]]
+    same_history: ClassVar[bool] = False
+    """Whether causal roles are possible, if teacher and student see one history."""
     settings_read: ClassVar[tuple[str, ...]] = ()
     """Roles whose settings the method reads although they are not built."""
 
@@ -235,6 +237,8 @@ class Method(ABC):
     @classmethod
     def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
         """Refuse causal roles, by default all. ``causal`` has each role's settings, ``None`` if bidirectional."""
+        if cls.same_history:
+            return check_same_chunks(causal)
         for name, role in causal.items():
             if role is not None:
                 hint = "use method=flow_matching, dcm, scm, ode_regression or self_forcing, or null"

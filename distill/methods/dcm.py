@@ -5,7 +5,7 @@ at a node is trained towards its prediction at the next node. The optimum is the
 Causal roles see the clean clip as their history, and each chunk has its own node.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.common.chunks import check_same_chunks, chunk_integers, clean_history
+from distill.methods.common.chunks import chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
 from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
 from fsdp_cp.choices import Bounds
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.causal import CausalSettings
 
 
 @dataclass(kw_only=True)
@@ -40,16 +39,13 @@ class Dcm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
+    same_history = True
     settings: DcmSettings
 
     @classmethod
     def check(cls, config: Any) -> None:
         if config.method.target == "ema" and not config.student.ema.enabled:
             raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
-
-    @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        check_same_chunks(causal)
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("dcm", lambda: self._loss(batch, random))

@@ -4,7 +4,7 @@
 ``u = v - (t - r) du/dt`` (eq. 6). Its network gets the second time ``r`` from the addition ``second_time``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -125,19 +125,9 @@ class MeanFlow(FewStepMethod):
         t, r = torch.maximum(one, other), torch.minimum(one, other)
         return t, torch.where(random.uniform("meanflow/interval") < self.settings.interval_ratio, r, t)
 
-    def stream(
-        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Sample]:
-        """Sample a role; the student's steps are ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
-        if role != "student":
-            return super().stream(role, noise, condition, steps, random)
-        times = [*self.sampling_times(steps), 0.0]
-
-        @torch.no_grad()
-        def sample(x: Sample) -> Sample:
-            for time, next_time in pairwise(times):
-                t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
-                x = x - (time - next_time) * self.roles[role].velocity(x, t, condition, r)
-            return x
-
-        return map(sample, noise)
+    def whole_clip(self, x: Sample, condition: Condition, times: list[float], random: StepRandom) -> Sample:
+        """Sample the student in steps ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
+        for time, next_time in pairwise([*times, 0.0]):
+            t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
+            x = x - (time - next_time) * self.roles["student"].velocity(x, t, condition, r)
+        return x

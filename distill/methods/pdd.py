@@ -10,7 +10,7 @@ at the state ``X_n``, head k predicts ``u_n(k)``, the mean velocity over interva
 to step: it makes ``X_n`` again from keyed noise by the student's own steps.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -189,19 +189,8 @@ class Pdd(FewStepMethod):
             raise UserError(f"the student was trained for method.steps={shown(self.settings.steps)}, not {steps}")
         return self.grid.few_steps(steps)
 
-    def stream(
-        self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom
-    ) -> Iterator[Sample]:
-        """Sample a role; the student crosses one block at a step."""
-        if role != "student":
-            return super().stream(role, noise, condition, steps, random)
-        self.sampling_times(steps)  # refuses other numbers
-
-        @torch.no_grad()
-        def sample(x: Sample) -> Sample:
-            with self.roles[role].kept_gathered():
-                for block in self.grid.blocks(steps):
-                    x = self._cross(x, block, condition)
-            return x
-
-        return map(sample, noise)
+    def whole_clip(self, x: Sample, condition: Condition, times: list[float], random: StepRandom) -> Sample:
+        """Sample the student, which crosses one block at a step."""
+        for block in self.grid.blocks(len(times)):
+            x = self._cross(x, block, condition)
+        return x

@@ -28,7 +28,6 @@ from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
-from models.causal import CausalSettings
 from models.sample import VIDEO, shift_time
 
 
@@ -67,15 +66,12 @@ class Rcm(Scm):
 
     required_roles = ("teacher", "student", "fake")
     trained_roles = ("student", "fake")
+    same_history = False
     settings: RcmSettings
 
     @classmethod
     def additions(cls, settings: RcmSettings) -> dict[str, Chosen]:
         return {"fake": ("last_step",)} if settings.fake_knows_last_step else {}
-
-    @classmethod
-    def check_causal(cls, settings: RcmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
-        super(Scm, cls).check_causal(settings, causal)  # unlike Scm
 
     def trained_role(self, step: int) -> str:
         joint = step - self.settings.consistency_steps

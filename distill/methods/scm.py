@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, Loss, guided_velocity
-from distill.methods.common.chunks import check_same_chunks, chunk_draws, clean_history, split_chunks
+from distill.methods.common.chunks import chunk_draws, clean_history, split_chunks
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
@@ -31,7 +31,6 @@ from distill.methods.common.schedules import per_sample, widen
 from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import Sample
 
@@ -85,6 +84,7 @@ class Scm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
+    same_history = True
     check = staticmethod(check_exact)
     settings: ScmSettings
 
@@ -102,10 +102,6 @@ class Scm(FewStepMethod):
     @classmethod
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         return
-
-    @classmethod
-    def check_causal(cls, settings: ScmSettings, causal: Mapping[str, CausalSettings | None]) -> None:
-        check_same_chunks(causal)
 
     def _consistency(self, step: int, batch: Batch, random: StepRandom, weight: float) -> Loss:
         times = self._times(batch, random)

@@ -157,6 +157,11 @@ class FewStepMethod(Method):
         @torch.no_grad()
         def sample(x: Sample) -> Sample:
             with network.kept_gathered():
-                return rollout(network, x, condition, times, random, "sample/renoise", sampler=sampler).x0
+                return self.whole_clip(x, condition, times, random)
 
         return map(sample, noise)
+
+    def whole_clip(self, x: Sample, condition: Condition, times: list[float], random: StepRandom) -> Sample:
+        """Sample the bidirectional student from noise ``x`` at ``times``, :meth:`sampling_times`."""
+        student, sampler = self.roles["student"], self.settings.student_sampler
+        return rollout(student, x, condition, times, random, "sample/renoise", sampler=sampler).x0

@@ -38,6 +38,20 @@ def _rows(base, tokens, row_stride, columns, valid, HEAD_DIM: tl.constexpr, CAST
 
 
 @triton.jit
+def _program(heads):
+    """Return the piece, sample and head of this program, and the place of its list."""
+    piece, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    return piece, pair // heads, pair % heads, pair * tl.num_programs(0) + piece
+
+
+@triton.jit
+def _lse_and_delta(lse_ptr, delta_ptr, row, queries, is_query):
+    """Load the log-sum-exp, to base 2, and delta of the ``queries`` of a head whose first row is ``row``."""
+    lse = tl.load(lse_ptr + row + queries, mask=is_query, other=float("inf")) * LOG2_E
+    return lse, tl.load(delta_ptr + row + queries, mask=is_query, other=0.0)
+
+
+@triton.jit
 def _piece(tokens_ptr, sizes_ptr, piece, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load the token numbers of a piece, and which of them count."""
     lanes = tl.arange(0, BLOCK)
@@ -56,9 +70,7 @@ def _forward(
     WIDTH_N: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Compute one query piece of one head: M queries, N keys of a key piece, D head size."""
-    piece, pair = tl.program_id(0), tl.program_id(1)
-    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    place = pair.to(tl.int64) * tl.num_programs(0) + piece
+    piece, batch, head, place = _program(heads)
     queries, is_query = _piece(q_tokens, q_sizes, piece, WIDTH_M, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q_MD = _rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, dims, is_query, HEAD_DIM, CAST)
@@ -123,16 +135,12 @@ def _gradient_of_q(
     WIDTH_N: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Sum over the key pieces that one query piece of one head chose."""
-    piece, pair = tl.program_id(0), tl.program_id(1)
-    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    place = pair.to(tl.int64) * tl.num_programs(0) + piece
+    piece, batch, head, place = _program(heads)
     queries, is_query = _piece(q_tokens, q_sizes, piece, WIDTH_M, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q_MD = _rows(q_ptr + batch * q_batch + head * q_head, queries, q_token, dims, is_query, HEAD_DIM, CAST)
     g_MD = _rows(g_ptr + batch * g_batch + head * g_head, queries, g_token, dims, is_query, HEAD_DIM, CAST)
-    row_of_lse = (batch * heads + head) * rows + queries
-    lse = tl.load(lse_ptr + row_of_lse, mask=is_query, other=float("inf")) * LOG2_E
-    delta = tl.load(delta_ptr + row_of_lse, mask=is_query, other=0.0)
+    lse, delta = _lse_and_delta(lse_ptr, delta_ptr, (batch * heads + head) * rows, queries, is_query)
     k_base = k_ptr + batch * k_batch + head * k_head
     v_base = v_ptr + batch * v_batch + head * v_head
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -160,9 +168,7 @@ def _gradients_of_k_and_v(
     WIDTH_N: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Sum over the query pieces that chose one key piece of one head."""
-    piece, pair = tl.program_id(0), tl.program_id(1)
-    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    place = pair.to(tl.int64) * tl.num_programs(0) + piece
+    piece, batch, head, place = _program(heads)
     keys, is_key = _piece(k_tokens, k_sizes, piece, WIDTH_N, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k_ND = _rows(k_ptr + batch * k_batch + head * k_head, keys, k_token, dims, is_key, HEAD_DIM, CAST)
@@ -176,9 +182,7 @@ def _gradients_of_k_and_v(
         queries, is_query = _piece(q_tokens, q_sizes, query_piece, WIDTH_M, BLOCK_M)
         q_MD = _rows(q_base, queries, q_token, dims, is_query, HEAD_DIM, CAST)
         g_MD = _rows(g_base, queries, g_token, dims, is_query, HEAD_DIM, CAST)
-        row_of_lse = (batch * heads + head) * rows + queries
-        lse = tl.load(lse_ptr + row_of_lse, mask=is_query, other=float("inf")) * LOG2_E
-        delta = tl.load(delta_ptr + row_of_lse, mask=is_query, other=0.0)
+        lse, delta = _lse_and_delta(lse_ptr, delta_ptr, (batch * heads + head) * rows, queries, is_query)
         logits = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2_E)
         p_NM = tl.where(is_key[:, None], tl.exp2(logits - lse[None, :]), 0.0)
         dv_ND = tl.dot(p_NM.to(g_MD.dtype), g_MD, dv_ND, input_precision=PRECISION)
