@@ -15,10 +15,15 @@ class _Clips(VideoFolderSettings):
     """Type of stored latents, as ``distill.encode --latents``."""
 
 
-def encode_source(*, path, encoders, cache, has_clips=True, device="cpu", captions=(), images=(), **settings):
-    """Encode a folder of videos, or a file of captions, and open the set."""
-    kind = _Clips if has_clips else CaptionsSettings
-    return _built(kind(path=str(path), encoders=str(encoders), cache=str(cache), **settings), device, captions, images)
+SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
+
+
+def encode_source(path, encoders, *, device="cpu", captions=(), images=(), **settings):
+    """Encode a folder of videos, or a file of captions, and open the set; by default in `SIZES`, cached beside."""
+    given = SIZES | {"cache": path.parent / "cache"} | settings
+    places = {"path": str(path), "encoders": str(encoders), "cache": str(given.pop("cache"))}
+    kind = _Clips if path.is_dir() else CaptionsSettings
+    return _built(kind(**places, **given), device, captions, images)
 
 
 def open_set(path, *, cache, device="cpu", captions=(), images=(), **settings):

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tests.pools import run_ranks
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
 WORLD = 3
-SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 GOOD = 7  # three more clips are left out
 pytestmark = pytest.mark.slow
 
@@ -56,10 +56,7 @@ def _worker(root: Path) -> dict:
     load = TextEncoder.__init__
     TextEncoder.__init__ = lambda self, *arguments, **options: loads.append(load(self, *arguments, **options))
 
-    def build(**changes):
-        options = {"path": root / "videos", "encoders": root / "tiny", "cache": root / "cache"}
-        return encode_source(**(options | SIZES | changes))
-
+    build = partial(encode_source, path=root / "videos", encoders=root / "tiny")
     data = build()
     report["first"], report["text_encoders"] = dict(counts), len(loads)
     report["log"] = list(lines)
@@ -113,8 +110,8 @@ def test_the_ranks_share_the_work_and_agree(run):
 
 def test_one_process_reads_and_writes_the_same(run, tmp_path, monkeypatch):
     root, reports = run
-    options = {"path": root / "videos", "encoders": root / "tiny"} | SIZES
-    data = encode_source(cache=tmp_path, **options)
+    build = partial(encode_source, root / "videos", root / "tiny")
+    data = build(cache=tmp_path)
     assert data.fingerprint == reports[0]["fingerprint"]
     for file in data.set.path.iterdir():
         if file.name != ".lock":
@@ -124,7 +121,7 @@ def test_one_process_reads_and_writes_the_same(run, tmp_path, monkeypatch):
     assert len({round(value, 4) for value in sums}) == GOOD  # the sums tell the clips apart
     for encoder in (VideoCodec, TextEncoder):
         monkeypatch.setattr(encoder, "encode", lambda *arguments: pytest.fail("encoded again"))
-    assert encode_source(cache=root / "cache", **options).fingerprint == reports[0]["fingerprint"]
+    assert build().fingerprint == reports[0]["fingerprint"]
 
 
 def test_a_failure_on_one_rank_is_told_on_all(run):

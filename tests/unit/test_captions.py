@@ -1,6 +1,7 @@
 """Captions as a data set: embeddings of the text encoder, and distillation from captions alone."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from distill.data.order import Order
 from distill.data.settings import CaptionsSettings
 from distill.data.videos.table import read_captions
 from fsdp_cp.errors import UserError
-from tests.encoded import encode_source
+from tests.encoded import SIZES, encode_source
 from tests.oracles.samples import video
 from tests.tiers import slow
 from tests.tiny_pipeline import render_clips
 
-SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 TEXTS = ["a red square", "two green squares", "a red square", "a blue one, drifting"]
 
 
@@ -30,13 +30,8 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def make(tmp_path, tiny, file):
-    def build(**changes):
-        return encode_source(
-            **({"path": file, "has_clips": False, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes)
-        )
-
-    return build
+def make(tiny, file):
+    return partial(encode_source, path=file, encoders=tiny)
 
 
 def test_items_are_the_captions_through_the_text_encoder(make, tiny):
@@ -73,7 +68,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     assert again.fingerprint == first.fingerprint and torch.equal(again[3]["text"], first[3]["text"])
     monkeypatch.undo()
     videos = render_clips(tmp_path / "videos", 2)
-    folder = encode_source(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+    folder = encode_source(videos, tiny)
     assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shapes == first.latent_shapes
 
 

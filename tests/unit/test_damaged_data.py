@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 from contextlib import redirect_stderr
+from functools import partial
 
 import av
 import numpy as np
@@ -19,15 +20,13 @@ from tests.tiny_pipeline import render_clips, write_metadata
 from tests.unit.refused import refused
 from tests.unit.test_sample_command import full_disk
 
-SIZES = {"num_frames": 5, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
-
 
 @pytest.fixture(scope="module")
 def encoded(tiny, tmp_path_factory):
     """Encode two clips into a cache, and return both."""
     root = tmp_path_factory.mktemp("encoded")
     render_clips(root / "videos", 2)
-    encode_source(path=root / "videos", encoders=tiny, cache=root / "cache", **SIZES)
+    encode_source(root / "videos", tiny, num_frames=5)
     return root
 
 
@@ -38,10 +37,7 @@ def root(encoded, tmp_path):
 
 @pytest.fixture
 def make(root, tiny):
-    def build(**changes):
-        return encode_source(**({"path": root / "videos", "encoders": tiny, "cache": root / "cache"} | SIZES | changes))
-
-    return build
+    return partial(encode_source, path=root / "videos", encoders=tiny, num_frames=5)
 
 
 # Sizes
@@ -58,7 +54,7 @@ def test_sizes_are_refused_by_every_data_set(make, tiny, tmp_path, name, value):
     (tmp_path / "captions.txt").write_text("one\n")
     refusing = [
         make,
-        lambda **change: make(path=tmp_path / "captions.txt", has_clips=False, **change),
+        partial(make, path=tmp_path / "captions.txt"),
         lambda **change: VideoFolderSettings(path="x", encoders=str(tiny), **change).sample_shapes(),
     ]
     if name != "max_text_tokens":

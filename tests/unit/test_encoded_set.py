@@ -134,10 +134,7 @@ def test_mistakes_with_a_set(path, tiny, tmp_path):
     with refused("data.encoders"):  # another family's
         EncodedSettings(path=str(path), encoders=str(tiny)).sample_shapes()
     (tmp_path / "captions.txt").write_text("one two three four five six seven\nx\n")
-    sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 4}
-    data = encode_source(
-        path=tmp_path / "captions.txt", encoders=tiny, cache=tmp_path / "cache", has_clips=False, **sizes
-    )
+    data = encode_source(tmp_path / "captions.txt", tiny, max_text_tokens=4)
     left_out = (data.set.path / "left_out.csv").read_text()
     assert "one two three" in left_out and "data.max_text_tokens=4" in left_out
     with refused("data=encoded"):  # captions alone

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -101,10 +102,7 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
     file = tmp_path / "captions.csv"
     file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
 
-    def data(encoders):
-        sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return encode_source(has_clips=False, path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
-
+    data = partial(encode_source, file, max_text_tokens=60)
     first = data(folder)
     plain, quoting = first[0], first[1]
     assert plain["glyph_mask"].sum() == 0 and quoting["glyph_mask"].sum() == 14
@@ -171,10 +169,7 @@ def test_a_changed_chat_template_is_another_cache(folder, tmp_path):
     template = copied / "tokenizer" / "chat_template.jinja"
 
     def first():
-        sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return encode_source(
-            has_clips=False, path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes
-        )[0]["text"]
+        return encode_source(tmp_path / "captions.txt", copied, max_text_tokens=60)[0]["text"]
 
     before = first()
     template.write_text(template.read_text().replace("<end>", "<end><end>"))

@@ -1,7 +1,7 @@
 """LTX-2: both VAEs, vocoder, spectrogram and text encoder against diffusers' own pipeline (0.42)."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -109,10 +109,7 @@ def test_clips_are_those_of_the_pipeline(folders, version):
 def test_embeddings_are_stored_in_bf16(folders, tmp_path):
     """A set of captions holds what the encoder computed, in half the bytes."""
     (tmp_path / "captions.txt").write_text("a red square\na blue square\n")
-    data = encode_source(
-        path=tmp_path / "captions.txt", encoders=folders["2.3"], cache=tmp_path / "cache", has_clips=False,
-        num_frames=17, height=64, width=96, fps=24.0, max_text_tokens=32,
-    )  # fmt: skip
+    data = encode_source(tmp_path / "captions.txt", folders["2.3"], max_text_tokens=32, **asdict(CLIP))
     encoder = choose_encoders(folders["2.3"]).text_encoder(max_tokens=32, dtype=torch.bfloat16, **CPU)
     for name, text in encoder.embeddings("a blue square").items():
         assert data.embeddings("a blue square")[name].dtype == torch.bfloat16
@@ -169,10 +166,8 @@ def test_a_first_frame_is_that_of_the_pipeline(folders, tmp_path, version):
     picture = Image.fromarray(levels.numpy()).resize((70, 90), Image.Resampling.BILINEAR)
     picture.save(tmp_path / "a.png")
     (tmp_path / "table.csv").write_text("image,caption\na.png,a red square\n")
-    data = encode_source(
-        path=tmp_path / "table.csv", encoders=folders[version], cache=tmp_path / "cache", has_clips=False,
-        num_frames=17, height=64, width=96, fps=24.0, max_text_tokens=32, image="first_frame",
-    )  # fmt: skip
+    sizes = asdict(CLIP) | {"max_text_tokens": 32}
+    data = encode_source(tmp_path / "table.csv", folders[version], image="first_frame", **sizes)
     pipeline = LTX2ImageToVideoPipeline.from_pretrained(folders[version])
     kept = {}
     pipeline.prepare_latents = lambda image, *_args, **_options: kept.update(image=image) or 1 / 0

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -138,12 +139,7 @@ def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tm
     change(other / "model_index.json", _class_name="LTXConditionPipeline")
     (tmp_path / "captions.txt").write_text("a red square\n")
 
-    def data(encoders, fps=24.0):
-        return encode_source(
-            has_clips=False, path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17,
-            height=64, width=96, fps=fps, max_text_tokens=40,
-        )  # fmt: skip
-
+    data = partial(encode_source, tmp_path / "captions.txt", max_text_tokens=40, **asdict(CLIP))
     first, second, slower = data(folder), data(other), data(folder, fps=12.0)
     assert len(list((tmp_path / "cache").iterdir())) == 3
     assert not torch.equal(first[0]["text"], second[0]["text"])

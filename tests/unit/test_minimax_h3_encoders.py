@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,10 +114,7 @@ def test_clips_are_those_of_the_pipeline(path):
 @slow
 def test_a_set_tells_the_length_of_a_text(path, tmp_path):
     (tmp_path / "captions.txt").write_text("a red square\na blue square\n")
-    data = encode_source(
-        path=tmp_path / "captions.txt", encoders=path, cache=tmp_path / "cache", has_clips=False,
-        num_frames=22, height=32, width=64, fps=24.0, max_text_tokens=32,
-    )  # fmt: skip
+    data = encode_source(tmp_path / "captions.txt", path, max_text_tokens=32, **asdict(CLIP))
     assert [data[i]["text_length"].item() for i in range(2)] == [12, 13] and data[0]["text"].shape == (32, 24)
     assert data.condition(["a blue square"]).null.tensors["text_length"].tolist() == [1]
     assert data.embeddings("a blue square")["text"].dtype == torch.bfloat16
@@ -242,11 +239,8 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
     captions = ["a red square", "a red square", "a blue square"]
     lines = [",".join([*row, caption]) for row, caption in zip(rows, captions, strict=True)]
     (tmp_path / "table.csv").write_text("\n".join([",".join([*columns, "caption"]), *lines]))
-    options = {
-        "path": tmp_path / "table.csv", "encoders": path, "cache": tmp_path / "cache", "has_clips": False,
-        "num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 64, "image": image,
-    }  # fmt: skip
-    data = encode_source(**options)
+    options = asdict(CLIP) | {"max_text_tokens": 64, "image": image}
+    data = encode_source(tmp_path / "table.csv", path, **options)
     vae = AutoencoderKLMiniMaxH3.from_pretrained(path / "vae")
     colors = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
     for i, row in enumerate(rows):
@@ -270,21 +264,20 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
     assert torch.equal(chosen["text"][0], data[1]["text"]) and torch.equal(chosen["keyframes"][1], data[0]["keyframes"])
     assert torch.equal(data.condition(["a red square"]).tensors["keyframes"][0], data[0]["keyframes"])
     own = [str(tmp_path / name) for name in rows[2]]
-    data = encode_source(**options, captions=["a red square"], images=own)
+    data = encode_source(tmp_path / "table.csv", path, **options, captions=["a red square"], images=own)
     given = data.condition(["a red square"]).tensors
     assert torch.equal(given["keyframes"][0], data[2]["keyframes"]) and given["text_length"] == data[0]["text_length"]
     assert data[0]["text"].shape == (64 + len(columns) * 4, 24)
     for wrong in ({"max_text_tokens": 9}, {"negative_prompt": "ugly"}):
         with refused(f"data.{[*wrong][0]}"):
-            encode_source(**options | wrong)
+            encode_source(tmp_path / "table.csv", path, **options | wrong)
 
 
 @slow
 def test_keyframes_of_clips_are_their_first_and_last_frames(path, tmp_path):
     """The set is verified, and opens with what training needs; clips without a text of their own are none."""
     clips = render_clips(tmp_path / "clips", 2, frames=30, fps=24, height=32, width=64)
-    options = {"num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 64, "silence": "zero"}
-    data = encode_source(path=clips, encoders=path, cache=tmp_path / "cache", image="both", **options)
+    data = encode_source(clips, path, image="both", max_text_tokens=64, silence="zero", **asdict(CLIP))
     folder = choose_encoders(path)
     codec = folder.codec(tiling=False, dtype=torch.float32, **CPU)
     encoder = folder.text_encoder(data._image, max_tokens=64, dtype=torch.bfloat16, **CPU)

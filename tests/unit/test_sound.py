@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from fractions import Fraction
+from functools import partial
 
 import av
 import numpy as np
@@ -217,10 +218,7 @@ def test_clips_become_items_of_two_parts(tmp_path, monkeypatch):
     write_metadata(folder, [("a.mp4", "a"), ("b.mp4", "b"), ("c.mkv", "c")])
     sizes = {"num_frames": 17, "height": 64, "width": 96, "fps": 24.0}
 
-    def make(**changes):
-        options = {"path": folder, "encoders": pipeline, "cache": tmp_path / "cache", "max_text_tokens": 8}
-        return encode_source(**options | sizes | changes)
-
+    make = partial(encode_source, folder, pipeline, max_text_tokens=8, **sizes)
     data, silent = make(), make(silence="zero")
     assert len(data) == 1 and len(silent) == 2 and data.set.path != silent.set.path
     reasons = (data.set.path / "left_out.csv").read_text().splitlines()

@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,6 @@ from tests.oracles.samples import video
 from tests.tiers import slow
 from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 from tests.unit.refused import refused
-
-SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 
 
 @pytest.fixture
@@ -48,11 +47,8 @@ def counts(monkeypatch):
 
 
 @pytest.fixture
-def make(tmp_path, tiny, videos):
-    def build(**changes):
-        return encode_source(**({"path": videos, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes))
-
-    return build
+def make(tiny, videos):
+    return partial(encode_source, path=videos, encoders=tiny)
 
 
 def cached(tmp_path):
@@ -127,7 +123,7 @@ def test_bad_clips_are_named_and_left_out_again_when_the_rest_is_cached(tmp_path
     write_video(folder / "unlisted.mp4", moving_square("red", 24, 48, 80), fps=16)
     for n in range(2):
         caplog.clear()
-        data = encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+        data = encode_source(folder, tiny)
         assert len(data) == 2 and data.captions()[0] == data[0]["caption"] == "a red square, drifting"
         left_out = (data.set.path / "left_out.csv").read_text()
         for text in (left_out, *([caplog.text] if not n else [])):
@@ -138,10 +134,10 @@ def test_bad_clips_are_named_and_left_out_again_when_the_rest_is_cached(tmp_path
 def test_no_usable_clip_is_an_error(tmp_path, tiny):
     folder = render_clips(tmp_path / "bad", 0, broken=True, short=True)
     with refused("broken.mp4"):
-        encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+        encode_source(folder, tiny)
     write_video(folder / "broken.mp4", moving_square("red", 24, 32, 48), fps=16)
     with refused("data.buckets"):
-        encode_source(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES, buckets=[[9, 48, 48]])
+        encode_source(folder, tiny, buckets=[[9, 48, 48]])
 
 
 @slow
