@@ -16,7 +16,7 @@ from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.seeded import seeded
 from tests.oracles.small_transformer import HEADS, PLAN, TOKENS, Transformer
 from tests.tiers import long_case
-from tests.unit.refused import refused
+from tests.unit.refused import refusal, refused
 
 
 @lru_cache
@@ -31,16 +31,6 @@ def _transformer(mesh, dtype=torch.float32, **settings):
     parallelize_context(model, mesh=mesh, plan=copy.deepcopy(PLAN))
     shard_module(model, mesh=mesh, units=model.blocks, **settings)
     return model
-
-
-def _refusal(function, *args):
-    try:
-        function(*args)
-    except UserError as error:
-        message = str(error)
-        assert "\n" not in message
-        return message
-    raise AssertionError("nothing was refused")
 
 
 # ---- gradient penalties
@@ -186,7 +176,7 @@ def _arguments():
         lambda: gather_tokens(x, plain),
         lambda: context_parallel_attention(x, x, x, mesh=plain),
     ):
-        assert "mesh" in _refusal(attempt)
+        assert "mesh" in refusal(attempt)
     for name, units in (
         ("units", model.head),
         ("units[0]", ["blocks.0"]),
@@ -194,13 +184,13 @@ def _arguments():
         ("units[0]", [model]),
         ("units[3]", [*model.blocks, model.blocks[0]]),
     ):
-        assert name in _refusal(lambda units=units: shard_module(model, mesh=mesh, units=units))
-    assert "strtegy" in _refusal(lambda: shard_module(model, mesh=mesh, units=[], strtegy="optim"))
+        assert name in refusal(lambda units=units: shard_module(model, mesh=mesh, units=units))
+    assert "strtegy" in refusal(lambda: shard_module(model, mesh=mesh, units=[], strtegy="optim"))
     shard_module(model, mesh=mesh, units=(block for block in model.blocks))
     sharded = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
     assert sharded == ["", "blocks.0", "blocks.1", "blocks.2"], "a generator of units is used, not used up"
-    _refusal(lambda: shard_module(model, mesh=mesh, units=model.blocks))
-    _refusal(lambda: parallelize_context(model, mesh=mesh, plan={"blocks.0": {"hidden_states": SplitTokens(1)}}))
+    refusal(lambda: shard_module(model, mesh=mesh, units=model.blocks))
+    refusal(lambda: parallelize_context(model, mesh=mesh, plan={"blocks.0": {"hidden_states": SplitTokens(1)}}))
     return True
 
 

@@ -15,7 +15,7 @@ from distill.data.order import Batching
 from distill.data.settings import CaptionsSettings, VideoFolderSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
-from tests.unit.refused import refused
+from tests.unit.refused import refusal, refused
 
 # ---------------------------------------------------------------- what composes
 
@@ -124,9 +124,7 @@ def test_parts_that_do_not_divide_are_refused(good, micro, draws, setting):
 @pytest.mark.parametrize(("batch", "micro", "dp"), [(8, None, 3), (2, None, 4), (8, 3, 2)])
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(good, batch, micro, dp):
     config = replace(good, batch_size=batch, micro_batch_size=micro)
-    with pytest.raises(UserError) as caught:
-        micro_batch_size(config, dp)
-    message = str(caught.value)
+    message = refusal(micro_batch_size, config, dp)
     setting, _, values = message.partition("; use ")[2].rpartition("=")
     for value in values.split(", "):
         fixed = replace(config, **{setting or "micro_batch_size": int(value)})

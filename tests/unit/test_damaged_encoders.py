@@ -102,9 +102,8 @@ def test_encoders_with_weights_that_are_not_finite(pipeline, part):
     weights[name].view(-1)[-1] = torch.nan
     save_file(weights, file, metadata={"format": "pt"})
     folder = choose_encoders(pipeline)
-    with pytest.raises(UserError) as error:
+    with refused(name):
         VideoCodec(folder, **CPU) if part == "vae" else TextEncoder(folder, max_tokens=8, **CPU)
-    assert name in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,8 @@ def test_weights_that_do_not_fit_are_refused(copy, file, load, damage):
     elif damage == "shape":
         weights[key] = torch.zeros(*weights[key].shape, 2)
     save_file(weights, copy / file, metadata={"format": "pt"})
-    with pytest.raises(UserError) as error:
+    with refused(file.split("/")[0]):
         load(choose_encoders(copy))
-    assert "\n" not in str(error.value) and file.split("/")[0] in str(error.value)
 
 
 @pytest.mark.parametrize("names", [["shared.weight"], ["encoder.embed_tokens.weight"]])

@@ -14,8 +14,8 @@ from distill.config import compose_config
 from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_arguments, write_csv, write_picture
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
-from fsdp_cp.errors import UserError
 from tests.tiers import parametrize, slow
+from tests.unit.refused import refusal
 from train import main as train
 
 QUICK = ["experiment=quickstart", "device=cpu", "batch_size=2"]
@@ -43,9 +43,7 @@ def test_hydras_grammar():
     ],
 )
 def test_words_that_are_no_sweep(words):
-    with pytest.raises(UserError) as caught:
-        parse_words(words)
-    assert "\n" not in str(caught.value)
+    refusal(parse_words, words)
 
 
 def test_names_are_of_one_point_and_fit_a_folder(tmp_path):
