@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import AutoModel, FlowMatchEulerDiscreteScheduler, ModelMixin
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -48,8 +48,9 @@ class Case:
 
     def words(self, pipeline: Path, clips: Path) -> list[str]:
         """Return the settings of a run of two steps on two ranks that share each clip."""
+        path = clips / "metadata.csv" if "data=captions" in self.more else clips
         return [
-            *self.method, "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
+            *self.method, "data=video_folder", f"data.path={path}", f"data.encoders={pipeline}",
             *(f"{role}.family={self.family}" for role in ("teacher", "student", "fake")),
             *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")), "optim.student.lr=1e-2",
             f"data.height={self.height}", f"data.width={self.width}", f"data.fps={self.fps}",
@@ -105,6 +106,15 @@ class Run:
     @property
     def student(self) -> Path:
         return self.folder / "export" / "student"
+
+    @property
+    def network(self) -> ModelMixin:
+        return AutoModel.from_pretrained(self.student)
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Videos whose first frames go with the captions."""
+        return str(self.clips / "clip_0.mp4"), str(self.clips / "clip_1.mp4")
 
     def ours(self, images: tuple[str, ...] = (), *, text_alone: bool = False, times: tuple = (), **student: Any):
         """Sample the export with our sampler on one rank; see :func:`_ours`."""

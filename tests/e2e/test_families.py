@@ -18,12 +18,9 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
     LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
     LTXImageToVideoPipeline,
     LTXPipeline,
-    LTXVideoTransformer3DModel,
     MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
     WanImageToVideoPipeline,
@@ -98,7 +95,7 @@ def test_wan(tmp_path):
         *(f"step_0000000{step}_student_4steps_{i}.mp4" for step in (1, 2) for i in (0, 1)),
         "step_00000001.png", "step_00000002.png",
     }  # fmt: skip
-    pipeline = run.theirs(WanPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+    pipeline = run.theirs(WanPipeline, transformer=run.network)
 
     def generate(latents, **changes):
         torch.manual_seed(3)
@@ -205,13 +202,13 @@ def check_commands(run, image, load_heads=False):
 def test_wan_image_to_video(tmp_path):
     case = Case(latents=WAN.latents, height=32, width=48, more=(ODE,))
     run = distil(tmp_path, case, build_tiny_pipeline, *FRAMES, image=True)
-    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    files = run.files
     latents, _, _, shapes, _ = run.ours(files)
     assert shapes == {
         "latents": (16, 5, 4, 6), "text": (512, 32), "image_latents": (16, 5, 4, 6), "image_mask": (4, 5, 4, 6),
         "image_embeds": (5, 20),
     }  # fmt: skip
-    pipeline = run.theirs(WanImageToVideoPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+    pipeline = run.theirs(WanImageToVideoPipeline, transformer=run.network)
     theirs = torch.cat([
         pipeline(image=case.picture(file), prompt=caption, guidance_scale=1.0, latents=start[None], **case.call())[0]
         for file, caption, start in zip(files, case.captions, case.noise(), strict=True)
@@ -225,12 +222,12 @@ def test_wan_image_to_video(tmp_path):
 def test_wan_from_a_frame_or_from_text(tmp_path):
     """One student of Wan 2.2's TI2V serves both."""
     run = distil(tmp_path, TI2V, build_tiny_pipeline, *FRAMES, frame=True)
-    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    files = run.files
     latents, _, _, shapes, _ = run.ours(files)
     assert shapes == {"latents": TI2V.latents, "text": (512, 32), "first_frame": (48, 1, 2, 4)}
 
     def theirs(kind, images=None):
-        pipeline = run.theirs(kind, transformer=WanTransformer3DModel.from_pretrained(run.student))
+        pipeline = run.theirs(kind, transformer=run.network)
         assert pipeline.config.expand_timesteps
         made = []
         for i, (caption, start) in enumerate(zip(TI2V.captions, TI2V.noise(), strict=True)):
@@ -254,9 +251,9 @@ def test_wan_from_a_frame_or_from_text(tmp_path):
 def test_ltx_from_a_frame_or_from_text(tmp_path):
     run = distil(tmp_path, LTX, build_tiny_ltx_pipeline, *FRAMES)
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
-    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    files = run.files
     noise = LTX.noise()
-    of_text = run.theirs(LTXPipeline, transformer=LTXVideoTransformer3DModel.from_pretrained(run.student))
+    of_text = run.theirs(LTXPipeline, transformer=run.network)
 
     def theirs(pipeline, start, **changes):
         call = LTX.call() | {"frame_rate": LTX.fps, "guidance_scale": 1.0, "prompt": list(LTX.captions)} | changes
@@ -292,7 +289,7 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
 @pytest.mark.parametrize("version", ["2.5", long_case("2.3")])
 def test_ltx2_with_sound(tmp_path, version):
     """LTX2Pipeline with neutral scales makes the same picture and sound. It normalizes given latents."""
-    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, "data.path={clips}/metadata.csv", version=version)
+    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, version=version)
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
     if version == "2.5":
         before, after = (weights(f)["keyframes_abs_pos_embedding"] for f in (run.pipeline / "transformer", run.student))
@@ -300,7 +297,7 @@ def test_ltx2_with_sound(tmp_path, version):
     latents, _, condition, shapes, (sound,) = run.ours()
     assert shapes == {"text": (32, 48), "audio_text": (32, 24), "fps": (1,)}
     start = LTX2.start()
-    pipeline = run.theirs(LTX2Pipeline, transformer=LTX2VideoTransformer3DModel.from_pretrained(run.student))
+    pipeline = run.theirs(LTX2Pipeline, transformer=run.network)
     vae, sound_vae = pipeline.vae, pipeline.audio_vae
     spread, mean = (x.view(-1, 1, 4) for x in (sound_vae.latents_std, sound_vae.latents_mean))
     # The texts of bf16, as encoded sets have them; a pipeline in fp32 makes others.
@@ -356,7 +353,7 @@ SPARSE = ("student.sparse_attention.sparsity=0.7", "optim.student.additions_lr=0
 def test_a_sparse_wan(tmp_path):
     """The three lines give a pipeline the gates and the sparse attention; each makes a difference."""
     run = distil(tmp_path, WAN, build_tiny_pipeline, *SPARSE, "student.sparse_attention.tile=[2,1,1]", ODE)
-    pipeline = run.theirs(WanPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+    pipeline = run.theirs(WanPipeline, transformer=run.network)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # at exactly the student's times
     pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=PUBLISHED)
     call = WAN.call() | {"guidance_scale": 1.0, "latents": WAN.noise()}
@@ -373,11 +370,11 @@ def test_a_sparse_wan(tmp_path):
 
 def test_a_sparse_minimax_h3(tmp_path):
     run = distil(
-        tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv", *SPARSE,
+        tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, *SPARSE,
         "student.sparse_attention.tile=[4,1,1]",
     )  # fmt: skip
     latents, _, condition, _, (sound,) = run.ours()
-    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    network = run.network
     theirs, _ = _steps_of_minimax_h3(run, network, latents, sound, condition)
     assert min(theirs(0)) > 1e-3, "the lines make a difference"
     _with_sparse_attention(run.student, SimpleNamespace(transformer=network))
@@ -386,11 +383,11 @@ def test_a_sparse_minimax_h3(tmp_path):
 
 def test_minimax_h3_with_sound(tmp_path):
     """The steps of diffusers' modular pipeline, with the exported schedulers of both parts."""
-    run = distil(tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
+    run = distil(tmp_path, MINIMAX_H3, build_tiny_minimax_h3_pipeline)
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
     latents, pixels, condition, shapes, (sound,) = run.ours()
     assert shapes == {"text": (32, 24), "text_length": ()} and pixels.shape == (2, 124, 32, 32, 3)
-    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    network = run.network
     theirs, shifts = _steps_of_minimax_h3(run, network, latents, sound, condition)
     assert shifts == pytest.approx([6.0, 3.0], abs=1e-3)
     assert max(*theirs(0), *theirs(1)) < 1e-5
@@ -412,9 +409,9 @@ def _with_heads(folder, network):
 
 def test_minimax_h3_by_heads(tmp_path, capfd):
     """A student of several step counts, with the hook of its notes in diffusers' modular steps, and in one step."""
-    run = distil(tmp_path, H3_PDD, build_tiny_minimax_h3_pipeline, "data.path={clips}/metadata.csv")
+    run = distil(tmp_path, H3_PDD, build_tiny_minimax_h3_pipeline)
     latents, _, condition, _, (sound,) = run.ours()
-    network = MiniMaxH3Transformer3DModel.from_pretrained(run.student)
+    network = run.network
     theirs, shifts = _steps_of_minimax_h3(run, network, latents, sound, condition)
     assert shifts == pytest.approx([12.0, 3.0], abs=1e-3)
     assert min(theirs(0)) > 1e-4, "the heads make a difference"
@@ -447,8 +444,7 @@ def test_minimax_h3_by_heads(tmp_path, capfd):
 
 
 def _of_hunyuan(run, kind):
-    network = HunyuanVideo15Transformer3DModel.from_pretrained(run.student)
-    return run.theirs(kind, transformer=network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
+    return run.theirs(kind, transformer=run.network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
 
 
 @long
@@ -696,7 +692,6 @@ def pipelines(tmp_path_factory):
 def test_a_model_that_does_not_fit_is_refused(pipelines, tmp_path, capfd, model, changes, name):
     case = {"i2v": WAN, "ti2v": TI2V, "ltx": LTX, "ltx2": LTX2, "a14b": A14B}[model]
     words = case.words(pipelines[model], pipelines["clips"])
-    words += [f"data.path={pipelines['clips']}/metadata.csv"] if model == "ltx2" else []
     words += [change.format(**pipelines) for change in ((*FRAMES,) if "i2v" in model else ()) + tuple(changes)]
     assert main([*words, "mesh.cp=1", f"run_dir={tmp_path}/run", "device=cpu", "dry_run=true"]) == 2
     assert name in capfd.readouterr().err.splitlines()[-1] and not (tmp_path / "run").exists()
