@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from distill.config.schema import EmaSettings
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.checkpoint.folder import reader, step_folder
+from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.settings import ShardSettings
@@ -67,7 +68,7 @@ def _errors(trace, oracle):
     assert trace.roles == oracle.roles and trace.gradients[0].keys() == oracle.gradients[0].keys()
     ours, theirs = (_whole(each.gradients[0]) for each in (trace, oracle))
     cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
-    return abs(trace.losses[0] / oracle.losses[0] - 1), float((ours - theirs).norm() / theirs.norm()), float(1 - cosine)
+    return abs(trace.losses[0] / oracle.losses[0] - 1), relative_error(ours, theirs), float(1 - cosine)
 
 
 def _check_near(trace, oracle):
