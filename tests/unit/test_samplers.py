@@ -62,13 +62,10 @@ def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
             0
         ].video
 
-    def off(a, b):
-        return relative_error(a, b)
-
-    assert off(ours(False), theirs(ExactTimes)) < 1e-5
+    assert relative_error(ours(False), theirs(ExactTimes)) < 1e-5
     plain = theirs(UniPCMultistepScheduler)
-    assert off(ours(True), plain) < 1e-5, "the truncation is all that differs from diffusers"
-    assert off(ours(False), plain) > 1e-4, "the check above can tell times apart"
+    assert relative_error(ours(True), plain) < 1e-5, "the truncation is all that differs from diffusers"
+    assert relative_error(ours(False), plain) > 1e-4, "the check above can tell times apart"
 
 
 # ---------------------------------------------------------------- against the exact flow
