@@ -41,19 +41,10 @@ def clips(tiny, tmp_path_factory):
     return outside_sets.encoded_clips(tiny, tmp_path_factory.mktemp("clips"), 5)
 
 
-def encoded(tiny, source, out, *options):
-    words = [
-        str(source),
-        str(out),
-        "--encoders",
-        str(tiny),
-        "--device",
-        "cpu",
-        "--negative-prompt",
-        "blurred",
-        *options,
-    ]
-    return main(words)
+def encoded(tiny, source, out, *options, fps=8):
+    rate = () if fps is None else ("--fps", fps)
+    fixed = ("--encoders", tiny, "--device", "cpu", "--negative-prompt", "blurred")
+    return main([str(word) for word in (source, out, *fixed, *rate, *options)])
 
 
 def shards(path):
@@ -65,14 +56,14 @@ def own(tiny, clips, tmp_path_factory):
     """Sets of the clips by our command, in fp32 and with latents in bf16."""
     folder = tmp_path_factory.mktemp("own")
     for dtype in ("fp32", "bf16"):
-        assert encoded(tiny, clips[0].file.parent, folder / dtype, *SIZES, "--fps", "8", "--latents", dtype) == 0
+        assert encoded(tiny, clips[0].file.parent, folder / dtype, *SIZES, "--latents", dtype) == 0
     return folder
 
 
 @parametrize("kind", VIDEOS, quick=1)
 def test_listed_and_archived_videos(kind, tiny, clips, own, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source")
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES) == 0
     assert shards(tmp_path / "set") == shards(own / "fp32")
     assert list(EncodedSet(tmp_path / "set", "SET").captions) == [clip.caption for clip in clips]
 
@@ -85,7 +76,7 @@ def test_parts_of_a_video_are_clips_of_their_own(tiny, clips, tmp_path):
     parts = {"one": [0, 10], "two": [14, 24], "three": [20, 24], "four": None}
     entries = [{"path": file.name, "cap": caption, "cut": cut} for caption, cut in parts.items()]
     (folder / "metadata.json").write_text(json.dumps(entries))
-    sizes = ("--num-frames", "5", *SIZES[2:], "--fps", "8")
+    sizes = ("--num-frames", "5", *SIZES[2:])
     assert encoded(tiny, folder, out, *sizes) == 0
     made = EncodedSet(out, "SET")
     assert [made.caption(made.text_of(i)) for i in range(len(made))] == ["one", "two", "four"]
@@ -106,15 +97,15 @@ def test_parts_of_a_video_are_clips_of_their_own(tiny, clips, tmp_path):
 @needs_pyarrow
 def test_fastvideos_latents_are_normalized(tiny, clips, own, tmp_path):
     outside_sets.fastvideo(clips, tmp_path / "source")
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 0
     assert shards(tmp_path / "set") == shards(own / "fp32")
 
 
 @parametrize(("kind", "options"), [("rcm", {}), ("rcm", {"merged": True}), ("lightx2v", {"ranks": 2})], quick=1)
 def test_normalized_latents_are_taken_as_they_are(kind, options, tiny, clips, own, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source", **options)
-    rate = ("--fps", "8") if kind == "rcm" else ()
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--latents", "bf16", *rate) == 0
+    rate = 8 if kind == "rcm" else None
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--latents", "bf16", fps=rate) == 0
     made, ours = (open_set(path, cache=tmp_path / "cache") for path in (tmp_path / "set", own / "bf16"))
     assert len(made) == len(ours) == 5 and made.fps == ours.fps == 8 and made.latent_shapes == ours.latent_shapes
     known = {ours[i]["caption"]: ours[i] for i in range(5)}
@@ -130,7 +121,7 @@ def test_normalized_latents_are_taken_as_they_are(kind, options, tiny, clips, ow
 @pytest.mark.parametrize("kind", ["lightx2v", pytest.param("fastvideo", marks=needs_pyarrow)])
 def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source", text_only=True)
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", fps=None) == 0
     made = EncodedSet(tmp_path / "set", "SET")
     assert not made.parts and len(made) == 5 and list(made.captions) == [clip.caption for clip in clips]
     for i, clip in enumerate(clips):
@@ -142,7 +133,7 @@ def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
 def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monkeypatch):
     """The next run continues: finished entries stay, and all files equal those of an undisturbed run."""
     outside_sets.rcm(clips, tmp_path / "source")
-    assert encoded(tiny, tmp_path / "source", tmp_path / "whole", "--fps", "8") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "whole") == 0
     replace, made = os.replace, []
 
     def killed(source, target):
@@ -153,12 +144,12 @@ def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monke
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", killed)
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 130
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 130
     monkeypatch.undo()
     assert not (tmp_path / "set" / "set.json").exists() and made
     there = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").glob("clips-*.safetensors")}
     assert bool(there) == (kind != "clips")
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", "--fps", "8") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 0
     assert all(file.stat().st_mtime_ns == time for file, time in there.items()), "nothing is made again"
     files = {file.name: file.read_bytes() for file in (tmp_path / "set").iterdir() if file.name != ".lock"}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir() if file.name != ".lock"}
@@ -183,13 +174,13 @@ def test_padded_and_other_shapes_of_stored_tensors(tiny, clips, tmp_path):
             (f"{name}.prompt.txt", clips[0].caption.encode()),
         ]
     write_tar(source / "more.tar", [*more, ("8.prompt.txt", b"alone")])
-    assert encoded(tiny, source, tmp_path / "set", "--fps", "8") == 0
+    assert encoded(tiny, source, tmp_path / "set") == 0
     assert not mark.exists()
     left_out = (tmp_path / "set" / "left_out.csv").read_text()
     assert all(f"more.tar:{name}," in left_out for name in "5678") and left_out.count("\n") == 5
     assert len(EncodedSet(tmp_path / "set", "SET")) == 5
     sizes = "[[9,32,48],[5,32,48]]"
-    assert encoded(tiny, source, tmp_path / "sizes", "--fps", "8", "--buckets", sizes) == 0
+    assert encoded(tiny, source, tmp_path / "sizes", "--buckets", sizes) == 0
     data = open_set(tmp_path / "sizes", cache=tmp_path / "cache")
     assert [list(bucket.items) for bucket in data.buckets] == [[1, 2, 3, 4, 5], [0]]
     assert torch.equal(data[0]["latents"], clips[0].latents[:, :2])
@@ -216,27 +207,28 @@ def test_mistakes_with_stored_tensors(tiny, clips, tmp_path, capsys):
     outside_sets.rcm(nan, tmp_path / "nan")  # of a caption that is not compared with the encoder's
     other = other_encoder(tiny, tmp_path / "other")
     for source, encoders, options, named in (
-        ("good", tiny, (), "--fps"),
-        ("good", tiny, ("--fps", "8", "--num-frames", "13"), "--num-frames=13"),
-        ("good", tiny, ("--fps", "8", "--image", "first_frame"), "--image"),
-        ("good", tiny, ("--fps", "8", "--max-text-tokens", "4"), "--max-text-tokens=4"),
-        ("good", tiny, ("--fps", "8", "--columns", "caption=prompt"), "--columns"),
-        ("good", other, ("--fps", "8"), "--encoders"),
-        ("good", SHIPPED, ("--fps", "8"), "--encoders"),
-        ("channels", tiny, ("--fps", "8"), "channels"),
-        ("long", tiny, ("--fps", "8"), "tokens"),
-        ("nan", tiny, ("--fps", "8"), "finite"),
-        ("raw", tiny, ("--fps", "8"), "--normalized"),
-        ("good", tiny, ("--fps", "8", "--buckets", "auto"), "--buckets"),
-        ("good", tiny, ("--fps", "8", "--buckets", "[[9,32,40]]"), "--buckets"),
+        ("good", tiny, (), "--fps"),  # which alone is not given
+        ("good", tiny, ("--num-frames", "13"), "--num-frames=13"),
+        ("good", tiny, ("--image", "first_frame"), "--image"),
+        ("good", tiny, ("--max-text-tokens", "4"), "--max-text-tokens=4"),
+        ("good", tiny, ("--columns", "caption=prompt"), "--columns"),
+        ("good", other, (), "--encoders"),
+        ("good", SHIPPED, (), "--encoders"),
+        ("channels", tiny, (), "channels"),
+        ("long", tiny, (), "tokens"),
+        ("nan", tiny, (), "finite"),
+        ("raw", tiny, (), "--normalized"),
+        ("good", tiny, ("--buckets", "auto"), "--buckets"),
+        ("good", tiny, ("--buckets", "[[9,32,40]]"), "--buckets"),
     ):
         capsys.readouterr()
-        assert encoded(encoders, tmp_path / source, tmp_path / "set", *options) == 2, (source, named)
+        rate = None if named == "--fps" else 8
+        assert encoded(encoders, tmp_path / source, tmp_path / "set", *options, fps=rate) == 2, (source, named)
         message = capsys.readouterr().err.splitlines()[-1]
         assert named in message, message
         assert not list((tmp_path / "set").glob("*.safetensors")) or source == "nan"
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
-    assert encoded(tiny, tmp_path / "raw", tmp_path / "set", "--fps", "8", "--normalized", "yes") == 0
+    assert encoded(tiny, tmp_path / "raw", tmp_path / "set", "--normalized", "yes") == 0
 
 
 def test_the_scale_of_latents():
@@ -350,7 +342,7 @@ def test_clips_next_to_archives(tiny, clips, own, tmp_path):
         shutil.copy(clip.file, tmp_path / "source" / f"{name}.mp4")
         (tmp_path / "source" / f"{name}.txt").write_text(clip.caption)
     shutil.copy(clips[0].file, tmp_path / "source" / "no_text.mp4")
-    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES, "--fps", "8") == 0
+    assert encoded(tiny, tmp_path / "source", tmp_path / "set", *SIZES) == 0
     captions = [clip.caption for clip in clips]
     assert list(EncodedSet(tmp_path / "set", "SET").captions) == captions[3:] + captions[:3]
     assert "no_text.mp4," in (tmp_path / "set" / "left_out.csv").read_text()
@@ -390,6 +382,6 @@ def test_caches_of_lightx2v_with_mistakes(tiny, clips, tmp_path, capsys):
     (tmp_path / "metadata_rank00.jsonl").unlink()
     file = sorted((tmp_path / "latents").iterdir())[3]
     torch.save({**torch.load(file), "fps": 16.0}, file)
-    for rate in ((), ("--fps", "8")):
-        assert encoded(tiny, tmp_path, tmp_path / "set", *rate) == 2
+    for rate in (None, 8):
+        assert encoded(tiny, tmp_path, tmp_path / "set", fps=rate) == 2
         assert "metadata.jsonl:4" in capsys.readouterr().err.splitlines()[-1]
