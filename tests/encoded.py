@@ -20,9 +20,10 @@ SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens"
 
 def encode_source(path, encoders, *, device="cpu", captions=(), images=(), **settings):
     """Encode a folder of videos, or a file of captions, and open the set; by default in `SIZES`, cached beside."""
+    path = Path(path)
     given = SIZES | {"cache": path.parent / "cache"} | settings
     places = {"path": str(path), "encoders": str(encoders), "cache": str(given.pop("cache"))}
-    kind = _Clips if path.is_dir() else CaptionsSettings
+    kind = CaptionsSettings if path.suffix else _Clips
     return _built(kind(**places, **given), device, captions, images)
 
 

@@ -218,7 +218,7 @@ def test_clips_become_items_of_two_parts(tmp_path, monkeypatch):
     write_metadata(folder, [("a.mp4", "a"), ("b.mp4", "b"), ("c.mkv", "c")])
     sizes = {"num_frames": 17, "height": 64, "width": 96, "fps": 24.0}
 
-    make = partial(encode_source, folder, pipeline, max_text_tokens=8, **sizes)
+    make = partial(encode_source, path=folder, encoders=pipeline, max_text_tokens=8, **sizes)
     data, silent = make(), make(silence="zero")
     assert len(data) == 1 and len(silent) == 2 and data.set.path != silent.set.path
     reasons = (data.set.path / "left_out.csv").read_text().splitlines()
