@@ -55,7 +55,7 @@ def test_what_is_left_behind_is_seen(tmp_path):
     assert sorted(chaos.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
 
 
-def test_kills_are_judged(tmp_path):
+def test_kills_are_judged():
     about = {"number": 1, "run": 1, "rank": 0, "aim": "any moment", "seconds": 1.0, "phase": "training"}
     kept = chaos.Kill(**about, step=8, newest=6, kept=6)
     kept.judge(6)

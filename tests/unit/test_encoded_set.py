@@ -79,7 +79,7 @@ def test_the_order_is_that_of_every_mesh_and_of_a_resumed_run(path, tmp_path):
     assert numbers(data, world=2, steps=7, first=24) == alone[3:]
 
 
-def test_damaged_shards_are_refused_or_skipped(path, tmp_path):
+def test_damaged_shards_are_refused_or_skipped(tmp_path):
     """A shard that is shorter shows at opening; another byte at reading, or after a verification."""
     damaged = tmp_path / "set"
     write_state_set(damaged, CLIPS, TIMES, per_shard=1)

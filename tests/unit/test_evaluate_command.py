@@ -130,7 +130,7 @@ def test_a_repetition_on_the_same_mesh_and_on_another(home, capsys):
 
 
 @slow
-def test_a_killed_evaluation_continues_to_the_same_numbers(home, caplog):
+def test_a_killed_evaluation_continues_to_the_same_numbers(home):
     shutil.copytree(home / "done", home / "killed")
     for name in ("evaluation.json", "evaluation.html", "evaluation.md", "measures/00001.json"):
         (home / "killed" / name).unlink()

@@ -119,7 +119,7 @@ def test_normalized_latents_are_taken_as_they_are(kind, options, tiny, clips, ow
 
 
 @pytest.mark.parametrize("kind", ["lightx2v", pytest.param("fastvideo", marks=needs_pyarrow)])
-def test_stored_captions_alone(kind, tiny, clips, own, tmp_path):
+def test_stored_captions_alone(kind, tiny, clips, tmp_path):
     getattr(outside_sets, kind)(clips, tmp_path / "source", text_only=True)
     assert encoded(tiny, tmp_path / "source", tmp_path / "set", fps=None) == 0
     made = EncodedSet(tmp_path / "set", "SET")
@@ -335,7 +335,7 @@ def test_archives_and_lists_with_mistakes(clips, tmp_path):
     assert read_outside(tmp_path / "lines") is None, "captions next to videos too"
 
 
-def test_clips_next_to_archives(tiny, clips, own, tmp_path):
+def test_clips_next_to_archives(tiny, clips, tmp_path):
     """Both are read; an archive next to its unpacked clips, or of latents, is refused."""
     outside_sets.webdataset(clips[:3], tmp_path / "source")
     for name, clip in zip(("y", "z"), clips[3:], strict=True):

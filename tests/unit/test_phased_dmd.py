@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused():
         Dmd2.check_experts(Dmd2Settings(**words, rollout="full"), both, "high")
 
 
-def test_the_fake_score_trains_the_students_expert(tmp_path):
+def test_the_fake_score_trains_the_students_expert():
     tiny = (
         "{num_attention_heads: 4, attention_head_dim: 12, in_channels: 3, out_channels: 3, text_dim: 32, ffn_dim: 32, "
     )

@@ -64,14 +64,14 @@ def _changed(config, key):
     return config
 
 
-def _sources(config, fingerprint="1", other=()):
+def _sources(fingerprint="1", other=()):
     return {key: {"value": None, "fingerprint": f"{fingerprint}{key in other}"} for key in BY_CONTENT}
 
 
 def _checkpoint(folder, config, **state):
     folder.mkdir(parents=True, exist_ok=True)
     known = {"step": 3, "samples": 0, "seed": config.seed, "method": config.method.name, "data": "", "seconds": 0.0}
-    known |= {"settings": asdict(config), "sources": _sources(config)}
+    known |= {"settings": asdict(config), "sources": _sources()}
     known |= {"configs": {}, "updates": {}, "skipped": {}, "unlogged": {}}
     (folder / "state.json").write_text(json.dumps(known | state))
     return folder
@@ -95,7 +95,7 @@ def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
             if i and key not in MAPPINGS and not key.startswith(("method.", "data.")):
                 continue
             caplog.clear()
-            sources = _sources(config, other=[key])
+            sources = _sources(other=[key])
             try:
                 found = check_resume(_changed(config, key), checkpoint, (), sources)
                 outcome = "logged" if f"resumed with {key}=" in caplog.text else "ignored"
@@ -113,27 +113,27 @@ def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
 def test_a_finished_run_keeps_its_settings_of_training(tmp_path, key):
     config = _config()
     checkpoint = _checkpoint(tmp_path / "step_00000005", config, step=config.steps)
-    check_resume(config, checkpoint, (), _sources(config))
+    check_resume(config, checkpoint, (), _sources())
     with refused(key):
-        check_resume(_changed(config, key), checkpoint, (), _sources(config))
+        check_resume(_changed(config, key), checkpoint, (), _sources())
 
 
 def test_a_difference_is_accepted_by_name_and_recorded(tmp_path):
     config = _config()
     checkpoint = _checkpoint(tmp_path / "step_00000003", config)
     now = _changed(config, "teacher.checkpoint")
-    sources = _sources(config, other=["teacher.checkpoint"])
+    sources = _sources(other=["teacher.checkpoint"])
     now.checkpoint.accept = ["data.path"]
     with pytest.raises(UserError, match=r"teacher\.checkpoint"):
         check_resume(now, checkpoint, (), sources)
     now.checkpoint.accept = ["teacher.checkpoint"]
     found = check_resume(now, checkpoint, (), sources)["teacher.checkpoint"]
-    assert found["earlier"] == _sources(config)["teacher.checkpoint"] and found["since_step"] == 3
+    assert found["earlier"] == _sources()["teacher.checkpoint"] and found["since_step"] == 3
     again = _checkpoint(tmp_path / "again" / "step_00000003", now, sources=sources | {"teacher.checkpoint": found})
     now.checkpoint.accept = []
     assert check_resume(now, again, (), sources) == sources, "the next start needs no acceptance"
     # The same contents in another place, and a checkpoint without fingerprints.
-    assert check_resume(now, checkpoint, (), _sources(config)) == _sources(config)
+    assert check_resume(now, checkpoint, (), _sources()) == _sources()
     old = _checkpoint(tmp_path / "old" / "step_00000003", config, sources={})
     assert check_resume(now, old, (), sources) == sources
 
@@ -145,9 +145,9 @@ def test_a_checkpoint_s_settings_are_compared_by_their_present_names(tmp_path):
     settings["data"]["colour_shares"] = shares
     checkpoint = _checkpoint(tmp_path / "step_00000003", config, settings=settings)
     with refused("data.color_shares"):
-        check_resume(config, checkpoint, (), _sources(config))
+        check_resume(config, checkpoint, (), _sources())
     config.data = replace(config.data, color_shares=shares)
-    check_resume(config, checkpoint, (), _sources(config))
+    check_resume(config, checkpoint, (), _sources())
 
 
 def test_a_mapping_is_one_setting_to_accept():
@@ -176,9 +176,9 @@ def test_another_mask_is_refused(tmp_path, causal):
     checkpoint = _checkpoint(
         tmp_path / "step_00000003", config, configs={"student": role.config}, updates={"student": 3}, causal=saved
     )
-    check_resume(config, checkpoint, [role], _sources(config))
+    check_resume(config, checkpoint, [role], _sources())
     with refused("student.causal"):
-        check_resume(config, checkpoint, [planned(causal)], _sources(config))
+        check_resume(config, checkpoint, [planned(causal)], _sources())
 
 
 def _flip(file):
@@ -240,5 +240,5 @@ def _files(folder):
 
 def test_files_that_a_checkpoint_does_not_know_are_named(tmp_path, caplog):
     config = _config()
-    check_resume(config, _checkpoint(tmp_path / "step_00000003", config, sources={}), (), _sources(config))
+    check_resume(config, _checkpoint(tmp_path / "step_00000003", config, sources={}), (), _sources())
     assert all(key in caplog.text for key in BY_CONTENT)

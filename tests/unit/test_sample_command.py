@@ -179,7 +179,7 @@ def test_the_teacher_is_sampled_with_captions_of_a_file(run_dir, tmp_path, capsy
     check_refused(capsys, "--captions", run_dir, "--captions", tmp_path / "nowhere.txt")
 
 
-def test_a_second_sampling_replaces_the_first_and_nothing_else(run_dir, tmp_path):
+def test_a_second_sampling_replaces_the_first_and_nothing_else(run_dir):
     assert main([str(run_dir), "--count", "2"]) == 0
     out = run_dir / "samples" / "cli"
     assert clips(out) == {"0.mp4", "1.mp4", "samples.png"}

@@ -295,7 +295,7 @@ SEVERAL = [[9, 32, 48], [9, 48, 32], [5, 32, 48], [9, 64, 96]]
 
 
 @slow
-def test_clips_of_several_sizes(make, videos, tiny, tmp_path, caplog):
+def test_clips_of_several_sizes(make, videos, tmp_path, caplog):
     """Each clip has the latents that one size alone gives; a size that no clip takes is named."""
     pictures = {"clip_0": (24, 48, 80), "clip_1": (24, 80, 48), "clip_2": (10, 48, 80), "small": (24, 16, 32)}
     for name, size in pictures.items():
