@@ -13,6 +13,7 @@ from distill.data.encoders.wan import TextEncoder, VideoCodec, pad_text
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.errors import NotFinite, UserError
+from tests.tiers import long, slow_case
 from tests.tiny_pipeline import LATENT_CHANNELS, build_tiny_pipeline
 from tests.unit.refused import change, refused
 
@@ -72,7 +73,7 @@ def test_frames_that_are_not_finite_do_not_become_black(tiny):
         codec.decode(1e3 * torch.ones(1, LATENT_CHANNELS, 1, 4, 6))
 
 
-@pytest.mark.parametrize("frame", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["wan2.1", "ti2v"])
+@pytest.mark.parametrize("frame", [False, slow_case(True)], ids=["wan2.1", "ti2v"])
 def test_a_stream_is_decoded_as_the_whole_clip(tiny, tmp_path, frame):
     codec = VideoCodec(choose_encoders(build_tiny_pipeline(tmp_path, seed=1, frame=True) if frame else tiny), **CPU)
     latents = torch.randn(1, codec.mean.shape[1], 4, 2, 3, generator=torch.Generator().manual_seed(2))
@@ -83,7 +84,7 @@ def test_a_stream_is_decoded_as_the_whole_clip(tiny, tmp_path, frame):
         codec.decode_next(latents[:, :, :1], is_first=True)
 
 
-@pytest.mark.long
+@long
 def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
     """Frames of 288 x 320 pixels exceed a tile of 256. The truth is diffusers' own VAE with tiling."""
     folder = choose_encoders(tiny)
