@@ -109,7 +109,7 @@ class Run:
 
     @property
     def network(self) -> ModelMixin:
-        return AutoModel.from_pretrained(self.student)
+        return AutoModel.from_pretrained(str(self.student))
 
     @property
     def files(self) -> tuple[str, str]:
