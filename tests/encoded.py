@@ -19,7 +19,7 @@ SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens"
 
 
 def encode_source(path, encoders, *, device="cpu", captions=(), images=(), **settings):
-    """Encode a folder of videos, or a file of captions, and open the set; by default in `SIZES`, cached beside."""
+    """Encode a folder of videos, or a file of captions, and open the set; its cache is next to it by default."""
     path = Path(path)
     given = SIZES | {"cache": path.parent / "cache"} | settings
     places = {"path": str(path), "encoders": str(encoders), "cache": str(given.pop("cache"))}
