@@ -1,4 +1,4 @@
-"""DMD2 of networks with video and sound on meshes: against formulas in float64, and resumed."""
+"""Methods on networks with video and sound, on meshes: against formulas in float64, and resumed."""
 
 from dataclasses import replace
 
@@ -11,13 +11,15 @@ from distill.config.schema import EmaSettings
 from distill.methods import build_method
 from distill.methods.base import Batch
 from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import StepRandom
 from models.families.ltx2_5 import CHANGES
 from models.lora.settings import LoraSettings
+from models.sample import Sample
 from tests.oracles import tiny_minimax_h3
-from tests.oracles.dmd2_of_parts import Dmd2OfParts
+from tests.oracles.dmd2_of_parts import Dmd2OfParts, FitOfParts
 from tests.oracles.method_step import SEED, Case, plain_step, step_errors, step_on_rank
 from tests.oracles.runs import Setup
 from tests.oracles.sharded_run import check_resume
@@ -180,6 +182,56 @@ def test_a_step_equals_its_formula(pools, truth, dp_shard, cp):
             total = sum(share[observed][0] for share in shares.values())
             errors[name, f"normaliser of {part}"] = relative_error(torch.as_tensor(total / BATCH), q.mean())
     print(f"\n{case.family} {dp_shard} x {cp}:", {" ".join(key): f"{error:.0e}" for key, error in errors.items()})
+    assert max(errors.values()) < 1e-5, errors
+
+
+# Built-in guidance
+
+FIT = FlowMatchingSettings(
+    time="uniform", shift=6.0, audio_weight=0.7, audio_shift_ratio=RATIO, caption_dropout=0.0, guidance_scale=1.0,
+    built_in_guidance=3.0, guidance_min_time=0.5, anchor_weight=0.5, anchor_min_time=0.8, keep_weight=0.25,
+)  # fmt: skip
+GUIDED = replace(CASES["minimax_h3, adapted"], settings=FIT, lora={"student": ADAPTERS["student"]})
+RANGES = {0: 1, 1: 2}
+"""Range of time of each step, in which not all samples' first draws are."""
+
+
+def _clips(clock):
+    generator = torch.Generator().manual_seed(8)
+    shapes = {part: (BATCH, *shape) for part, shape in GUIDED.shapes.items()}
+    return Sample({part: torch.randn(shape, generator=generator).double() for part, shape in shapes.items()}, clock)
+
+
+def _fits(folder, dp_shard, cp):
+    mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4, device_type="cpu")
+    mine = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank]
+    method = build_method(FIT, GUIDED.roles(folder, mesh))
+    batch = Batch(latents=_clips(method.clock("student"))[mine], condition=condition(GUIDED)[mine])
+    return mine, {step: step_on_rank(method, step, batch, mine, BATCH) for step in RANGES}
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """Return a folder, and loss, clip norm and gradients of the whole batch by step."""
+    folder, wanted = GUIDED.write(tmp_path_factory.mktemp("fitted")), {}
+    networks = {name: GUIDED.plain(folder, name) for name in ("teacher", "student")}
+
+    def call(name, x, times, null):
+        given = condition(GUIDED).null if null else condition(GUIDED)
+        return tiny_minimax_h3.velocity(networks[name], x, times, given.tensors["text"])
+
+    for step, in_range in RANGES.items():
+        random = StepRandom(seed=SEED, step=step, positions=range(BATCH))
+        formulas = FitOfParts(call, FIT, random, GUIDED.shapes, {"video": 1.0, "audio": RATIO}, clips=_clips({}).parts)
+        wanted[step] = plain_step(formulas.student_loss(), networks["student"])
+        assert formulas.range == in_range and formulas.redrawn
+    return folder, wanted
+
+
+@parametrize(("dp_shard", "cp"), MESHES, quick=0)
+def test_a_fit_with_built_in_guidance_equals_its_formula(pools, fitted, dp_shard, cp):
+    folder, wanted = fitted
+    errors = step_errors(pools[dp_shard * cp].run(_fits, folder, dp_shard, cp), wanted)
     assert max(errors.values()) < 1e-5, errors
 
 

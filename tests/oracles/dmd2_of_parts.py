@@ -1,4 +1,5 @@
-"""DMD2 on samples of several parts, written out for float64: each part at its own shifted time."""
+"""DMD2, and flow matching with built-in guidance, on samples of several parts, written out for float64: each part at
+its own shifted time."""
 
 import torch
 from torch import Tensor
@@ -83,6 +84,44 @@ class Dmd2OfParts:
         t, e = self.score_time("dmd2/fake_time"), self.noise("dmd2/fake_noise")
         v = self.call("fake", self.mixed(x0, e, t), self.times(t), False)
         return sum(self.weights[part] * (v[part] - (e[part] - x0[part])).square().mean() for part in x0)
+
+
+class FitOfParts(Dmd2OfParts):
+    """Flow matching of ``clips``, the parts' clean latents; ``settings`` have uniform times and a frozen null."""
+
+    def __init__(self, *arguments, clips):
+        super().__init__(*arguments)
+        self.clips, self.redrawn = clips, 0
+
+    def range_of(self, t: Tensor) -> Tensor:
+        return (t >= self.settings.guidance_min_time).int() + (t >= self.settings.anchor_min_time).int()
+
+    def drawn_time(self, name: str = "flow_matching/time") -> Tensor:
+        """Draw times until all are in the range of the batch's own draw, 0 to 2."""
+
+        def draw(random, name):
+            return shifted(random.uniform(name, torch.float64), self.settings.shift)
+
+        self.range = int(self.range_of(draw(self.random.shared, f"{name}/range")))
+        t = draw(self.random, name)
+        while (outside := self.range_of(t) != self.range).any():
+            self.redrawn += 1
+            t = torch.where(outside, draw(self.random, f"{name}/again_{self.redrawn}"), t)
+        return t
+
+    def student_loss(self) -> Tensor:
+        s, t, noise = self.settings, self.drawn_time(), self.noise("flow_matching/noise")
+        x, times = self.mixed(self.clips, noise, t), self.times(t)
+        with torch.no_grad():
+            base, null = (self.call("teacher", x, times, without) for without in (False, True))
+        v, loss = self.call("student", x, times, False), torch.zeros((), dtype=torch.float64)
+        own = self.call("student", x, times, True) if self.range == 2 else null
+        for part, weight in self.weights.items():
+            guided = (v[part] + (s.built_in_guidance - 1) * null[part]) / s.built_in_guidance
+            fitted, target = guided if self.range else v[part], noise[part] - self.clips[part]
+            errors = (fitted - target).square() + s.keep_weight * (v[part] - base[part]).square()
+            loss = loss + weight * (errors + s.anchor_weight * (own[part] - null[part]).square()).mean()
+        return loss
 
 
 def wide(t: Tensor, x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def step_on_rank(method: Any, step: int, batch: Batch, mine: Tensor, count: int)
     role = method.roles[method.trained_role(step)]
     random = StepRandom(seed=SEED, step=step, positions=mine.tolist())
     losses = accumulate_gradients(method, step, [batch], share=len(mine) / count, random=lambda _: random)
-    (value,) = (total * losses.weights[name] for name, total in losses.sums.items())
+    value = sum(total * losses.weights[name] for name, total in losses.sums.items())
     norm, named = grad_norm(role.parameters()), role.named_parameters()
     gradients = full_tensors({n: p.grad for n, p in named.items() if p.grad is not None})
     role.network.zero_grad()  # adapters share it
