@@ -379,7 +379,7 @@ def _protocol(
     }
 
 
-def _deciding(prompts: Prompts, kind: str | None) -> Iterator[str]:
+def _deciding(prompts: Prompts, kind: str | None = None) -> Iterator[str]:
     """Yield everything of the prompts that decides a clip."""
     yield from prompts.counts
     if prompts.captions != list(prompts.counts):
