@@ -182,6 +182,8 @@ class Card:
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         kind, network = (pipeline.image if self.takes_image else pipeline.text), self.family.class_name
+        is_here = self.repository is not None and base.repository is None  # a path tells others nothing
+        argument = json.dumps(base.name) if is_here else base.argument
         parts = [f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"]
         own = [] if self.adapters else [*(self.experts or [""])]
         for folder in own:
@@ -201,7 +203,7 @@ class Card:
             f"from diffusers.utils import {', '.join(utilities)}",
             "",
             f"pipeline = {kind}.from_pretrained(",
-            *(f"    {part}," for part in [base.argument, *parts]),
+            *(f"    {part}," for part in [argument, *parts]),
             ')',
             'pipeline.to("cuda" if torch.cuda.is_available() else "cpu")',
             *([pipeline.adapters.format(where=self._where(""))] if self.adapters else []),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from diffusers import ModelMixin
 from torch import nn
 
 from fsdp_cp.errors import UserError
@@ -42,12 +43,11 @@ def use_sparse_attention(transformer: nn.Module, folder: str | Path, **settings:
         raise UserError(f"folder={files.path} has no sparse attention; give sparsity=, as 0.8, or leave this call out")
     gates = {name: shape for name, shape in files.shapes.items() if is_gate(name)}
     check_tensors(replace(files, shapes=gates), plan.shapes, "folder")
+    network = cast(ModelMixin, transformer)
+    device, dtype, read = network.device, network.dtype, tensor_reader(files)  # without parameters that stay fp32
     attach_gates(transformer, _ROLE, plan)
-    like, read = next(transformer.parameters()), tensor_reader(files)
     values = {
-        name: read(owner(name)[1]).to(like.device, like.dtype)
-        for name, _ in transformer.named_parameters()
-        if is_gate(name)
+        name: read(owner(name)[1]).to(device, dtype) for name, _ in transformer.named_parameters() if is_gate(name)
     }
     transformer.load_state_dict(values, strict=False, assign=True)
     roles = SparseRoles({_ROLE: plan}, trained=())

@@ -145,7 +145,8 @@ class FlowMatching(Method):
         family, data = roles["student"].family, config.data
         if config.method.built_in_guidance == 1 or family.knows_empty_text:
             return
-        if not data.negative_prompt and data.image is None:  # images are a text of their own
+        negative, image = (getattr(data, name, None) for name in ("negative_prompt", "image"))
+        if negative == "" and image is None:  # images are a text of their own
             lacks = f"data.negative_prompt='' has no token, and {family.name} was not trained with such a text"
             raise UserError(f"{lacks}, which method.built_in_guidance needs; use a space, \"data.negative_prompt=' '\"")
 

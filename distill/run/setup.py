@@ -219,6 +219,10 @@ def _training_adapter(config: Config) -> Path | None:
     setting = f"student.training_adapter={chosen}"
     if config.method.name != "flow_matching":
         raise UserError(f"{setting} is for method=flow_matching, not {config.method.name}; leave it out")
+    for name, without in (("built_in_guidance", 1), ("keep_weight", 0)):
+        if (value := getattr(config.method, name)) != without:
+            both = f"{setting} and method.{name}={value} both keep the guidance, which the student then has twice"
+            raise UserError(f"{both}; leave one out")
     if (file := find_adapters(chosen)) is None:
         raise UserError(f"{setting} holds no adapters; give a file or a folder of them")
     return file

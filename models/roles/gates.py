@@ -82,8 +82,8 @@ class SparsePlan:
 def plan_sparse(
     role: str, settings: SparseSettings, folders: Collection[Path], family: Family, config: NetworkConfig
 ) -> SparsePlan | None:
-    """Return the sparse attention of ``role``, by its settings or else by ``sparse.json`` in its ``folders``, or by
-    FastVideo's file next to one."""
+    """Return the sparse attention of ``role``, by its settings or else by ``sparse.json`` in the first of its
+    ``folders`` that has one, or FastVideo's file next to it."""
     where = f"{role}.sparse_attention."
     if not settings.enabled:
         if settings != SparseSettings():
@@ -91,7 +91,9 @@ def plan_sparse(
         for folder in folders:
             checkpoint = f"{role}.checkpoint={folder}"
             saved = read_sparse(folder, checkpoint) or read_sparse_contract(folder.parent, checkpoint)
-            settings = saved or settings
+            if saved is not None:
+                settings = saved
+                break
     if not settings.enabled:
         return None
     setting, layers = f"{where}sparsity={settings.sparsity}", family.gates(config)

@@ -81,6 +81,7 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
         (("teacher.lora.rank=4",), "teacher.lora"),
         (("student.training_adapter=assets",), "student.training_adapter"),
         (("method=flow_matching", "student.training_adapter=assets"), "student.training_adapter"),
+        (("method=flow_matching", "student.training_adapter=assets", "method.keep_weight=0.5"), "method.keep_weight"),
     ],
     ids=str,
     quick=4,

@@ -366,6 +366,9 @@ def test_a_sparse_wan(tmp_path):
     for gate in gates:
         gate.data.zero_()
     assert relative_error(ours, pipeline(list(WAN.captions), **call)[0]) > 1e-3 < relative_error(ours, dense)
+    network = WanTransformer3DModel.from_pretrained(run.student, torch_dtype=torch.bfloat16)  # some parts stay fp32
+    _with_sparse_attention(run.student, SimpleNamespace(transformer=network))
+    assert {p.dtype for name, p in network.named_parameters() if "to_gate" in name} == {network.dtype}
 
 
 def test_a_sparse_minimax_h3(tmp_path):

@@ -6,8 +6,9 @@ import huggingface_hub.utils._http as http
 import pytest
 
 from fsdp_cp.files.atomic_folder import MANIFEST, atomic_folder
-from models.card import write_card
+from models.card import Base, Card, write_card
 from models.export import main
+from models.families.wan import Wan
 from models.push import push
 from tests.hub import repository_of, serve
 from tests.unit.refused import refused
@@ -49,6 +50,13 @@ def test_a_new_repository_and_the_same_command_again(hub, tmp_path):
     export(out)  # times of files differ
     push(out, "owner/new", **options)
     assert (len(repo.commits), hub.uploads) == (commits, 3)
+
+
+def test_a_card_on_the_hub_has_no_path_of_this_machine():
+    base, data = Base.of("/home/me/Wan-1.3B", None), {"encoders": "/home/me/Wan-1.3B", "path": "/home/me/clips"}
+    facts = {"config": {}, "about": {"role": "student"}, "settings": {"data": data}, "few_steps": None, "base": base}
+    text = Card(family=Wan(), repository="owner/new", **facts).text()
+    assert '"Wan-1.3B"' in text and "/home" not in text
 
 
 def test_a_broken_connection_leaves_the_repository_as_it_was(hub, tmp_path):

@@ -10,6 +10,7 @@ from models import verify
 from models.causal import CausalSettings
 from models.families.registry import family_of
 from models.families.wan import Wan
+from models.roles.gates import plan_sparse
 from models.roles.role_plan import plan_role
 from models.sparse import FILE, SparseSettings
 from tests.oracles.tiny_wan import ARCHITECTURE
@@ -89,6 +90,11 @@ def test_a_checkpoint_with_gates(tmp_path):
     verify.write_example(tmp_path / "net", "wan", Wan().examples()["t2v"], SPARSE)
     plan = plan_role("student", checkpoint=str(tmp_path / "net"))
     assert plan.sparse is not None and plan.sparse.settings == SPARSE
+    other = tmp_path / "other" / "base"  # the first folder says: adapters, before their base
+    other.mkdir(parents=True)
+    (other / FILE).write_text('{"sparsity": 0.5}')
+    folders = [tmp_path / "net", other]
+    assert plan_sparse("student", SparseSettings(), folders, Wan(), plan.config).settings == SPARSE
     (tmp_path / "net" / FILE).unlink()
     with refused("student.sparse_attention.sparsity"):
         plan_role("student", checkpoint=str(tmp_path / "net"))
