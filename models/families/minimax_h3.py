@@ -334,7 +334,9 @@ class MiniMaxH3(DiffusersFamily):
         return [GateLayer(f"transformer_blocks.{layer}.attn", *sizes, bias=False) for layer in layers]
 
     def dense_rows(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes) -> list[int]:
-        given = [self.tokens(config, {VIDEO: condition[KEYFRAMES]})] if KEYFRAMES in condition else []
+        given = list(filter(None, self._reference_rows(config, condition)))
+        if KEYFRAMES in condition:
+            given = [self.tokens(config, {VIDEO: condition[KEYFRAMES]})]
         return [condition["text"][0], *given, SIDES * shapes[AUDIO][1]]
 
     def width(self, config: NetworkConfig) -> int:

@@ -7,6 +7,7 @@ import argparse
 import logging
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,15 @@ def _network_of(args: argparse.Namespace, base: TransformerFolder) -> tuple[nn.M
         return family.build(base.config, "BASE"), family
 
 
+def _check_gates(args: argparse.Namespace, where: Path, names: Iterable[str]) -> None:
+    if any(map(is_gate, names)) and args.format != FASTVIDEO:
+        raise UserError(f"{where} has gates of sparse attention; use --format {FASTVIDEO}, which has them")
+
+
 def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapters: dict[str, Tensor], **more) -> None:
     """Write ``adapters``, and gates, of the folder ``base``; ``more`` are the rest of the description, ``causal``, and
     the folder ``sparse`` of a network with gates."""
     causal, family, sparse = more.pop("causal", None), family_of(args.family, "--family"), more.pop("sparse")
-    if any(map(is_gate, adapters)) and args.format != FASTVIDEO:
-        raise UserError(f"{sparse} has gates of sparse attention; use --format {FASTVIDEO}, which has them")
     settings = read_sparse(sparse, str(sparse))
     tensors = file_tensors(
         args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
@@ -127,6 +131,7 @@ def _extract(args: argparse.Namespace, out: Path) -> None:
     full, base = (inspect_transformer(str(user_path(folder, name)), name) for name, folder in given)
     refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
     network, family = _network_of(args, base)
+    _check_gates(args, full.path, full.shapes.keys() - base.shapes.keys())
     extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
     own = description(full.path)
     more = {key: own[key] for key in (METHOD, SAMPLING) if own.get(key)}
@@ -152,6 +157,7 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
     adapters = [inspect_for_base(place, base, network, family, name) for name, place in places.items()]
     refuse_input(out, "OUT", {name: Path(place) for name, place in places.items()} | {"BASE": base.path})
     student = adapters[0].file.parent
+    _check_gates(args, student, adapters[0].gates)
     about: dict[str, Any] = {"stacked": places, "weights": args.weights}
     contract, other = (read_contract(one.file) for one in adapters)
     if (method := contract.get(METHOD) or description(student).get(METHOD)) is not None:
