@@ -24,6 +24,7 @@ from models.files.shipped import find_shipped, parse_hub_name
 from models.sample import VIDEO
 
 FILE = "README.md"
+NETWORK = EXPERT_FOLDERS[0]
 PROMPT = "A red kite over the sea."
 SHOWN_CLIPS = 4
 _SEAL = "\n<!-- written by fsdp_cp, {}; without this line it is yours and no command replaces it -->\n"
@@ -182,13 +183,16 @@ class Card:
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         kind, network = (pipeline.image if self.takes_image else pipeline.text), self.family.class_name
-        is_here = self.repository is not None and base.repository is None  # a path tells others nothing
-        argument = json.dumps(base.name) if is_here else base.argument
-        parts = [f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"]
+        argument = self._argument(base)
+        dtype = f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"
+        parts = [dtype]
         own = [] if self.adapters else [*(self.experts or [""])]
         for folder in own:
-            where = self._where(folder)
-            parts.append(f"{folder or 'transformer'}={network}.from_pretrained({where})")
+            parts.append(f"{folder or 'transformer'}={network}.from_pretrained({self._where(folder)}, {dtype})")
+        if self.adapters and self.base is not None and not self.base.is_of(base):
+            own = [folder := self.base.folder]
+            where = self._argument(self.base) + (f', subfolder="{folder}"' if folder else "")
+            parts.append(f"transformer={network}.from_pretrained({where}, {dtype})")
         names = ["FlowMatchEulerDiscreteScheduler", kind, *([network] if own else []), *pipeline.imports]
         if self.scheduler is not None:
             parts.append(f"scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained({self._where(self.scheduler)})")
@@ -214,6 +218,12 @@ class Card:
             ")",
             f'encode_video(clip.frames[0], fps={round(self.data.get("fps") or 16)}, output_path="{made}")',
         ]  # fmt: skip
+
+    def _argument(self, base: Base) -> str:
+        """Return the first arguments of ``from_pretrained`` for a folder or a repository. On the hub, a path of this
+        machine tells others nothing."""
+        is_here = self.repository is not None and base.repository is None
+        return json.dumps(base.name) if is_here else base.argument
 
     def _where(self, folder: str) -> str:
         """Return the arguments of ``from_pretrained`` for a ``folder`` of the export, or next to it."""
@@ -287,18 +297,37 @@ class Base:
 
     @property
     def name(self) -> str:
-        path = PurePosixPath(self.repository or self.path)
-        return path.parent.name if path.name in EXPERT_FOLDERS else path.name
+        return PurePosixPath(self.repository or self.root).name
 
     @property
     def shown(self) -> str:
         return f"{self.repository or self.name}{'' if self.revision is None else f' at {self.revision}'}"
 
     @property
+    def folder(self) -> str:
+        """Sub-folder of the network, empty for a folder that is one."""
+        path = PurePosixPath(self.path)
+        if path.name.startswith(NETWORK):
+            return path.name
+        is_network = (find_shipped(self.path) / "config.json").is_file()
+        return "" if is_network else NETWORK
+
+    @property
+    def root(self) -> str:
+        """Path without the sub-folder."""
+        path = PurePosixPath(self.path)
+        return str(path.parent if path.name.startswith(NETWORK) else path)
+
+    def is_of(self, pipeline: Base) -> bool:
+        """Return whether this is the network of a ``pipeline``."""
+        is_one = self.root == pipeline.root or (self.repository is not None and self.repository == pipeline.repository)
+        return is_one and self.folder == NETWORK
+
+    @property
     def argument(self) -> str:
-        """First arguments of ``from_pretrained``."""
+        """First arguments of ``from_pretrained``, without the sub-folder."""
         if self.revision is None:
-            return json.dumps(self.repository or self.path)
+            return json.dumps(self.repository or self.root)
         return f'"{self.repository}", revision="{self.revision}"'
 
 

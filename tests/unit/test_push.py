@@ -52,11 +52,17 @@ def test_a_new_repository_and_the_same_command_again(hub, tmp_path):
     assert (len(repo.commits), hub.uploads) == (commits, 3)
 
 
-def test_a_card_on_the_hub_has_no_path_of_this_machine():
-    base, data = Base.of("/home/me/Wan-1.3B", None), {"encoders": "/home/me/Wan-1.3B", "path": "/home/me/clips"}
+@pytest.mark.parametrize("folder", ["", "/transformer", "/transformer_full"])
+def test_a_card_on_the_hub_has_no_path_of_this_machine(folder):
+    """Adapters of another network than the pipeline's have it in their code."""
+    base, data = (
+        Base.of(f"/home/me/Wan-1.3B{folder}", None),
+        {"encoders": "/home/me/Wan-1.3B", "path": "/home/me/clips"},
+    )
     facts = {"config": {}, "about": {"role": "student"}, "settings": {"data": data}, "few_steps": None, "base": base}
-    text = Card(family=Wan(), repository="owner/new", **facts).text()
+    text = Card(family=Wan(), repository="owner/new", adapters={"rank": 4}, **facts).text()
     assert '"Wan-1.3B"' in text and "/home" not in text
+    assert ('"Wan-1.3B", subfolder="transformer_full"' in text) == ("full" in folder) == ("transformer=" in text)
 
 
 def test_a_broken_connection_leaves_the_repository_as_it_was(hub, tmp_path):
