@@ -182,42 +182,49 @@ class Card:
         return [f"{noise if exact else ''}```python\n" + "\n".join(lines) + "\n```"]
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
-        kind, network = (pipeline.image if self.takes_image else pipeline.text), self.family.class_name
-        argument = self._argument(base)
+        """Return the whole code: imports, the pipeline with the export's parts, and its call."""
+        kind = pipeline.image if self.takes_image else pipeline.text
         dtype = f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"
-        parts = [dtype]
-        own = [] if self.adapters else [*(self.experts or [""])]
-        for folder in own:
-            parts.append(f"{folder or 'transformer'}={network}.from_pretrained({self._where(folder)}, {dtype})")
-        if self.adapters and self.base is not None and not self.base.is_of(base):
-            own = [folder := self.base.folder]
-            where = self._argument(self.base) + (f', subfolder="{folder}"' if folder else "")
-            parts.append(f"transformer={network}.from_pretrained({where}, {dtype})")
-        names = ["FlowMatchEulerDiscreteScheduler", kind, *([network] if own else []), *pipeline.imports]
+        networks = self._networks(base, dtype)
+        loaded = [self._argument(base), dtype, *networks]
         if self.scheduler is not None:
-            parts.append(f"scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained({self._where(self.scheduler)})")
-        parts += pipeline.parts
+            loaded.append(f"scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained({self._where(self.scheduler)})")
         before, call = self._call(pipeline)
+        lines = ["from functools import partial", ""] if any("partial(" in line for line in before) else []
+        names = [kind, *pipeline.imports, *([self.family.class_name] if networks else [])]
+        lines += [*self._imports(names), "", f"pipeline = {kind}.from_pretrained("]
+        lines += [f"    {argument}," for argument in [*loaded, *pipeline.parts]]
+        lines += [")", 'pipeline.to("cuda" if torch.cuda.is_available() else "cpu")']
+        if self.adapters:
+            lines.append(pipeline.adapters.format(where=self._where("")))
+        if self.has_heads:
+            lines.append(f'use_heads(pipeline.transformer, "{HEADS_FILE}")')
+        lines += [*before, "clip = pipeline(", *(f"    {argument}," for argument in call), ")"]
+        fps = round(self.data.get("fps") or 16)
         made = "clip.mp4" if self.repository else "../clip.mp4"  # a file in the export would count as a change
+        return [*lines, f'encode_video(clip.frames[0], fps={fps}, output_path="{made}")']
+
+    def _imports(self, names: Sequence[str]) -> list[str]:
+        """Return the imports of torch and of diffusers' classes: ``names`` and the scheduler's."""
         utilities = ["encode_video", *(["load_image"] if self.takes_image else [])]
         return [
-            *(["from functools import partial", ""] if any("partial(" in line for line in before) else []),
             "import torch",
-            f"from diffusers import {', '.join(sorted(names))}",
+            f"from diffusers import {', '.join(sorted(['FlowMatchEulerDiscreteScheduler', *names]))}",
             f"from diffusers.utils import {', '.join(utilities)}",
-            "",
-            f"pipeline = {kind}.from_pretrained(",
-            *(f"    {part}," for part in [argument, *parts]),
-            ')',
-            'pipeline.to("cuda" if torch.cuda.is_available() else "cpu")',
-            *([pipeline.adapters.format(where=self._where(""))] if self.adapters else []),
-            *([f'use_heads(pipeline.transformer, "{HEADS_FILE}")'] if self.has_heads else []),
-            *before,
-            "clip = pipeline(",
-            *(f"    {argument}," for argument in call),
-            ")",
-            f'encode_video(clip.frames[0], fps={round(self.data.get("fps") or 16)}, output_path="{made}")',
-        ]  # fmt: skip
+        ]
+
+    def _networks(self, base: Base, dtype: str) -> list[str]:
+        """Return the arguments that replace the networks of the pipeline ``base``: by the export's own, or by the
+        adapters' base where the pipeline has another network."""
+        load = f"{self.family.class_name}.from_pretrained"
+        if not self.adapters:
+            folders = self.experts or [""]
+            return [f"{folder or 'transformer'}={load}({self._where(folder)}, {dtype})" for folder in folders]
+        if self.base is None or self.base.is_of(base):
+            return []
+        folder = self.base.folder
+        where = self._argument(self.base) + (f', subfolder="{folder}"' if folder else "")
+        return [f"transformer={load}({where}, {dtype})"]
 
     def _argument(self, base: Base) -> str:
         """Return the first arguments of ``from_pretrained`` for a folder or a repository. On the hub, a path of this
@@ -234,47 +241,58 @@ class Card:
     def _call(self, pipeline: Pipeline) -> tuple[list[str], list[str]]:
         """Return lines before the call, and its arguments."""
         captions = (self.settings.get("sample") or {}).get("captions") or [PROMPT]
-        before: list[str] = []
         call = [f"prompt={json.dumps(captions[0], ensure_ascii=False)}"]
         if self.takes_image:
             call.append('image=load_image("first_frame.png")')
-        if self.few_steps is not None:
-            call.append(f"num_inference_steps={len(self.few_steps['times'])}")
-            call += pipeline.neutral
-        call += [f"{key}={self.data[key]}" for key in ("height", "width", "num_frames") if self.data.get(key)]
-        if pipeline.takes_fps and self.data.get("fps"):
-            call.append(f"frame_rate={self.data['fps']:g}")
-        if pipeline.takes_tokens and self.data.get("max_text_tokens"):
-            call.append(f"max_sequence_length={self.data['max_text_tokens']}")
-        start = f"torch.Generator().manual_seed({stream_seed(0, 'sample/noise', 0, 0)})"
         if self.few_steps is None:
-            return before, call
+            return [], call + self._clip_arguments(pipeline)
         times, stochastic = self.few_steps["times"], self.few_steps["stochastic"]
-        if self.scheduler is None:  # diffusers has no scheduler with these times
-            shape = self.family.planning.shapes_of_clip(
-                self.config["out_channels"], *(self.data[key] for key in ("num_frames", "height", "width", "fps"))
-            )[VIDEO]
-            before += [
-                f"times = {times}",
-                f"pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling={stochastic})",
-                "pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=times)",
-                f"noise = torch.randn(1, {', '.join(map(str, shape))}, generator={start})",
-            ]
+        call += [f"num_inference_steps={len(times)}", *pipeline.neutral, *self._clip_arguments(pipeline)]
+        start = f"torch.Generator().manual_seed({stream_seed(0, 'sample/noise', 0, 0)})"
+        before: list[str] = []
+        if self.scheduler is None:
+            before += self._set_times(times, stochastic, start)
             call.append("latents=times[0] * noise")
         else:
             call.append(f"generator={start}")
         if stochastic and pipeline.reseeds and len(times) > 1:
-            seeds = [stream_seed(0, f"sample/renoise_{k}", 0, 0) for k in range(1, len(times))]
-            before += [
-                "# The scheduler draws its noise from torch's global stream. Any seeds do.",
-                f"seeds = {[*seeds, 0]}",
-                "torch.manual_seed(seeds[0])",
-                "def reseed(pipeline, step, time, tensors):",
-                "    torch.manual_seed(seeds[min(step + 1, len(seeds) - 1)])",
-                "    return tensors",
-            ]
+            before += _reseeded(len(times))
             call.append("callback_on_step_end=reseed")
         return before, call
+
+    def _clip_arguments(self, pipeline: Pipeline) -> list[str]:
+        """Return the arguments for a clip like those of the data."""
+        call = [f"{key}={self.data[key]}" for key in ("height", "width", "num_frames") if self.data.get(key)]
+        if pipeline.takes_fps and self.data.get("fps"):
+            call.append(f"frame_rate={self.data['fps']:g}")
+        if pipeline.takes_tokens and self.data.get("max_text_tokens"):
+            call.append(f"max_sequence_length={self.data['max_text_tokens']}")
+        return call
+
+    def _set_times(self, times: Sequence[float], stochastic: bool, start: str) -> list[str]:
+        """Return lines that set the ``times``, with which diffusers has no scheduler, and draw noise by ``start``."""
+        shape = self.family.planning.shapes_of_clip(
+            self.config["out_channels"], *(self.data[key] for key in ("num_frames", "height", "width", "fps"))
+        )[VIDEO]
+        return [
+            f"times = {times}",
+            f"pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling={stochastic})",
+            "pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=times)",
+            f"noise = torch.randn(1, {', '.join(map(str, shape))}, generator={start})",
+        ]
+
+
+def _reseeded(steps: int) -> list[str]:
+    """Return lines that make the scheduler's noise after each step that of ``distill.sample``."""
+    seeds = [stream_seed(0, f"sample/renoise_{k}", 0, 0) for k in range(1, steps)]
+    return [
+        "# The scheduler draws its noise from torch's global stream. Any seeds do.",
+        f"seeds = {[*seeds, 0]}",
+        "torch.manual_seed(seeds[0])",
+        "def reseed(pipeline, step, time, tensors):",
+        "    torch.manual_seed(seeds[min(step + 1, len(seeds) - 1)])",
+        "    return tensors",
+    ]
 
 
 @dataclass(frozen=True)

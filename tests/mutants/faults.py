@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "card_of_other_noise",
         "the code on a card makes another clip than distill.sample",
-        'f"sample/renoise_{k}", 0, 0) for k in range(1, len(times))',
-        'f"sample/renoise_{k}", 0, 0) for k in range(len(times) - 1)',
+        'f"sample/renoise_{k}", 0, 0) for k in range(1, steps)',
+        'f"sample/renoise_{k}", 0, 0) for k in range(steps - 1)',
         "e2e/test_families.py::test_the_code_on_a_card[wan]",
     ),
     Fault(
