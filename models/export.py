@@ -168,10 +168,7 @@ class RoleExport:
             options |= {"name": NAMES.get(kind, LORA_NAME), "config": config, "sparse": self.sparse}
             write_file(folder, tensors, about, family=self.family.name, **options)
             return
-        networks = list(self.bases())
-        for i, weights in self.trained.items():
-            networks[i] = merged(networks[i], weights, self.scale or 1.0)
-        config = self.config
+        networks, config = self._merged(), self.config
         if self.grid is not None:
             (network,), steps = networks, self.steps or self.grid.steps[-1]
             heads = fused_heads(network, self.family.last_layers(config), self.grid, steps)
@@ -181,9 +178,7 @@ class RoleExport:
                 options["heads"] = heads
         if (code := OWN.get(kind or "")) is not None:
             (network,) = networks
-            stored = {own: name for name, own in code.own_names(network.shapes).items()}
-            shapes = {own: network.shapes[name] for own, name in stored.items()}
-            networks = [Weights(shapes, lambda own: network.read(stored[own]))]
+            networks = [_renamed(network, code.own_names(network.shapes))]
             config = code.own_config(config)
             options |= {"max_bytes": 2**62, "schedulers": {}}
             options["header"] = {"config": json.dumps({"transformer": config})}
@@ -193,6 +188,13 @@ class RoleExport:
                 self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
         options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
         write_folder(folder, networks, config, dtype=dtype, **options)
+
+    def _merged(self) -> list[Weights]:
+        """Return the networks with the weights that trained in them; adapters are merged."""
+        networks = list(self.bases())
+        for i, weights in self.trained.items():
+            networks[i] = merged(networks[i], weights, self.scale or 1.0)
+        return networks
 
     def _described(self, kind: str | None, about: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the description of the export says of its format, of sampling, and of adapters."""
@@ -423,6 +425,13 @@ def _clips(exported: RoleExport, about: Mapping[str, Any]) -> list[Path]:
     return sample_clips(cast(Path, exported.run_dir), about["step"])
 
 
+def _renamed(network: Weights, names: Mapping[str, str]) -> Weights:
+    """Return the weights of a network by other ``names``."""
+    stored = {other: name for name, other in names.items()}
+    shapes = {other: network.shapes[name] for other, name in stored.items()}
+    return Weights(shapes, lambda other: network.read(stored[other]))
+
+
 def _read_role(
     checkpoint: Path, state: Mapping[str, Any], out: Path, options: argparse.Namespace
 ) -> tuple[RoleExport, dict[str, Any], torch.dtype]:
@@ -453,7 +462,8 @@ def _read_role(
         grid=Grid(**state["heads"]) if state.get("heads") and role == "student" else None,
         settings=settings,
         run_dir=checkpoint.resolve().parent.parent,
-    ).at_steps(options.steps)
+    )
+    exported = exported.at_steps(options.steps)
     about = {"checkpoint": str(checkpoint.resolve()), "step": state["step"], "role": role, "weights": weights}
     about["method"] = settings.get("method")  # decides how the student is sampled
     if of_bases := base_fingerprints(adapters):
@@ -473,25 +483,30 @@ def _check_expert(exported: RoleExport, expert: str | None, kind: str | None, ho
 
 def _check_format(exported: RoleExport, kind: str | None, role: str, name: str) -> None:
     """Refuse a format that the role's family or its weights do not have."""
-    whole = (*OWN, fastvideo.KIND)
-    families = fastvideo.FAMILIES if kind == fastvideo.KIND else (str(kind),)
     if exported.sparse is not None and kind not in (None, "merged", fastvideo.KIND, FASTVIDEO):
         advice = f"use --format {fastvideo.KIND if exported.scale is None else FASTVIDEO}, or leave it out"
         raise UserError(f"--format {kind} has no gates of sparse attention, and the {role} has; {advice}")
-    if kind in whole and exported.family.name not in families:
-        wanted = f"--format {kind} is for {' and '.join(families)}"
-        raise UserError(f"{wanted}, and the {role} is {exported.family.name}; leave it out")
-    if kind in whole and exported.grid is not None and exported.steps != 1:
-        raise UserError(f"--format {kind} has one last layer, and the {role} has heads; add --steps 1, or leave it out")
-    if kind == fastvideo.KIND:
-        _check_fastvideo(exported, name)
-    if exported.scale is None and kind not in (None, *whole):
+    if kind in (*OWN, fastvideo.KIND):
+        _check_whole(exported, kind, role, name)
+    elif exported.scale is None and kind is not None:
         raise UserError(f"--format {kind} is for adapters, and the {role} trained its whole network; leave it out")
     if kind == videox.KIND and exported.grid is None:
         raise UserError(f"--format {kind} is for a student of method=pdd, and the {role} has no heads; leave it out")
     holds_heads = exported.grid is not None and kind not in ("diffusers-lora", FASTVIDEO)
     if kind in FORMATS and not holds_heads and (others := exported.not_adapters):
         raise UserError(f"{name} has {others[0]} too, which an adapter file cannot hold; use --format merged")
+
+
+def _check_whole(exported: RoleExport, kind: str, role: str, name: str) -> None:
+    """Refuse a format of whole networks that is another family's, or that the role's heads or additions do not fit."""
+    families = fastvideo.FAMILIES if kind == fastvideo.KIND else (kind,)
+    if exported.family.name not in families:
+        wanted = f"--format {kind} is for {' and '.join(families)}"
+        raise UserError(f"{wanted}, and the {role} is {exported.family.name}; leave it out")
+    if exported.grid is not None and exported.steps != 1:
+        raise UserError(f"--format {kind} has one last layer, and the {role} has heads; add --steps 1, or leave it out")
+    if kind == fastvideo.KIND:
+        _check_fastvideo(exported, name)
 
 
 def _check_fastvideo(exported: RoleExport, name: str) -> None:

@@ -10,17 +10,15 @@ import torch
 from diffusers import SchedulerMixin
 from diffusers import __version__ as diffusers_version
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from torch import Tensor
 
-from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder, withdraw
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
 from models.additions.base import addition_tensors, network_tensors
 from models.causal import write_causal
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
-from models.files.save import save_tensors
+from models.files.save import refuse_unwritten, save_tensors
 from models.lora.merge import Weights
 from models.sparse import write_sparse
 
@@ -101,9 +99,7 @@ def write_folder(
         for place, split in zip(places, splits, strict=True):
             _write_texts(unfinished / place, config, split, causal, sparse)
         if boundaries:
-            index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
-            index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
-            (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+            _write_index(unfinished, config["_class_name"], boundaries[0])
         for name, scheduler in (schedulers or {}).items():
             scheduler.save_pretrained(unfinished / name)
         finish(unfinished)
@@ -111,10 +107,8 @@ def write_folder(
     def write() -> None:
         try:
             if writes:
-                with atomic_folder(folder, about or {}, move_aside=move_aside) as unfinished:
+                with refuse_unwritten(folder), atomic_folder(folder, about or {}, move_aside=move_aside) as unfinished:
                     write_parts(unfinished)
-        except SafetensorError as error:  # includes a full disk
-            raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
         finally:
             for _ in files:  # if this rank left the collectives, the others would block in them
                 pass
@@ -163,3 +157,10 @@ def _write_texts(
     name = config.get("_class_name", "WanTransformer3DModel")  # old checkpoints lack it
     header = {"_class_name": name, "_diffusers_version": diffusers_version}
     (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
+
+
+def _write_index(unfinished: Path, network: str, boundary: float) -> None:
+    """Write the ``model_index.json`` of two experts of class ``network``."""
+    index: dict[str, Any] = {"boundary_ratio": boundary}
+    index |= {name: ["diffusers", network] for name in EXPERT_FOLDERS}
+    (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from diffusers import SchedulerMixin
-from safetensors import SafetensorError
 from torch import Tensor
 
-from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import atomic_folder
 from fsdp_cp.reduce import on_first_rank
 from models.causal import write_causal
 from models.families.base import Family
-from models.files.save import save_tensors
+from models.files.save import refuse_unwritten, save_tensors
 from models.lora import videox
 from models.lora.contract import contract_of, header
 from models.owner import is_gate
@@ -90,25 +88,22 @@ def write_file(
     (:mod:`models.lora.contract`), with the name of the ``family``."""
 
     def write() -> None:
-        try:
-            with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-                metadata = {key: str(value) for key, value in (config or {}).items()} | header(
-                    contract_of(about, tensors),
-                    family=family,
-                    step=about.get("step"),
-                    has_alphas=config is not None or any(key.endswith(".alpha") for key in tensors),
-                )
-                save_tensors(tensors, unfinished / name, metadata)
-                if config is not None:
-                    (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-                if causal is not None:
-                    write_causal(unfinished, causal)
-                if sparse is not None:
-                    write_sparse(unfinished, sparse)
-                for folder_name, scheduler in (schedulers or {}).items():
-                    scheduler.save_pretrained(unfinished / folder_name)
-                finish(unfinished)
-        except SafetensorError as error:  # includes a full disk
-            raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
+        with refuse_unwritten(folder), atomic_folder(folder, about, move_aside=move_aside) as unfinished:
+            metadata = {key: str(value) for key, value in (config or {}).items()} | header(
+                contract_of(about, tensors),
+                family=family,
+                step=about.get("step"),
+                has_alphas=config is not None or any(key.endswith(".alpha") for key in tensors),
+            )
+            save_tensors(tensors, unfinished / name, metadata)
+            if config is not None:
+                (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            if causal is not None:
+                write_causal(unfinished, causal)
+            if sparse is not None:
+                write_sparse(unfinished, sparse)
+            for folder_name, scheduler in (schedulers or {}).items():
+                scheduler.save_pretrained(unfinished / folder_name)
+            finish(unfinished)
 
     on_first_rank(write)
