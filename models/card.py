@@ -418,7 +418,8 @@ def extend_card(folder: Path, *, clips: Sequence[Path] = (), table: str = "") ->
 
 def sample_clips(run_dir: Path, step: int) -> list[Path]:
     """Return the student's sample clips of a run's step, at the most steps that it was sampled with."""
-    files = [*(run_dir / "samples").glob(f"step_{step:08d}_student_*steps_*.mp4")]
-    numbers = {file: [int(part) for part in file.stem.split("_student_")[1].split("steps_")] for file in files}
-    most = max((n for n, _ in numbers.values()), default=0)
-    return sorted((file for file in files if numbers[file][0] == most), key=lambda file: numbers[file][1])
+    names = re.compile(rf"step_{step:08d}_student_(\d+)steps_(\d+)\.mp4")
+    found = ((file, names.fullmatch(file.name)) for file in (run_dir / "samples").glob("*.mp4"))
+    numbers = {file: (int(match[1]), int(match[2])) for file, match in found if match is not None}
+    most = max((steps for steps, _ in numbers.values()), default=0)
+    return sorted((file for file, (steps, _) in numbers.items() if steps == most), key=numbers.__getitem__)

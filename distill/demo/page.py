@@ -24,7 +24,7 @@ from models.sample import AUDIO
 SHOWN = 8
 """Clips in the history of a tab."""
 _KEPT = 256
-"""Files on the disk, of all tabs."""
+"""Files of a kind on the disk, of all tabs: chunks of a long clip leave the clips of the history."""
 _TICK = 2.0
 """Seconds between a page's questions whether there are still clips."""
 _MOST_SEED = 2**53
@@ -78,7 +78,7 @@ class Page:
     def __init__(self, gradio: ModuleType, studio: Studio, folder: Path, title: str) -> None:
         self._gradio, self._studio, self._folder = gradio, studio, folder
         self._running: dict[str, threading.Event] = {}
-        self._files: deque[Path] = deque()
+        self._files: dict[str, deque[Path]] = {}
         with gradio.Blocks(title=title, analytics_enabled=False) as self._blocks:
             gradio.Markdown(f"# {title}")
             with gradio.Row():
@@ -254,7 +254,8 @@ class Page:
     def _file(self, name: str, suffix: str) -> Path:
         """Return a new file, in place of the oldest one."""
         file = self._folder / f"{name}_{uuid.uuid4().hex[:12]}.{suffix}"
-        self._files.append(file)
-        if len(self._files) > _KEPT:
-            self._files.popleft().unlink(missing_ok=True)
+        files = self._files.setdefault(suffix, deque())
+        files.append(file)
+        if len(files) > _KEPT:
+            files.popleft().unlink(missing_ok=True)
         return file

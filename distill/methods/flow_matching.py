@@ -210,7 +210,8 @@ class FlowMatching(Method):
         def dot(one: Sample, other: Sample) -> Tensor:
             return torch.stack([*(one * other).map(lambda part: part.flatten(1).sum(1)).parts.values()]).sum(0)
 
-        lengths = [dot(field, field).sqrt() for field in (student, base)]
+        # A base that knows no captions has a field of zero.
+        lengths = [dot(field, field).sqrt().clamp_min(1e-12) for field in (student, base)]
         return torch.stack([lengths[0] / lengths[1], dot(student, base) / (lengths[0] * lengths[1])])
 
     def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
