@@ -68,6 +68,8 @@ def _source(
         if source is None or source.latents is None:
             raise UserError(f"--normalized={arguments.normalized}: {path} holds no latents; leave it out")
         source = replace(source, is_normalized=arguments.normalized == "yes", is_checked=False)
+    if source is not None and settings.references is not None:
+        raise UserError(f"data.references: {path} is {source.format or 'archives'}, which name none; leave it out")
     if source is not None:
         return source, fitted_settings(settings, source, given)
     if path.is_file() and settings.image is not None and settings.buckets is not None:

@@ -210,6 +210,7 @@ def test_mistakes_with_stored_tensors(tiny, clips, tmp_path, capsys):
         ("good", tiny, (), "--fps"),  # which alone is not given
         ("good", tiny, ("--num-frames", "13"), "--num-frames=13"),
         ("good", tiny, ("--image", "first_frame"), "--image"),
+        ("good", tiny, ("--references", "image"), "--references"),
         ("good", tiny, ("--max-text-tokens", "4"), "--max-text-tokens=4"),
         ("good", tiny, ("--columns", "caption=prompt"), "--columns"),
         ("good", other, (), "--encoders"),
