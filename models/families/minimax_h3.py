@@ -158,12 +158,10 @@ class MiniMaxH3Planning(FamilyPlanning):
         video, pairs = height * width // 32**2, math.ceil(math.ceil(num_frames / 12) / 2)
         images, sounds = kinds.count("image"), kinds.count("clip") + kinds.count("sound")
         videos = kinds.count("video") + kinds.count("clip")
-        return ReferenceRoom(
-            count=len(kinds),
-            rows=images * image + videos * latent_frames(num_frames, FRAME_RATE) * video,
-            sounds=sounds * SIDES * math.ceil(num_frames * AUDIO_RATE / FRAME_RATE),
-            text=images * (image + 2) + videos * pairs * (video + 2),
-        )
+        rows = images * image + videos * latent_frames(num_frames, FRAME_RATE) * video
+        of_sounds = sounds * SIDES * math.ceil(num_frames * AUDIO_RATE / FRAME_RATE)
+        text = images * (image + 2) + videos * pairs * (video + 2)
+        return ReferenceRoom(count=len(kinds), rows=rows, sounds=of_sounds, text=text)
 
     def shapes_of_clip(self, channels: int, num_frames: int, height: int, width: int, fps: float) -> PartShapes:
         frames = latent_frames(num_frames, fps)
@@ -484,11 +482,8 @@ class MiniMaxH3(DiffusersFamily):
         streams, times = packed_streams(sample, t, tensors, (p, q))
         own, tiles = streams, None
         if mesh is not None:
-            grid = self.token_grid(config_of(network), {VIDEO: tuple(sample.video.shape[1:])})
-            tiles = vars(network)["sparse_rows"].begin(grid, [len(stream.positions) for stream in streams.values()])
-            own = {name: stream.split(mesh, tiles if name == VIDEO else None) for name, stream in streams.items()}
-        counts = [len(stream.positions) for stream in own.values()]
-        places = dict(zip(own, torch.arange(sum(counts), device=t.device).split(counts), strict=True))
+            own, tiles = self._split(network, sample, streams, mesh)
+        places = places_of_rows(own)
         kinds = {"hidden_states": (VIDEO, GIVEN), "audio_hidden_states": (AUDIO, GIVEN_SOUND)}
         joined = {key: [name for name in names if name in streams] for key, names in kinds.items()}
         rows = {key: tuple(streams[name].rows for name in names) for key, names in joined.items()}
@@ -508,13 +503,24 @@ class MiniMaxH3(DiffusersFamily):
         v, audio_v = v[:, -len(places[VIDEO]) :], audio_v[:, -len(places[AUDIO]) :]
         if mesh is not None:
             v = gather_tokens(v, mesh, streams[VIDEO].rows.shape[1])
-            v = v if tiles is None else tiles.restore(v, 1)
             audio_v = gather_tokens(audio_v, mesh, streams[AUDIO].rows.shape[1])
+        if tiles is not None:
+            v = tiles.restore(v, 1)
         video, audio = sample.video, sample.parts[AUDIO]
         sizes = {"t": video.shape[2], "h": video.shape[3] // p, "p": p, "q": q}
         v = rearrange(v, "1 (t h w) (n c p q) -> n c t (h p) (w q)", c=video.shape[1], **sizes)
         audio_v = rearrange(audio_v, "1 (s l) (n a) -> n a l s", s=SIDES, a=audio.shape[1])
         return Sample({VIDEO: -v, AUDIO: -audio_v}, sample.shifts)
+
+    def _split(
+        self, network: nn.Module, sample: Sample, streams: Mapping[str, "Stream"], mesh: Mesh
+    ) -> tuple[dict[str, "Stream"], Tiles | None]:
+        """Begin a call on ``mesh``. Return the rank's own part of each stream, and the tiles of a video with sparse
+        attention."""
+        grid = self.token_grid(config_of(network), {VIDEO: tuple(sample.video.shape[1:])})
+        tiles = vars(network)["sparse_rows"].begin(grid, [len(stream.positions) for stream in streams.values()])
+        own = {name: stream.split(mesh, tiles if name == VIDEO else None) for name, stream in streams.items()}
+        return own, tiles
 
 
 class Stream(NamedTuple):
@@ -607,6 +613,13 @@ def packed_streams(
     tags[TEXT] = torch.where(shown[0] == 1, VIDEO_TAG, TEXT_TAG)
     streams = {name: Stream(rows[name], positions[name], tags[name], time[name]) for name in positions}
     return streams, torch.stack(times)
+
+
+def places_of_rows(streams: Mapping[str, Stream]) -> dict[str, Tensor]:
+    """Return the places of each stream's rows in the sequence."""
+    counts = [len(stream.positions) for stream in streams.values()]
+    device = streams[VIDEO].positions.device
+    return dict(zip(streams, torch.arange(sum(counts), device=device).split(counts), strict=True))
 
 
 def sizes_of_references(tensors: Mapping[str, Tensor], patch: tuple[int, int]) -> list[ReferenceSize]:

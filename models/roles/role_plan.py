@@ -189,10 +189,7 @@ def plan_role(
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
-        if folders:
-            network, *others = (chosen.build(folder.config, f"{name}.checkpoint") for folder in folders)
-        else:
-            network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
+        network, *others = _build(name, chosen, folders, architecture)
         added = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     paths = [*([saved.parent] if saved is not None else []), *(folder.path for folder in folders)]
     sparse_plan = plan_sparse(name, sparse or SparseSettings(), paths, chosen, config_of(network))
@@ -201,10 +198,7 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
-        _check_saved_heads(name, adapters, added)
-        if saved is not None:
-            refuse_other_base(saved, folders, f"{name}.checkpoint", warn=True)
-        _check_saved_gates(name, adapters, sparse_plan)
+        _check_saved(name, adapters, folders, added, sparse_plan)
     training = None
     if training_adapter is not None:
         training = _plan_training_adapter(name, training_adapter, adapters, network, chosen, folders)
@@ -235,6 +229,15 @@ def plan_role(
     )
 
 
+def _build(
+    name: str, family: Family, folders: Sequence[TransformerFolder], architecture: dict[str, Any] | None
+) -> list[nn.Module]:
+    """Build the network of each folder, or the one with random weights."""
+    if folders:
+        return [family.build(folder.config, f"{name}.checkpoint") for folder in folders]
+    return [family.build(dict(architecture or {}), f"{name}.architecture")]
+
+
 def _plan_training_adapter(
     name: str,
     file: Path,
@@ -257,6 +260,20 @@ def _plan_training_adapter(
         raise UserError(f"{where}={file.parent} has gates of sparse attention, which are the {name}'s own; drop them")
     refuse_other_base(file, folders, where)
     return planned
+
+
+def _check_saved(
+    name: str,
+    adapters: LoraPlan,
+    folders: Sequence[TransformerFolder],
+    added: nn.ModuleDict,
+    sparse: SparsePlan | None,
+) -> None:
+    """Check that the role has the base, the heads and the gates of the file of its adapters."""
+    _check_saved_heads(name, adapters, added)
+    if adapters.saved is not None:
+        refuse_other_base(adapters.saved.file, folders, f"{name}.checkpoint", warn=True)
+    _check_saved_gates(name, adapters, sparse)
 
 
 def _check_saved_heads(name: str, adapters: LoraPlan, added: nn.ModuleDict) -> None:
