@@ -224,6 +224,14 @@ class Guard:
         raised = state.judge({name: values.get(name) for name in state.limits})
         metrics = {**state.values, "excess": state.total_excess(), "alarm": float(bool(raised))}
         metrics |= self._health(latents, before)
+        self._warn(step, raised)
+        kept = {f"student/{FIELD}/t{low:.2f}": length for low, (length, _) in bands.items()}
+        turned = {f"student/guidance_cosine/t{low:.2f}": cosine for low, (_, cosine) in bands.items()}
+        return {f"guard/{name}": value for name, value in metrics.items()} | kept | turned
+
+    def _warn(self, step: int, raised: Sequence[str]) -> None:
+        """Log an alarm when it begins, and after half of the run, once, the measures that cannot raise one."""
+        state = self.state
         if rank() == 0 and raised and not state.alarm:
             log.warning("step %d: %s", step, self.words(raised))
         state.alarm = bool(raised)
@@ -232,9 +240,6 @@ class Guard:
             state.is_half_reported = True
             if rank() == 0 and unarmed:
                 log.warning("guard: half of the run is done, and %s never came inside of the limit", ", ".join(unarmed))
-        kept = {f"student/{FIELD}/t{low:.2f}": length for low, (length, _) in bands.items()}
-        turned = {f"student/guidance_cosine/t{low:.2f}": cosine for low, (_, cosine) in bands.items()}
-        return {f"guard/{name}": value for name, value in metrics.items()} | kept | turned
 
     def words(self, raised: Sequence[str]) -> str:
         """Describe the alarm of the measures ``raised``, and name what to change."""

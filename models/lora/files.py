@@ -89,12 +89,10 @@ def write_file(
 
     def write() -> None:
         with refuse_unwritten(folder), atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-            metadata = {key: str(value) for key, value in (config or {}).items()} | header(
-                contract_of(about, tensors),
-                family=family,
-                step=about.get("step"),
-                has_alphas=config is not None or any(key.endswith(".alpha") for key in tensors),
-            )
+            has_alphas = config is not None or any(key.endswith(".alpha") for key in tensors)
+            contract = contract_of(about, tensors)
+            metadata = {key: str(value) for key, value in (config or {}).items()}
+            metadata |= header(contract, family=family, step=about.get("step"), has_alphas=has_alphas)
             save_tensors(tensors, unfinished / name, metadata)
             if config is not None:
                 (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -138,17 +138,22 @@ def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _
     except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
         names = f"the names of {file.name}, as {next(iter(tensors))} ({one_line(repr(error))})"
         raise UserError(f"diffusers cannot read {names}; convert them") from error
+    _refuse_left_out(file, tensors, converted)
+    adapters = {
+        _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
+        for name, tensor in converted.items()
+    }
+    return _Contents(adapters, heads, gates)
+
+
+def _refuse_left_out(file: Path, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
+    """Refuse a tensor that diffusers drops, such as the difference of a norm, which the adapters would lack."""
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = (".lora_A.weight", ".lora_down.weight", ".lora_B.weight", ".lora_up.weight", ".alpha")
     for name, tensor in sorted(tensors.items()):
         pair = name.replace(".default.", ".").endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(f"{file.name} holds {name}, which diffusers leaves out and is not zero; merge it first")
-    adapters = {
-        _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
-        for name, tensor in converted.items()
-    }
-    return _Contents(adapters, heads, gates)
 
 
 def _kohya_scaled(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -26,13 +26,9 @@ Record = dict[str, Any]
 def read(path: Path) -> Source | None:
     """Read the tables of a cache; ``None`` if none of their rows names a file of one."""
     found = _records(path)
-    records = [record for record in found.values() if record is not None]
-    named = [key for key in (SOUND, CONDITION, LATENT) if any(record.get(key) for record in records)]
+    named, of_h3 = _kind([record for record in found.values() if record is not None], path)
     if not named:
         return None
-    of_h3 = any("task" in record for record in records)
-    if SOUND in named or (of_h3 and LATENT in named):
-        raise UserError(f"data.path={path} is a cache with sound; give one of Wan's, or of MiniMax-H3's captions alone")
     rows = [_row(name, record, named, of_h3, f"data.path: {path}: {name}") for name, record in found.items()]
     _check_tables(found, named, path)
     cache = _Cache(path, found)
@@ -87,6 +83,15 @@ def _records(path: Path) -> dict[str, Record | None]:
             if line.strip():
                 found[f"{file.name}:{number}"] = parse(line.encode())
     return found
+
+
+def _kind(records: Sequence[Record], path: Path) -> tuple[list[str], bool]:
+    """Return the columns in which records name files, and whether the cache is MiniMax-H3's. Refuse one with sound."""
+    named = [key for key in (SOUND, CONDITION, LATENT) if any(record.get(key) for record in records)]
+    of_h3 = any("task" in record for record in records)
+    if SOUND in named or (of_h3 and LATENT in named):
+        raise UserError(f"data.path={path} is a cache with sound; give one of Wan's, or of MiniMax-H3's captions alone")
+    return named, of_h3
 
 
 def _row(name: str, record: Record | None, named: Sequence[str], of_h3: bool, where: str) -> ListedClip:
