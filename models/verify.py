@@ -280,12 +280,7 @@ def verify(
     """Compare on meshes of at most ``ranks`` ranks; ``causal`` compares a causal role with itself on one rank, as a
     sparse role is."""
     plan = planned(folder, family, expert)
-    size = sum(p.numel() for p in plan.network.parameters())
-    # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.
-    needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
-    if free is not None and needed > free:
-        takes = f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB"
-        raise UserError(f"{takes}; use fewer --ranks, or the name of the family, which tries small networks")
+    _check_memory(folder, plan, ranks)
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
     histories = HISTORIES if causal else (None,)
@@ -306,6 +301,16 @@ def verify(
                         chunks = {"chunk by chunk": ours.values["output"]} if causal else {}
                         truth[grid, history] = ours._replace(values=ours.values | chunks)
                     yield case, *compare(ours, truth[grid, history], changed)
+
+
+def _check_memory(folder: Path, plan: RolePlan, ranks: int) -> None:
+    """Check that the host has memory in float64 for the plain network and its gradients, and for the ranks' shards,
+    gathered copies and gradients."""
+    size = sum(p.numel() for p in plan.network.parameters())
+    needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
+    if free is not None and needed > free:
+        takes = f"{folder} in float64 on {ranks} ranks takes about {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB"
+        raise UserError(f"{takes}; use fewer --ranks, or the name of the family, which tries small networks")
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:

@@ -64,10 +64,7 @@ def build_roles(
         fill: allocates the weights of a network on the meta device, which serves these plans, instead of loading them.
     """
     built: dict[str, Role] = {}
-    for plan in plans:
-        if not plan.family.masked_attention:  # the kernels that need it take no masks
-            dtype, head_dim = COMPUTE_DTYPE[precision or plan.sharding.precision], plan.family.head_dim(plan.config)
-            prepare_kernels(plan.attention_backend, device=device, dtype=dtype, head_dim=head_dim)
+    _prepare_kernels(plans, device, precision)
     for group in sharing(plans, trained):
         networks = []
         for i in range(group[0].experts):
@@ -96,6 +93,14 @@ def build_roles(
                 trained_frames=known_frames or shapes[VIDEO][1],
             )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def _prepare_kernels(plans: Sequence[RolePlan], device: torch.device, precision: Precision | None) -> None:
+    """Prepare the attention kernels of all roles, before a network takes memory."""
+    for plan in plans:
+        if not plan.family.masked_attention:  # the kernels that need it take no masks
+            dtype, head_dim = COMPUTE_DTYPE[precision or plan.sharding.precision], plan.family.head_dim(plan.config)
+            prepare_kernels(plan.attention_backend, device=device, dtype=dtype, head_dim=head_dim)
 
 
 def _load_network(network: Network, plans: Sequence[RolePlan], device: torch.device, seed: int) -> None:
@@ -173,16 +178,22 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:
-        if plan.lora is not None:
-            plan.lora.fill(module, plan.name, seed)
-            if plan.lora.saved is not None:
-                _fill_heads(network, plan)
-                _fill_gates(network, plan)
-                parameters = network.named_parameters(plan.name)
-                _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
-        if plan.training is not None and plan.training.saved is not None:
-            filled = plan.training.fill(module, training_adapter(plan.name), seed)
-            _require_finite(filled, f"{plan.name}.training_adapter={plan.training.saved.file.parent}")
+        _fill_adapters(network, plan, seed)
+
+
+def _fill_adapters(network: Network, plan: RolePlan, seed: int) -> None:
+    """Draw or read the adapters that the role trains, with the heads and gates in their file, and read those that run
+    in training alone. A collective."""
+    if plan.lora is not None:
+        plan.lora.fill(network.module, plan.name, seed)
+        if plan.lora.saved is not None:
+            _fill_heads(network, plan)
+            _fill_gates(network, plan)
+            parameters = network.named_parameters(plan.name)
+            _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+    if plan.training is not None and plan.training.saved is not None:
+        filled = plan.training.fill(network.module, training_adapter(plan.name), seed)
+        _require_finite(filled, f"{plan.name}.training_adapter={plan.training.saved.file.parent}")
 
 
 def _fill_heads(network: Network, plan: RolePlan) -> None:
