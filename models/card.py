@@ -92,6 +92,12 @@ class Card:
         return (self.settings.get("method") or {}).get("name")
 
     @property
+    def is_guided(self) -> bool:
+        """Whether guidance is built in: the pipeline's own would come on top of it."""
+        built_in = (self.settings.get("method") or {}).get("built_in_guidance") or 1
+        return self.few_steps is not None or built_in > 1
+
+    @property
     def takes_image(self) -> bool:
         """Whether an image conditions the network."""
         return bool(self.data.get("image"))
@@ -191,9 +197,10 @@ class Card:
             loaded.append(f"scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained({self._where(self.scheduler)})")
         before, call = self._call(pipeline)
         lines = ["from functools import partial", ""] if any("partial(" in line for line in before) else []
-        names = [kind, *pipeline.imports, *([self.family.class_name] if networks else [])]
+        parts, imports = (pipeline.parts, pipeline.imports) if self.is_guided else ((), ())
+        names = [kind, *imports, *([self.family.class_name] if networks else [])]
         lines += [*self._imports(names), "", f"pipeline = {kind}.from_pretrained("]
-        lines += [f"    {argument}," for argument in [*loaded, *pipeline.parts]]
+        lines += [f"    {argument}," for argument in [*loaded, *parts]]
         lines += [")", 'pipeline.to("cuda" if torch.cuda.is_available() else "cpu")']
         if self.adapters:
             lines.append(pipeline.adapters.format(where=self._where("")))
@@ -245,7 +252,7 @@ class Card:
         if self.takes_image:
             call.append('image=load_image("first_frame.png")')
         if self.few_steps is None:
-            return [], call + self._clip_arguments(pipeline)
+            return [], [*call, *(pipeline.neutral if self.is_guided else ()), *self._clip_arguments(pipeline)]
         times, stochastic = self.few_steps["times"], self.few_steps["stochastic"]
         call += [f"num_inference_steps={len(times)}", *pipeline.neutral, *self._clip_arguments(pipeline)]
         start = f"torch.Generator().manual_seed({stream_seed(0, 'sample/noise', 0, 0)})"

@@ -59,8 +59,10 @@ def test_a_card_on_the_hub_has_no_path_of_this_machine(folder):
         Base.of(f"/home/me/Wan-1.3B{folder}", None),
         {"encoders": "/home/me/Wan-1.3B", "path": "/home/me/clips"},
     )
-    facts = {"config": {}, "about": {"role": "student"}, "settings": {"data": data}, "few_steps": None, "base": base}
+    settings = {"data": data, "method": {"name": "flow_matching", "built_in_guidance": 5.0 if folder else 1.0}}
+    facts = {"config": {}, "about": {"role": "student"}, "settings": settings, "few_steps": None, "base": base}
     text = Card(family=Wan(), repository="owner/new", adapters={"rank": 4}, **facts).text()
+    assert ("guidance_scale=1.0" in text) == bool(folder), "guidance is not added to one that is built in"
     assert '"Wan-1.3B"' in text and "/home" not in text
     assert ('"Wan-1.3B", subfolder="transformer_full"' in text) == ("full" in folder) == ("transformer=" in text)
 
