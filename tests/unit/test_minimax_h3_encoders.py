@@ -360,7 +360,7 @@ def test_references_of_a_table_are_those_of_the_pipeline(path, tmp_path):
     (tmp_path / "table.jsonl").write_text("\n".join(lines))
     edges = (64, 32)
     options = {
-        "path": tmp_path / "table.jsonl", "encoders": path, "cache": tmp_path / "cache", "has_clips": False,
+        "path": tmp_path / "table.jsonl", "encoders": path, "cache": tmp_path / "cache",
         "num_frames": 22, "height": 32, "width": 64, "fps": 24.0, "max_text_tokens": 160,
         "references": ["clip", "image", "sound"], "reference_image_edge": edges[0], "reference_video_edge": edges[1],
     }  # fmt: skip
