@@ -124,8 +124,9 @@ def inputs(
         tensors[TEXT_TAGS] = (torch.arange(TEXT_TOKENS) < 2).expand(BATCH, -1)
     if REFERENCE_SIZES in shapes:  # a picture of one row; a clip with sound, a picture and a sound
         _, p, q = plan.family.patch_size(plan.config)
-        sizes = [[[1, p, q, 0], [0] * 4, [0] * 4], [[2, 2 * p, q, 3], [1, p, 2 * q, 0], [0, 0, 0, 1]]]
-        tensors[REFERENCE_SIZES] = torch.tensor(sizes)
+        one, nothing = [1, p, q, 0], [0, 0, 0, 0]
+        clip, picture, sound = [2, 2 * p, q, 3], [1, p, 2 * q, 0], [0, 0, 0, 1]
+        tensors[REFERENCE_SIZES] = torch.tensor([[one, nothing, nothing], [clip, picture, sound]])
         tensors[TEXT_TAGS] = (torch.arange(TEXT_TOKENS) == 1).expand(BATCH, -1)
     condition = Condition(tensors).with_noise(lambda name, shape: normal(*shape))
     return x, t, condition, direction, cotangent
