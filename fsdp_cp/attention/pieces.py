@@ -96,17 +96,16 @@ def _cut(layout: Layout, device: torch.device) -> TilePieces:
         buffer = numpy.full(layout.chunk(rank).padded, slots)
         positions = [numpy.arange(start, stop) for start, stop in layout.chunk(rank).positions]
         buffer[numpy.concatenate([numpy.arange(0), *positions])] = piece_of
-        of_rank.append(
-            Pieces(
-                tiles=on_device(numpy.pad(tiles, unused)),
-                sizes=on_device(numpy.pad(sizes, unused)),
-                tokens=on_device(table.reshape(slots, width)),
-                valid=on_device(valid.reshape(slots, width)),
-                places=on_device(places),
-                slots=on_device(buffer),
-                dense=int((tiles < dense).sum()),
-            )
+        pieces = Pieces(
+            tiles=on_device(numpy.pad(tiles, unused)),
+            sizes=on_device(numpy.pad(sizes, unused)),
+            tokens=on_device(table.reshape(slots, width)),
+            valid=on_device(valid.reshape(slots, width)),
+            places=on_device(places),
+            slots=on_device(buffer),
+            dense=int((tiles < dense).sum()),
         )
+        of_rank.append(pieces)
     total = numpy.bincount(tile_of, minlength=dense + layout.tiles.count).astype(numpy.float64)
     return TilePieces(tuple(of_rank), on_device(total), dense)
 

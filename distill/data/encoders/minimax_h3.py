@@ -216,14 +216,11 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
         tokens = torch.tensor([ids], device=self.device)
         config = self.model.config
         kinds = (tokens == config.image_token_id).long() + 2 * (tokens == config.video_token_id)
+        shown = {
+            name: x.to(self.device, self.model.dtype if x.is_floating_point() else None) for name, x in vision.items()
+        }
         text = self._embedding(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            mm_token_type_ids=kinds,
-            **{
-                name: x.to(self.device, self.model.dtype if x.is_floating_point() else None)
-                for name, x in vision.items()
-            },
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), mm_token_type_ids=kinds, **shown
         )
         tags += [0.0] * (len(ids) - len(tags))
         return {"text": text, "tags": torch.tensor(tags)[:, None]}
@@ -275,6 +272,7 @@ class VideoProcessor:
         """Return patches of videos, uint8 (T, H, W, 3), and the number of patches along each axis."""
         chosen, patches, grids = self.settings, [], []
         sizes = {name: chosen[name] for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        edges = chosen["size"]
         mean, std = (255 * torch.tensor(chosen[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
         for video in videos:
             frames = torch.tensor(video).permute(0, 3, 1, 2)
@@ -282,8 +280,8 @@ class VideoProcessor:
                 *(len(frames), *frames.shape[2:]),
                 temporal_factor=sizes["temporal_patch_size"],
                 factor=sizes["patch_size"] * sizes["merge_size"],
-                min_pixels=chosen["size"]["shortest_edge"],
-                max_pixels=chosen["size"]["longest_edge"],
+                min_pixels=edges["shortest_edge"],
+                max_pixels=edges["longest_edge"],
             )
             if size != frames.shape[2:]:
                 frames = torch.nn.functional.interpolate(frames, size, mode="bicubic", antialias=True)

@@ -70,6 +70,12 @@ def read_table(file: Path, columns: Sequence[str], where: str, optional: Mapping
     wanted = [*columns, *optional.values()]
     if file.suffix.lower() == ".jsonl":
         return _json_rows(lines, columns, required, wanted, where)
+    return _csv_rows(lines, columns, required, wanted, file, where)
+
+
+def _csv_rows(
+    lines: list[str], columns: Sequence[str], required: Sequence[str], wanted: Sequence[str], file: Path, where: str
+) -> list[Row]:
     records = _records(lines, where)
     (_, header), *body = records or [(1, [])]
     header = [name.strip() for name in header]
