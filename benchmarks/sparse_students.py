@@ -1,4 +1,4 @@
-"""Is a student with sparse attention as good as a dense one?  ``python -m benchmarks.sparse_students``.
+"""Students with sparse attention next to dense ones: ``python -m benchmarks.sparse_students``.
 
 Clips of moving shapes of 15 frames have 240 tokens in 60 tiles of 1 x 2 x 2, of which a query tile attends to 12. The
 shipped teacher, trained on for this length, is distilled by DMD2 to students that are dense, sparse from the start,
@@ -56,7 +56,7 @@ RANDOM = "--random-tiles"
 
 @contextmanager
 def random_tiles() -> Iterator[Any]:
-    """Choose tiles at random instead of by their scores, anew in each call."""
+    """Choose tiles at random instead of by their scores, other ones in each call."""
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
         return torch.rand(*q.shape[:3], k.shape[2], dtype=torch.float64)
