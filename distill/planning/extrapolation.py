@@ -20,8 +20,9 @@ from models.roles.role_plan import RolePlan
 def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu", at_once: bool = False) -> Simulation:
     """Simulate a run like :func:`simulate`; extrapolate deep networks from :func:`shallow_depths`, assuming that a
     phase peaks at the same moment at both, as with equal blocks (tests compare whole simulations). Networks whose
-    blocks differ (by family, GAN heads or adapters) or roles of different depths are simulated whole. With ``at_once``,
-    the second simulation runs in a separate process, which imports the main module."""
+    blocks differ (by family, GAN heads or adapters) or roles of different depths are simulated whole. While a phase
+    peaks at other moments, up to three further depths follow. With ``at_once``, the second simulation runs in a
+    separate process, which imports the main module."""
     low, high = shallow_depths(plan)
     depth = _common_depth(plan)
     if depth is None or depth <= high:
@@ -33,7 +34,11 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
             few, more = _simulate_shallow(config, plan.shapes, low, stands_for), made.result()
     else:
         few, more = (_simulate_shallow(config, plan.shapes, layers, stands_for) for layers in (low, high))
-    return _Line((depth - low) / (high - low)).simulation(few, more)
+    last = min(high + 3, depth - 1)
+    while not (line := _Line(depth - low)).has_equal_moments(few, more) and high < last:
+        low, high = high, high + 1
+        few, more = more, _simulate_shallow(config, plan.shapes, high, stands_for)
+    return line.simulation(few, more)
 
 
 def _common_depth(plan: RunPlan) -> int | None:
@@ -46,14 +51,18 @@ def _common_depth(plan: RunPlan) -> int | None:
     return depths.pop() if len(depths) == 1 else None
 
 
+_ROUNDING = 1 << 20
+"""Bytes below nothing that a line may reach: allocations are rounded."""
+
+
 @dataclass(frozen=True)
 class _Line:
-    """Line through the values of two depths, at ``share`` of their distance."""
+    """Line through the values of two depths, one apart, ``distance`` from the first."""
 
-    share: float
+    distance: int
 
     def number(self, a: float, b: float) -> float:
-        return a + self.share * (b - a)
+        return a + self.distance * (b - a)
 
     def sizes(self, a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
         return {key: max(0, round(self.number(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
@@ -61,6 +70,13 @@ class _Line:
     def peak(self, a: Peak, b: Peak) -> Peak:
         by = self.sizes(a.by, b.by)
         return Peak(sum(by.values()), by)
+
+    def has_equal_moments(self, few: Simulation, more: Simulation) -> bool:
+        """Whether each phase may peak at the same moment at both depths: else contents of the shallower one's moment
+        shrink, on the line to less than nothing, while those of the other one's grow too fast."""
+        pairs = [(peak.by, more.peaks[name].by) for name, peak in few.peaks.items()]
+        ends = (self.number(a[key], b.get(key, 0)) for a, b in pairs for key in a)
+        return all(end > -_ROUNDING for end in ends)
 
     def cost(self, a: StepCost, b: StepCost) -> StepCost:
         names = [field.name for field in fields(a) if field.name != "sent"]
