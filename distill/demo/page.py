@@ -67,7 +67,7 @@ class _Clip:
         return f"{counted(self._steps, 'step')}, {counted(frames, 'frame')}: {speed}"
 
     def write(self, file: Path) -> None:
-        """Write what there is of the clip."""
+        """Write a clip of all chunks so far."""
         frames = np.concatenate([piece.frames for piece in self._pieces], axis=1)
         write_clips([file], frames, self._pieces[-1].sounds, fps=self._studio.data.fps)
 
