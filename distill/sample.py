@@ -34,7 +34,7 @@ from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from fsdp_cp.launch import end_process, exit_code, recorded
-from fsdp_cp.progress import log_to_console, progress
+from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_first_rank
 from models.sample import VIDEO
 
@@ -90,20 +90,18 @@ def sample(arguments: argparse.Namespace) -> None:
         captions = captions or sample_captions(data, arguments.count)
         method = network.method(mesh=mesh, device=device, data=data)
         finished = [time.perf_counter()]
-        with progress(len(captions), "sampling", "clip") as advance:
-            latents = generate(
-                method,
-                role,
-                steps=steps,
-                captions=captions,
-                data=data,
-                mesh=mesh,
-                device=device,
-                seed=seed,
-                advance=advance,
-                latent_shapes=shapes,
-                chunk_done=lambda _: finished.append(time.perf_counter()),
-            )
+        latents = generate(
+            method,
+            role,
+            steps=steps,
+            captions=captions,
+            data=data,
+            mesh=mesh,
+            device=device,
+            seed=seed,
+            latent_shapes=shapes,
+            chunk_done=lambda _: finished.append(time.perf_counter()),
+        )
         clips = decode(data, latents)
         if clips is not None:
             with writing(f"--out={out}", "nothing was changed; give another"):

@@ -5,7 +5,7 @@ or with one number for all seeds together. A missing number is ``None`` or NaN, 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,16 @@ def rows_of_table(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str,
 
 def markdown(results: Mapping[str, Mapping[str, Result]]) -> str:
     """Return the table as Markdown. The difference from the teacher stands in parentheses."""
-    lines = [f"| measure | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
+    rows = []
     for row in rows_of_table(results):
         cells = [cell["value"] + f" ({cell['difference']})" * bool(cell["difference"]) for cell in row["cells"]]
-        lines.append(f"| {row['measure']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([row["measure"], *cells])
+    return "\n".join(table_lines(["measure", *results], rows))
+
+
+def table_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import default_collate
 
 from distill.config import Config
@@ -26,11 +26,11 @@ from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
 from distill.report.write import write_report
+from distill.run.loggers import Shown
 from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
 from models.sample import Sample
@@ -46,33 +46,24 @@ SHOWN_CLIPS = 8
 """Number of clips per row that the report shows. All clips are measured."""
 
 
-class Shown(NamedTuple):
-    """Samples of one step, for loggers."""
-
-    sheet: Image.Image
-    videos: dict[str, list[Path]]
-    measures: dict[str, float]
-
-
+@dataclass(kw_only=True, eq=False)
 class Evaluator:
     """Samples of student and teacher during a run, and its report. All ranks call each method; rank 0 writes."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
-        data: ClipDataset,
-        method: Method,
-        micro_batch_size: int,
-    ):
-        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
-        self.run_dir, self.micro_batch_size = Path(config.run_dir), micro_batch_size
-        self.teacher_clips: dict[int, Clips | None] = {}
-        """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
-        self.stored: dict[int, str] = {}
-        """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    data: ClipDataset
+    method: Method
+    micro_batch_size: int
+    teacher_clips: dict[int, Clips | None] = field(default_factory=dict)
+    """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
+    stored: dict[int, str] = field(default_factory=dict)
+    """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
 
     @cached_property
     def batch(self) -> int:
@@ -86,19 +77,14 @@ class Evaluator:
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
             return Clips(stored) if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
-        clips = self.decoded(name, self.data, self.shown_latents(role, steps, captions, items))
+        clips = self.decoded(name, self.data, self.latents(role, steps, captions, items))
         if clips is None:
             return None
         log.info("sampled %s: %s in %s", name, counted(len(captions), "clip"), duration(time.perf_counter() - started))
         return clips
 
-    def shown_latents(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Sample:
-        """Sample :meth:`latents`, and show the progress."""
-        with progress(len(captions), f"sampling {role}, {_steps(steps)}", "clip") as advance:
-            return self.latents(role, steps, captions, clips=items, advance=advance)
-
-    def latents(self, role: str, steps: int, captions: list[str], **options: Any) -> Sample:
-        """Sample the latents of clips; ``options`` are those of :func:`generate`."""
+    def latents(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Sample:
+        """Sample the latents of clips, with the images of the data's ``items`` if given."""
         return generate(
             self.method,
             role,
@@ -109,7 +95,7 @@ class Evaluator:
             device=self.device,
             seed=SAMPLE_SEED,
             batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-            **options,
+            clips=items,
         )
 
     def decoded(

@@ -286,7 +286,7 @@ class Guard:
         """Measure the teacher's clips at its full steps, or real ones without a teacher."""
         evaluator = self.evaluator
         if "teacher" in self.method.roles:
-            source = evaluator.data, evaluator.shown_latents("teacher", self._teacher_steps(), self.captions)
+            source = evaluator.data, evaluator.latents("teacher", self._teacher_steps(), self.captions)
         else:
             source = evaluator.real_latents(self.captions)
         measured = evaluator.decoded("the guard's reference", *source, by_caption)

@@ -111,19 +111,20 @@ def chosen_network(
     student: Path | None = None,
     sampling: Literal["student", "run"] = "student",
     steps: int | None = None,
+    setting: str = "--steps",
 ) -> Callable[[], SampledNetwork]:
     """Check the choice of a network of the run with ``config``: its teacher, or its exported student (other weights, if
-    ``student`` is a folder), sampled as that or the run says. Return a function that plans it, as
-    :func:`network_to_sample`, once the device is open."""
+    ``student`` is a folder), sampled as that or the run says, in ``steps``, which ``setting`` names. Return a function
+    that plans it, as :func:`network_to_sample`, once the device is open."""
     if role == "teacher":
         folder = Path(teacher_of(config))
     else:
         folder = exported_student(Path(config.run_dir)) if student is None else student
         config = sampled_as(config, folder, sampling)
-    steps = checked_steps(config, role, steps, "--steps")
+    steps = checked_steps(config, role, steps, setting)
     if role == "student" and (trained := read_contract(find_adapters(str(folder))).get("steps")):
         if steps not in (getattr(config.method, "steps", None) or [trained]) and rank() == 0:
-            log.warning("%s was trained for %d steps, and --steps is %d", folder, trained, steps)
+            log.warning("%s was trained for %d steps, and %s is %d", folder, trained, setting, steps)
 
     def planned() -> SampledNetwork:
         resolve_hub_names(config, ["teacher"] if role == "teacher" else [])

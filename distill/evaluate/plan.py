@@ -17,16 +17,14 @@ from distill.data.videos.references import with_files
 from distill.evaluate.comparison import RESULT, SIZES, differing, read_evaluation
 from distill.evaluate.measures import VERSION
 from distill.evaluate.networks import (
+    RoleName,
     SampledNetwork,
     check_number,
-    checked_steps,
+    chosen_network,
     exported_student,
-    network_to_sample,
     prompts_with_images,
     read_prompts,
-    sampled_as,
     settings_of_run,
-    teacher_of,
 )
 from distill.evaluate.perceptual import LPIPS_LEAST, Embedding, read_networks
 from distill.evaluate.vbench import DIMENSIONS, read_extended, read_suite, seeds_of
@@ -304,22 +302,19 @@ def _networks(words: Sequence[str], config: Config, arguments: Namespace) -> dic
 
 def _participant(word: str, config: Config, arguments: Namespace) -> tuple[str, SampledNetwork]:
     path, count = _path_and_steps(word)
-    if path == "teacher":
-        role, own, folder = "teacher", config, Path(teacher_of(config))
-    else:
-        role, folder = "student", user_path(path, "WHAT")
+    role: RoleName = "teacher" if path == "teacher" else "student"
+    own, folder = config, None
+    if role == "student":
+        folder = user_path(path, "WHAT")
         if _is_run(folder):
             own = _resolved(settings_of_run(folder, arguments.device, arguments.cp))
             folder = exported_student(folder)
             _check_data(word, own, config)
-        else:
-            own = config
-        own = sampled_as(own, folder)
-    steps = checked_steps(own, role, count, f"{path}@")
     own = replace(own, data=config.data)
     if arguments.precision:
         own = replace(own, **{role: replace(getattr(own, role), precision=arguments.precision)})
-    return f"{path}, {counted(steps, 'step')}", network_to_sample(own, role, folder, steps)
+    network = chosen_network(own, role, student=folder, steps=count, setting=f"{path}@")()
+    return f"{path}, {counted(network.steps, 'step')}", network
 
 
 def _check_data(word: str, own: Config, first: Config) -> None:

@@ -14,10 +14,11 @@ from distill.data.base import Measure, MeasuredDataset
 from distill.methods import Method
 from distill.methods.common.chunks import chunk_noise, noised
 from distill.report.media import Sound
-from fsdp_cp.errors import NotFinite
+from fsdp_cp.errors import NotFinite, counted
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import progress
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.state import resharded
@@ -150,15 +151,12 @@ def sampling_batch(roles: Iterable[Role], shapes: PartShapes, mesh: Mesh, device
     return max(1, min(32, int(least) // 32 // of_clip))
 
 
-def generate(
-    method: Method, role: str, *, captions: list[str], advance: Callable[[int], object] | None = None, **options: Any
-) -> Sample:
-    """Return the latents of all ``captions`` by :func:`sample_batches`, with its ``options``. ``advance`` is called
-    with numbers of finished clips."""
+def generate(method: Method, role: str, *, captions: list[str], steps: int, **options: Any) -> Sample:
+    """Return the latents of all ``captions`` by :func:`sample_batches`, with its ``options``; show the progress."""
     made = []
-    for positions, latents in sample_batches(method, role, captions=captions, **options):
-        made.append(latents)
-        if advance is not None:
+    with progress(len(captions), f"sampling {role}, {counted(steps, 'step')}", "clip") as advance:
+        for positions, latents in sample_batches(method, role, captions=captions, steps=steps, **options):
+            made.append(latents)
             advance(len(positions))
     return Sample.cat(made)
 

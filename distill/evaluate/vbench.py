@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill.data.videos.table import read_captions
-from distill.evaluate.comparison import in_words, mean_over_prompts
+from distill.evaluate.comparison import in_words, mean_over_prompts, table_lines
 from distill.evaluate.networks import read_as
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
@@ -71,6 +71,7 @@ DIMENSIONS = {
 
 _SELF_FORCING = "extended prompts of github.com/guandeh17/Self-Forcing; arXiv:2506.08009, table 1"
 PUBLISHED = (
+    ("published, in percent", "total", "quality", "semantic", "protocol"),
     ("Wan 2.1 1.3B, 50 steps", "84.26", "85.30", "80.09", _SELF_FORCING),
     ("Wan 2.1 1.3B, 50 steps", "83.31", "85.23", "75.65", "VBench's leaderboard, as github.com/NVlabs/Sana copies it"),
     ("Wan 2.1 1.3B, 50 steps", "82.78", "", "", "rCM's, as issue 92 of Self-Forcing's repository quotes it"),
@@ -78,7 +79,7 @@ PUBLISHED = (
     ("Self-Forcing 1.3B, 4 steps", "84.31", "85.07", "81.28", _SELF_FORCING),
     ("CausVid 1.3B, 4 steps", "81.20", "84.05", "69.80", _SELF_FORCING),
 )
-"""Published totals in percent: network, total, quality, semantic, protocol and source."""
+"""Table of published totals, its head first."""
 
 
 def read_suite(path: Path) -> list[dict[str, Any]]:
@@ -233,15 +234,14 @@ def run_suite(
         print("VBench was not run; these commands are left, and then this command with --vbench-python")
         return
     write_text(out / "vbench.json", json.dumps(found, indent=1) + "\n")
-    lines = [f"| VBench | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    rows = []
     for dimension in dimensions:
-        cells = [in_words(x["dimensions"][dimension]) + x["dimensions"][dimension]["note"] for x in found.values()]
-        lines.append(f"| {dimension} | {' | '.join(cells)} |")
+        scores = [x["dimensions"][dimension] for x in found.values()]
+        rows.append([dimension, *(in_words(score) + score["note"] for score in scores)])
     for key in ("quality", "semantic", "total"):
-        cells = [f"{x['totals'][key]:.4f}" if key in x["totals"] else "a dimension is missing" for x in found.values()]
-        lines.append(f"| {key} | {' | '.join(cells)} |")
-    lines += ["", "| published, in percent | total | quality | semantic | protocol |", "|---|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in PUBLISHED]
+        sums = [x["totals"].get(key) for x in found.values()]
+        rows.append([key, *("a dimension is missing" if total is None else f"{total:.4f}" for total in sums)])
+    lines = [*table_lines(["VBench", *found], rows), "", *table_lines(PUBLISHED[0], PUBLISHED[1:])]
     write_text(out / "vbench.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 

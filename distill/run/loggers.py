@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -17,6 +17,16 @@ from distill.config.schema import LogSettings
 from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+class Shown(NamedTuple):
+    """Sample clips of one step."""
+
+    sheet: Image.Image
+    """Picture of all."""
+    videos: Mapping[str, Sequence[Path]]
+    """mp4 files by network and number of steps."""
+    measures: Mapping[str, float]
 
 
 def check_services(settings: LogSettings) -> None:
@@ -51,16 +61,15 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._send(lambda run: run.log({"step": step, **metrics}))
 
-    def show(
-        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
-    ) -> None:
-        """Show sample clips: a picture of all, the mp4 files by network and number of steps, and perhaps measures."""
-
+    def show(self, step: int, shown: Shown) -> None:
         def send(run: Any) -> None:
             import wandb
 
-            clips = {f"samples/{name}": [wandb.Video(str(f), format="mp4") for f in videos[name]] for name in videos}
-            run.log({"step": step, "samples/sheet": wandb.Image(sheet), **clips, **measures})
+            clips = {
+                f"samples/{name}": [wandb.Video(str(file), format="mp4") for file in files]
+                for name, files in shown.videos.items()
+            }
+            run.log({"step": step, "samples/sheet": wandb.Image(shown.sheet), **clips, **shown.measures})
 
         self._send(send)
 
@@ -107,11 +116,9 @@ class TensorBoard:
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
-    def show(
-        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
-    ) -> None:
-        self._writer.add_image("samples/sheet", np.asarray(sheet), step, dataformats="HWC")
-        self.write(step, measures)
+    def show(self, step: int, shown: Shown) -> None:
+        self._writer.add_image("samples/sheet", np.asarray(shown.sheet), step, dataformats="HWC")
+        self.write(step, shown.measures)
 
     def close(self) -> None:
         self._writer.close()

@@ -8,10 +8,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from distill.config.schema import LogSettings
-from distill.run.loggers import open_services
+from distill.run.loggers import Shown, open_services
 from fsdp_cp.errors import duration
 from fsdp_cp.files.atomic_file import writing
 
@@ -41,15 +39,13 @@ class MetricsLog:
         with _append_to(self._run_dir / "norms.jsonl") as file:
             _write(file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
 
-    def show(
-        self, step: int, sheet: Image.Image, videos: Mapping[str, Sequence[Path]], measures: Mapping[str, float]
-    ) -> None:
-        """Log the measures of sample clips, and show the clips in the services; see ``Logger``."""
-        if measures:
+    def show(self, step: int, shown: Shown) -> None:
+        """Log the measures of sample clips, and show the clips in the services."""
+        if shown.measures:
             with _append_to(self._run_dir / MEASURES) as file:
-                _write(file, _line(step, measures))
+                _write(file, _line(step, shown.measures))
         for service in self._services:
-            service.show(step, sheet, videos, measures)
+            service.show(step, shown)
 
     def close(self) -> None:
         self._file.close()

@@ -271,7 +271,7 @@ class Trainer:
         with self.method.student_average():
             shown = self.evaluator.write_samples(self.step)
         if self.log is not None and shown is not None:
-            self.log.show(self.step, *shown)
+            self.log.show(self.step, shown)
 
     def _look_if_due(self, metrics: dict[str, float | None] | None) -> None:
         """Let the guard look before the first step (``None``), and after the steps of ``metrics`` that it waits for."""

@@ -76,7 +76,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     metrics = MetricsLog(tmp_path, LogSettings(), {})
     for step in (10, 20):
         method.updates = step
-        metrics.show(step, *evaluate.write_samples(step))
+        metrics.show(step, evaluate.write_samples(step))
     assert method.calls == [("teacher", 5), ("teacher", 2), ("student", 3), ("student", 3)]
     assert all(torch.equal(noise, method.noise[0]) for noise in method.noise), "the same noise for all"
     files = {
@@ -170,7 +170,7 @@ def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
 def log_one_set(tmp_path, **settings):
     metrics = MetricsLog(tmp_path, LogSettings(**settings), {})
     metrics.write(20, {"student/loss": 0.5})
-    metrics.show(20, *evaluator(tmp_path, Painter(), teacher_steps=[5]).write_samples(20))
+    metrics.show(20, evaluator(tmp_path, Painter(), teacher_steps=[5]).write_samples(20))
     metrics.close()
     return np.asarray(Image.open(tmp_path / "samples" / "step_00000020.png"))
 

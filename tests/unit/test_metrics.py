@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from distill.config.schema import LogSettings
+from distill.run.loggers import Shown
 from distill.train.metrics import MEASURES, MetricsLog, StepLine
 from tests.unit.refused import refused
 
@@ -42,7 +43,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     for name, write in (
         ("metrics", lambda: log.write(1, {"student/loss": 1.0})),
         ("norms", lambda: log.write_norms(1, "student", {"weight": (1.0, None)})),
-        ("measures", lambda: log.show(1, sheet, {}, {"accuracy": 1.0})),
+        ("measures", lambda: log.show(1, Shown(sheet, {}, {"accuracy": 1.0}))),
     ):
         with refused(f"{name}.jsonl"):
             write()
