@@ -152,17 +152,6 @@ def test_a_gradient_penalty_through_split_tokens_is_refused(pools):
     assert all(pools[2].run(_penalty_of_split_tokens))
 
 
-# ---- inference mode
-
-
-def _gradients(model, x):
-    with microbatch(model, is_first=True, is_last=True):
-        model(x).float().square().mean().backward()
-    found = [p.grad.to_local().clone() for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
 # ---- arguments
 
 

@@ -8,11 +8,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
-from models.export_folder import sharded, write_folder
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.samples import video
-from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition, tiny_role
 from tests.tiers import slow_case
 
 
@@ -53,22 +52,6 @@ def test_every_rank_reads_its_shards(pools, checkpoints, tmp_path, kind):
         # The rotary tables are not in the files: a wrong restoration shows here.
         truth = network(hidden_states=x, timestep=torch.tensor([700.0]), encoder_hidden_states=text).sample
     torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
-
-
-def _export(path, out, max_bytes):
-    role = _load(path)
-    write_folder(out, [sharded(role.weights())], role.config, dtype=torch.float32, max_bytes=max_bytes)
-
-
-@pytest.mark.parametrize("max_bytes", [10**9, 20_000])
-def test_export_loads_in_diffusers_bit_by_bit(pools, checkpoints, tmp_path, max_bytes):
-    pools[3].run(_export, checkpoints / "fake", tmp_path / "export", max_bytes)
-    truth = WanTransformer3DModel.from_pretrained(checkpoints / "fake")
-    loaded, info = WanTransformer3DModel.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert dict(loaded.config)["num_layers"] == ARCHITECTURE["num_layers"]
-    for (name, p), (_, q) in zip(loaded.named_parameters(), truth.named_parameters(), strict=True):
-        assert torch.equal(p, q), name
 
 
 def _elements_read(path):

@@ -32,7 +32,7 @@ from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_
 from tests.oracles.written_out import WrittenOut
 from tests.tiers import long_case, slow, slow_case
 
-MESHES = [slow_case(2, 1), (1, 2), long_case(2, 2)]
+MESHES = [slow_case(2, 1), (1, 2), (1, 3), long_case(2, 2)]
 WIDTH = ARCHITECTURE["num_attention_heads"] * ARCHITECTURE["attention_head_dim"]
 RATES = ARCHITECTURE["freq_dim"] // 2
 W1, W2 = (f"additions.second_time.linear_{i}.weight" for i in (1, 2))

@@ -116,10 +116,9 @@ class Run:
         """Videos whose first frames go with the captions."""
         return str(self.clips / "clip_0.mp4"), str(self.clips / "clip_1.mp4")
 
-    def ours(self, images: tuple[str, ...] = (), *, text_alone: bool = False, times: tuple = (), **student: Any):
+    def ours(self, images: tuple[str, ...] = (), *, text_alone: bool = False, times: tuple = ()):
         """Sample the export with our sampler on one rank; see :func:`_ours`."""
-        chosen = student or {"checkpoint": str(self.student)}
-        return run_ranks(1, _ours, self, images, text_alone, times, chosen)[0]
+        return run_ranks(1, _ours, self, images, text_alone, times)[0]
 
     def theirs(self, kind: type, **parts: Any):
         """Load a diffusers pipeline with the exported scheduler and the given parts."""
@@ -145,7 +144,7 @@ class TorchDraws:
         return torch.randn(2, *shape, dtype=dtype)
 
 
-def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, student: dict[str, Any]):
+def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple):
     """Return latents, pixels, the condition, an item's shapes, and latents along each of ``times``, or of the sound."""
     config = load_config(run.folder / "config.yaml")
     if text_alone:
@@ -156,7 +155,7 @@ def _ours(run: Run, images: tuple[str, ...], text_alone: bool, times: tuple, stu
     )
     added = METHODS[config.method.name][0].additions(config.method).get("student", ())
     role = build_role(
-        plan_role("student", family=run.case.family, **{"additions": added} | student),
+        plan_role("student", checkpoint=str(run.student), family=run.case.family, additions=added),
         mesh=build_mesh(cp=1, heads=4),
         device=torch.device("cpu"),
         trainable=False,

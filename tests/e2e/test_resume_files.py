@@ -23,27 +23,6 @@ def _state(run_dir, step):
 
 
 @slow
-def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
-    run_dir, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(ROOT / "assets" / "quickstart_teacher", other)
-    weights = other / "transformer" / "diffusion_pytorch_model.safetensors"
-    save_file({name: 1.01 * tensor for name, tensor in load_file(weights).items()}, weights)
-    arguments = [*QUICK, f"run_dir={run_dir}"]
-    assert main([*arguments, "steps=1"]) == 0
-    before = _state(run_dir, 1)["sources"]["teacher.checkpoint"]
-    assert main([*arguments, "steps=2", f"teacher.checkpoint={other}"]) == 2
-    error = capsys.readouterr().err
-    assert "teacher.checkpoint" in error and str(other) in error and before["value"] in error
-    accept = "checkpoint.accept=[teacher.checkpoint]"
-    assert main([*arguments, "steps=2", f"teacher.checkpoint={other}", accept]) == 0
-    found = _state(run_dir, 2)["sources"]["teacher.checkpoint"]
-    assert found["value"] == str(other) and found["fingerprint"] != before["fingerprint"]
-    assert found["earlier"]["fingerprint"] == before["fingerprint"] and found["since_step"] == 1
-    start = json.loads((run_dir / "starts.jsonl").read_text().splitlines()[-1])
-    assert start["config"]["checkpoint"]["accept"] == ["teacher.checkpoint"]
-
-
-@slow
 def test_a_teacher_of_the_hub_stays_at_its_commit(tmp_path, monkeypatch, capsys):
     """Without a network the cache is used. The run records the commit, and keeps it when the branch has moved."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -17,14 +17,12 @@ from distill.run.setup import plan_run
 from tests.oracles.samples import video
 from tests.unit.method_roles import (
     SHAPE,
-    Gaussian,
     N,
     Painter,
     Recorder,
     are_uniform_then_shifted_then_clamped,
     close,
     dmd2,
-    gradients,
     is_normal,
     make_batch,
     noise_of,
@@ -32,7 +30,6 @@ from tests.unit.method_roles import (
     null_text_of,
     random_at,
     run_loss,
-    student_sample,
     text_of,
     times_and_texts,
     wide,
@@ -79,32 +76,6 @@ def test_rollout_length_is_the_steps_own_and_takes_every_value():
 # ---------------------------------------------------------------- dmd2: backward simulation
 
 
-@pytest.mark.parametrize(("which", "length"), [("student", 1), ("student", 3), ("fake", 3)])
-def test_rollout_follows_backward_simulation(which, length):
-    method = dmd2()
-    step = student_steps(method)[length]
-    if which == "fake":
-        step = next(
-            s for s in range(600) if s % 6 and random_at(s).shared_integer("dmd2/rollout_length", 1, 3) == length
-        )
-    run_loss(method, step)
-    calls = method.roles["student"].calls
-    assert len(calls) == length
-    assert [call.with_grad for call in calls] == [False] * (length - 1) + [which == "student"]
-    noises = [calls[0].x]
-    for k, (call, time) in enumerate(zip(calls, [1.0, 0.8, 0.5], strict=False)):
-        assert (call.t == time).all() and torch.equal(call.text, text_of(make_batch()))
-        assert not call.x.requires_grad
-        if k:
-            x0 = calls[k - 1].x - wide(calls[k - 1].t) * calls[k - 1].v
-            noises.append((call.x - (1 - time) * x0) / time)
-    noises += [noise_of(c, student_sample(method)) for c in method.roles["fake"].calls]
-    for noise in noises:
-        assert is_normal(noise)
-    together = torch.corrcoef(torch.stack([noise.flatten() for noise in noises]))
-    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "each noise of a step is a draw of its own"
-
-
 # ---------------------------------------------------------------- dmd2: the student's loss
 
 
@@ -132,22 +103,6 @@ def test_gradient_on_the_sample_is_g_over_n_b(length, scale):
     assert close(loss, 0.5 * (direction * 4 * N).square().sum() / (4 * N), 1e-10)
 
 
-def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
-    theta = normal(4, *SHAPE, seed=9)
-    method = dmd2(Painter(theta))
-    run_loss(method, 0)
-    (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
-    assert torch.equal(real.x, torch.cat([fake.x, fake.x])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
-    batch = make_batch()
-    assert torch.equal(real.text, torch.cat([text_of(batch), null_text_of(batch)]))
-    assert torch.equal(fake.text, text_of(batch)), "the fake score has no guidance"
-    for call in (real, fake):
-        assert not call.x.requires_grad and not call.with_grad
-    noise = noise_of(fake, theta)
-    assert is_normal(noise)
-    assert len(set(fake.t.tolist())) == 4
-
-
 @pytest.mark.parametrize("role", ["student", "fake"])
 def test_score_times_are_uniform_shifted_and_then_held_in_their_range(role):
     """Check the times of the student's scores and of the fake score's training (Self-Forcing, FastVideo)."""
@@ -172,36 +127,6 @@ def test_the_ode_follows_the_students_own_velocity(step):
     sample = method.generate("student", video(noise), batch.condition, 3, random_at(9)).video
     assert torch.equal(sample, method.generate("student", video(noise), batch.condition, 3, random_at(8)).video)
     assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
-
-
-@pytest.mark.parametrize(("sampler", "length"), [("renoise", 1), ("renoise", 3), ("ode", 2)])
-def test_gradient_flows_through_the_last_rollout_step_only(sampler, length):
-    method = dmd2(student_sampler=sampler)
-    student = method.roles["student"]
-    run_loss(method, student_steps(method)[length]).backward()
-    ours = gradients(student)
-    student.zero_grad()
-    last = student.calls[-1]
-    sample = last.x.detach() - wide(last.t) * student.formula(last.x.detach(), last.t, last.text)
-    sample.backward(dmd_direction(method, sample.detach()))
-    assert ours.keys() == {"mix", "time", "caption"}
-    assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
-    for name, gradient in gradients(student).items():
-        assert close(ours[name], gradient, 1e-10), name
-
-
-def test_exact_gaussian_scores_give_the_difference_of_scores():
-    """x_fake - x_real = t^2 / (1 - t) (s_fake - s_real), so descent moves samples along s_real - s_fake."""
-    theta = normal(4, *SHAPE, seed=9)
-    teacher, fake = Gaussian(std=0.7), Gaussian(std=1.3)
-    method = dmd2(Painter(theta), teacher, fake, guidance_scale=1.0)
-    run_loss(method, 0).backward()
-    x_t, t, text = fake.calls[0].x, fake.calls[0].t, text_of(make_batch())
-    difference = fake.score(x_t, t, text) - teacher.score(x_t, t, text)
-    x_real = x_t - wide(t) * teacher.formula(x_t, t, text)
-    q = wide((theta - x_real).abs().mean((1, 2, 3, 4)))
-    expected = wide(t) ** 2 / (1 - wide(t)) * difference / q / (4 * N)
-    assert close(method.roles["student"].theta.grad, expected, 1e-9)
 
 
 def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
@@ -283,20 +208,6 @@ def test_data_forcing_from_the_teacher_is_warned_of(caplog, tmp_path):
 
 
 # ---------------------------------------------------------------- dmd2: the fake score's loss
-
-
-def test_fake_loss_is_flow_matching_on_the_students_samples():
-    theta = normal(4, *SHAPE, seed=9)
-    method = dmd2(Painter(theta))
-    loss = run_loss(method, 1)
-    (call,) = method.roles["fake"].calls
-    assert call.with_grad and torch.equal(call.text, text_of(make_batch())), "caption only, no guidance"
-    noise = noise_of(call, theta)
-    assert is_normal(noise)
-    assert close(loss, (call.v - (noise - theta)).square().sum() / (4 * N), 1e-10)
-    loss.backward()
-    assert not method.roles["teacher"].calls, "the teacher has no part in it"
-    assert not gradients(method.roles["student"]) and len(gradients(method.roles["fake"])) == 3
 
 
 @pytest.mark.parametrize(("name", "warns"), [("dmd2", True), ("flow_matching", False)])

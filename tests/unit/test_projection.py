@@ -11,7 +11,6 @@ from distill.config import compose_config
 from distill.methods import METHODS
 from distill.methods.common.distribution_matching import MatchingSettings, project_out
 from models.sample import Sample
-from tests.oracles.samples import video
 from tests.unit.method_roles import SHAPE, N, Painter, close, dmd2, normal, run_loss
 from tests.unit.refused import refused
 from tests.unit.test_dmd2 import dmd_direction
@@ -88,32 +87,6 @@ def test_every_method_with_a_fake_score_has_it_and_no_other():
 
 
 # ---------------------------------------------------------------- what goes, and what it costs
-
-
-def share_taken(d, deviation, offset, draws=5000):
-    """Return the mean share of ``|d|^2`` that goes, for samples ``N(0, deviation^2)`` around the mean that the query
-    leaves, and an estimate of it that is off by ``offset``."""
-    around = deviation * normal(draws, len(d), seed=0)
-    return project_out(video(d.expand(draws, -1)), video(around - offset))[1].video.mean().item()
-
-
-@pytest.mark.parametrize("d", [2, 8, 64])
-@pytest.mark.parametrize("length", [0.3, 1.0, 4.0])
-def test_the_share_of_the_fake_scores_error_that_goes_has_a_lower_bound(d, length):
-    """At least ``|e|^2 / (|e|^2 + tr Sigma)`` on average (by Cauchy-Schwarz)."""
-    error, deviation = normal(d, seed=d), normal(d, seed=d + 1).abs()
-    error *= length / error.norm()
-    least = length**2 / (length**2 + deviation.square().sum().item())
-    assert share_taken(error, deviation, error) > least - 0.02
-
-
-@pytest.mark.parametrize(("d", "leading"), [(8, 0.48), (1024, 0.44)])
-def test_an_exact_fake_score_costs_signal(d, leading):
-    """1/d if the samples vary equally in all directions; along the first of deviations 1/k it does not vanish."""
-    signal, exact = torch.eye(d, dtype=torch.float64)[0], torch.zeros(d, dtype=torch.float64)
-    equal = torch.ones(d, dtype=torch.float64)
-    assert share_taken(signal, equal, exact) == pytest.approx(1 / d, rel=0.1)
-    assert share_taken(signal, 1 / torch.arange(1, d + 1), exact) == pytest.approx(leading, abs=0.02)
 
 
 def test_particles_drift_less_from_an_error_and_come_slower_without_one():
