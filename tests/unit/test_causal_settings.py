@@ -155,7 +155,7 @@ def test_operations_follow_the_mask():
 @pytest.mark.long
 @pytest.mark.parametrize("cp", [1, 4])
 def test_a_plan_counts_the_cache(cp):
-    """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
+    """Keys and values of the visible chunks, divided by cp, none of the text; operations by the mask."""
     shapes = (frames(7), CONDITION_SHAPES)
     role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
     run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan], shapes=shapes)
@@ -181,8 +181,8 @@ def test_a_plan_counts_the_cache(cp):
             role.flops = 0
             role.velocity(video(x), torch.zeros(2), condition, clean=video(x))
     of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
-    assert held == ARCHITECTURE["num_layers"] * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
-    assert streamed == ARCHITECTURE["num_layers"] * of_layer * (3 * 32 // cp + CONDITION_SHAPES["text"][0])
+    assert held == ARCHITECTURE["num_layers"] * of_layer * (4 * 16 // cp)
+    assert streamed == ARCHITECTURE["num_layers"] * of_layer * (3 * 32 // cp)
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
     family, config = role.family, role.config
