@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         "--targets", nargs="+", default=[], help="patterns of layer names; those of the blocks by default"
     )
     command.set_defaults(work=_extract)
-    command = commands.add_parser("stack", help="one adapter that adds STUDENT and ADAPTER, of one base; ranks add up")
+    what = "one adapter that adds STUDENT and ADAPTER, of one base; ranks add up"
+    more = "Gates of sparse attention are no adapters: they belong to STUDENT, stay as they are, and take no weight."
+    command = commands.add_parser("stack", help=what, description=f"Write {what}. {more}")
     command.add_argument("student", metavar="STUDENT", help="file or folder of adapters, which tells how to sample")
     command.add_argument("adapter", metavar="ADAPTER", help="file or folder of adapters that were trained on BASE")
     command.add_argument("base", metavar="BASE", help="diffusers folder of the base of both")
@@ -146,7 +148,10 @@ def _extract(args: argparse.Namespace, out: Path) -> None:
 
 
 def _stack(args: argparse.Namespace, out: Path) -> None:
-    """Stack two adapters. The first one's description and ``causal.json`` tell how the sum is sampled."""
+    """Stack two adapters. The first one's description and ``causal.json`` tell how the sum is sampled.
+
+    Gates of sparse attention belong to the first one. They are not adapters, so its weight does not scale them.
+    """
     if args.format == videox.KIND:
         raise UserError(f"--format {videox.KIND} holds last layers, which adapters lack; leave it out")
     if not all(map(math.isfinite, args.weights)):
@@ -174,6 +179,8 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
     _write(args, out, base, parts, sparse=student, **about)
     print(f"{out}: adapters of rank {adapters[0].rank} + {adapters[1].rank}, times {args.weights[0]:g} and"
           f" {args.weights[1]:g}")  # fmt: skip
+    if adapters[0].gates:
+        print(f"{out}: {len(adapters[0].gates)} tensors of STUDENT's gates of sparse attention, without a weight")
 
 
 if __name__ == "__main__":
