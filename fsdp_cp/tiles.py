@@ -36,6 +36,9 @@ class Tiles:
     """Number of tokens of a tile along each axis."""
     is_ordered: bool = False
     """Whether the split sequence is in tile order; otherwise in raster order."""
+    given: int = 0
+    """Number of dense rows before the video in the same sequence, as those of a given first frame. The ``grid`` leaves
+    them out."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("grid", self.grid), ("tile", self.tile)):
@@ -44,8 +47,8 @@ class Tiles:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the video."""
-        return math.prod(self.grid)
+        """Number of tokens of the sequence: of the video, and rows before it."""
+        return self.given + math.prod(self.grid)
 
     @property
     def width(self) -> int:
@@ -58,15 +61,20 @@ class Tiles:
         return math.prod(-(-size // step) for size, step in zip(self.grid, self.tile, strict=True))
 
     def dense_tiles(self, segments: Sequence[int]) -> int:
-        """Return the number of tiles of the segments before the video, each of :attr:`width` consecutive rows."""
-        return sum(-(-rows // self.width) for rows in segments[:-1])
+        """Return the number of tiles of the dense rows before the video, each of :attr:`width` consecutive rows."""
+        return sum(-(-rows // self.width) for rows in self._dense_rows(segments))
+
+    def _dense_rows(self, segments: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of dense rows before the video: of each segment, and those of the video's own one."""
+        return (*segments[:-1], self.given)
 
     def pairs(self, segments: Sequence[int], kept: int) -> tuple[int, int]:
         """Return the pairs of (query, key) tokens in the fine attention, and of tiles in the coarse one.
 
         Each pair costs ``4 x heads x head size`` operations in a forward. Tiles count with their mean size.
         """
-        dense, video = sum(segments[:-1]), segments[-1]
+        dense = sum(self._dense_rows(segments))
+        video = sum(segments) - dense
         tiles = self.dense_tiles(segments) + self.count
         fine = dense * (dense + video) + video * dense + round(video * video * kept / self.count)
         return fine, tiles * tiles
@@ -88,27 +96,28 @@ class Tiles:
         return x.index_select(dim, _on_device(self, x.device)[1]) if self.is_ordered else x
 
     def tile_of(self, segments: Sequence[int]) -> numpy.ndarray:
-        """Return the tile of each token of the split sequence: segments of dense rows, then the video.
+        """Return the tile of each token of the split sequence: segments of dense rows, given rows, then the video.
 
         Tiles of the dense segments come first. No tile spans two segments.
         """
         parts, first = [], 0
-        for rows in segments[:-1]:
+        for rows in self._dense_rows(segments):
             parts.append(first + numpy.arange(rows) // self.width)
             first += -(-rows // self.width)
         video = _raster_tiles(self.grid, self.tile)
-        parts.append(first + (video[_orders(self)[0]] if self.is_ordered else video))
+        order = _orders(self)[0][self.given :] - self.given
+        parts.append(first + video[order])
         return numpy.concatenate(parts)
 
     def as_numbers(self) -> list[int]:
         """Return the tiles as a flat list, for operators."""
-        return [*self.grid, *self.tile, int(self.is_ordered)]
+        return [*self.grid, *self.tile, int(self.is_ordered), self.given]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Tiles:
         """Invert :meth:`as_numbers`."""
-        t, h, w, *tile, is_ordered = map(int, numbers)
-        return cls((t, h, w), (tile[0], tile[1], tile[2]), bool(is_ordered))
+        t, h, w, *tile, is_ordered, given = map(int, numbers)
+        return cls((t, h, w), (tile[0], tile[1], tile[2]), bool(is_ordered), given)
 
 
 def _raster_tiles(grid: tuple[int, ...], tile: tuple[int, ...]) -> numpy.ndarray:
@@ -123,7 +132,7 @@ def _orders(tiles: Tiles) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Return the permutation of :meth:`Tiles.order` and its inverse."""
     order = numpy.arange(tiles.tokens)
     if tiles.is_ordered:
-        order = numpy.argsort(_raster_tiles(tiles.grid, tiles.tile), kind="stable")
+        order[tiles.given :] = tiles.given + numpy.argsort(_raster_tiles(tiles.grid, tiles.tile), kind="stable")
     return order, numpy.argsort(order)
 
 

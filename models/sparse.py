@@ -72,10 +72,11 @@ class SparseSettings(Checked):
         added, every = self.warmup
         return min(self.sparsity, added * (updates // int(every)))
 
-    def tiles(self, grid: Sequence[int]) -> Tiles:
-        """Return the tiles of a video whose tokens are frames, rows and columns of ``grid``."""
+    def tiles(self, grid: Sequence[int], given_frames: int = 0) -> Tiles:
+        """Return the tiles of a video whose tokens are frames, rows and columns of ``grid``. The first ``given_frames``
+        stay dense."""
         (t, h, w), (tile_t, tile_h, tile_w) = grid, self.tile
-        return Tiles((t, h, w), (tile_t, tile_h, tile_w))
+        return Tiles((t - given_frames, h, w), (tile_t, tile_h, tile_w), given=given_frames * h * w)
 
 
 class SparseCall(NamedTuple):
@@ -123,13 +124,34 @@ class SparseRoles:
         finally:
             self.role = outer
 
-    def call(self, grid: Sequence[int], mesh: Mesh) -> SparseCall | None:
+    def call(self, grid: Sequence[int], mesh: Mesh, given_frames: int = 0) -> SparseCall | None:
         """Return the attention of the current role to a video whose tokens are frames, rows and columns of ``grid``,
-        in the order of the split sequence; ``None`` for a dense role."""
+        in the order of the split sequence; ``None`` for a dense role. The first ``given_frames`` stay dense."""
         plan = self.plans.get(self.role)
         if plan is None:
             return None
-        return SparseCall(self.role, sparse_tiles(plan.settings.tiles(grid).on(mesh), self.sparsity[self.role]))
+        tiles = plan.settings.tiles(grid, given_frames).on(mesh)
+        return SparseCall(self.role, sparse_tiles(tiles, self.sparsity[self.role]))
+
+
+class SparseTables:
+    """Sparse attention of a network's current call, which its blocks get with the rotary tables."""
+
+    def __init__(self, roles: SparseRoles, mesh: Mesh):
+        self.roles, self.mesh = roles, mesh
+        self.video: Tiles | None = None
+        """Tiles of the call's video; ``None`` for a dense role."""
+        self._added: tuple[Any, ...] = ()
+
+    def begin(self, grid: Sequence[int], *more: Any, given_frames: int = 0) -> None:
+        """Begin a call with a video of ``grid``, as :meth:`SparseRoles.call`. Sparse blocks get ``more`` too."""
+        call = self.roles.call(grid, self.mesh, given_frames)
+        self.video = None if call is None else call.sparse.tiles
+        self._added = () if call is None else (call, *more)
+
+    def add(self, _rope: nn.Module, _args: tuple, tables: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+        """Return the rotary tables with the attention of a sparse role."""
+        return (*tables, *self._added)
 
 
 def sparse_roles(network: nn.Module) -> SparseRoles:

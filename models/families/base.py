@@ -266,6 +266,10 @@ class Family(ABC):
         """Return the numbers of rows before the video in the blocks' self-attention, which stay dense."""
         return ()
 
+    def given_frames(self, condition: Shapes) -> int:
+        """Return the number of the video's own first frames that stay dense, since the condition gives them."""
+        return 0
+
     def token_grid(self, config: NetworkConfig, shapes: PartShapes) -> tuple[int, int, int]:
         """Return the numbers of frames, rows and columns of the video's tokens."""
         sizes = zip(shapes[VIDEO][1:], self.patch_size(config), strict=True)

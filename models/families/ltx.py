@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Pipeline, Shape, Shapes
 from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.sample import VIDEO, PartShapes, Sample
+from models.sparse import SparseCall, gates_of
 
 
 class LTXPlanning(FamilyPlanning):
@@ -164,27 +166,34 @@ class SplitAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SparseCall] | None = None,
         key_rotary_emb: tuple[Tensor, Tensor] | None = None,
         perturbation_mask: Tensor | None = None,
         all_perturbed: bool | None = None,
     ) -> Tensor:
-        """Attend from ``(B, S_local, dim)``; rotary tables are those of the rank's own tokens.
+        """Attend from ``(B, S_local, dim)``; rotary tables are those of the rank's own tokens, those of a sparse role's
+        video with its attention.
 
         LTX's text has a bias ``(B, 1, L)``, 0 or -10000. A weight under -10000 underflows to 0 in every dtype, so
         skipping its key gives the same result.
         """
         assert self.keys is None or attention_mask is None
-        assert perturbation_mask is None and not all_perturbed
+        if perturbation_mask is not None or all_perturbed:
+            raise UserError(
+                "spatio-temporal guidance is not here; set the pipeline's stg_scale and audio_stg_scale to 0"
+            )
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        options: dict[str, Any] = {"mesh": self.mesh, "backend": self.backend, "head_groups": self.head_groups}
         if query_rotary_emb is not None:
+            cos, sin, *sparse = query_rotary_emb
             is_split = getattr(attn, "rope_type", "interleaved") == "split"
             rotated = apply_split_rotary_emb if is_split else apply_interleaved_rotary_emb
-            q = rotated(q, query_rotary_emb)
-            k = rotated(k, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
+            q = rotated(q, (cos, sin))
+            k = rotated(k, (cos, sin) if key_rotary_emb is None else key_rotary_emb)
+            for call in sparse:
+                options |= call.options(gates_of(attn), hidden_states, attn.heads)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        options: dict[str, Any] = {"mesh": self.mesh, "backend": self.backend, "head_groups": self.head_groups}
         if self.keys is None:
             mask = None if attention_mask is None else attention_mask[:, 0] == 0
             # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.

@@ -8,6 +8,9 @@ stream, and ``fps``, the frames per second, places the frames in seconds next to
 time, and the attention between the streams is modulated by the other stream's (``use_cross_timestep``), as in
 diffusers' pipeline.
 
+In a sparse role the video's self-attention is sparse. A given frame's tokens stay dense. Sound, text, and the attention
+between the streams are dense too. LTX-2.3's own gate, ``to_gate_logits``, multiplies the output of either attention.
+
 Shape legend: B samples, C T H W latents of the video, A L F channels, rows and bands of the audio's, S tokens.
 """
 
@@ -23,11 +26,13 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.tiles import Tiles
 from models.condition import FIRST_FRAME, Condition
 from models.families import ltx2_5
 from models.families.base import (
     FamilyPlanning,
     Flops,
+    GateLayer,
     LatentShape,
     NetworkConfig,
     Outputs,
@@ -40,6 +45,7 @@ from models.families.diffusers_family import TIME_FEATURES, FrameFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
+from models.sparse import SparseRoles, SparseTables, sparse_roles
 
 ROWS_PER_SECOND = 25.0
 """Rows of sound in a second, as released: 16 kHz, 160 samples in a frame of the spectrogram, 4 frames in a row."""
@@ -184,6 +190,14 @@ class LTX2(FrameFamily):
         """Return LTX-2.5's embedding of keyframes, which no forward reads."""
         return [name for name, _ in network.named_parameters(recurse=False) if name == "keyframes_abs_pos_embedding"]
 
+    def gates(self, config: NetworkConfig) -> list[GateLayer]:
+        """Return FastVideo's gates: children of the video's self-attention, with a bias."""
+        width, layers = self.width(config), range(self.layers(config))
+        return [GateLayer(f"transformer_blocks.{layer}.attn1", width, width, bias=True) for layer in layers]
+
+    def given_frames(self, condition: Shapes) -> int:
+        return int(FIRST_FRAME in condition)
+
     def heads(self, config: NetworkConfig) -> int:
         return math.gcd(config["num_attention_heads"], config["audio_num_attention_heads"])
 
@@ -214,12 +228,13 @@ class LTX2(FrameFamily):
                 f" {channels} channels of {bands} bands; use the encoders that the checkpoint is from"
             )
 
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
+    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
         video, audio, text = self.tokens(config, shapes), shapes[AUDIO][1], condition["text"][0]
         wide, narrow, layers = self.width(config), audio_width(config), config["num_layers"]
         modulated = config["cross_attn_mod"]
         text_moves = modulated and config["use_prompt_adaln_single"]  # by the time: so do its keys and values
-        own = 2 * (video**2 * wide + audio**2 * narrow) + 4 * video * audio * narrow
+        pairs = video**2 if pairs is None else pairs
+        own = 2 * (pairs * wide + audio**2 * narrow) + 4 * video * audio * narrow
         to_text = 2 * text * (video * wide + audio * narrow)
         of_text = 2 * text * (config["cross_attention_dim"] * wide + config["audio_cross_attention_dim"] * narrow)
         # Self-attention has four products of tokens, attention to the text two, and the feed-forward eight. Attention
@@ -273,7 +288,10 @@ class LTX2(FrameFamily):
             "proj_out": GatherTokens(gather_dim=1),
             "audio_proj_out": GatherTokens(gather_dim=1, source=AUDIO_TOKENS),
         }
-        parallelize_context(network, mesh=mesh, plan=plan)
+        tables = VideoTables(sparse_roles(network), mesh, network.config.patch_size)
+        parallelize_context(network, mesh=mesh, plan=plan, tiles=tables.tiles)
+        network.register_forward_pre_hook(tables.begin_call, with_kwargs=True, prepend=True)
+        network.rope.register_forward_hook(tables.add)
         for block in network.transformer_blocks:
             for attention, queries, keys in (
                 (block.attn1, VIDEO_TOKENS, VIDEO_TOKENS),
@@ -307,6 +325,9 @@ class LTX2(FrameFamily):
             audio_timestep=audio_times,
             sigma=times,
             audio_sigma=audio_times,
+            num_frames=frames,
+            height=height,
+            width=width,
             video_coords=coordinates,
             audio_coords=plain.audio_rope.prepare_audio_coords(count, audio.shape[2], audio.device),
             use_cross_timestep=True,
@@ -316,6 +337,24 @@ class LTX2(FrameFamily):
         v = rearrange(v, "b (t h w) (c p q) -> b c t (h p) (w q)", **grid)
         audio_v = rearrange(audio_v, "b l (a f) -> b a l f", a=audio.shape[1])
         return Outputs(Sample({VIDEO: self.hold(v, video, t, condition), AUDIO: audio_v}, sample.shifts))
+
+
+class VideoTables(SparseTables):
+    """Sparse attention of the network's current call, which its blocks get with the video's rotary tables."""
+
+    def __init__(self, roles: SparseRoles, mesh: Mesh, patch: int):
+        super().__init__(roles, mesh)
+        self.patch = patch
+
+    def begin_call(self, _network: nn.Module, _args: tuple, call: Mapping[str, Any]) -> None:
+        """Begin a ``call`` of the network. Only one with a given first frame has a time for each token."""
+        if self.roles.plans:
+            grid = call["num_frames"], call["height"] // self.patch, call["width"] // self.patch
+            self.begin(grid, given_frames=int(call["timestep"].ndim == 2))
+
+    def tiles(self, *_args: Any, **_kwargs: Any) -> dict[str, Tiles]:
+        """Return the tiles of the sequences that the plan splits."""
+        return {} if self.video is None else dict.fromkeys((VIDEO_TOKENS, "timestep", "video_coords"), self.video)
 
 
 def audio_width(config: NetworkConfig) -> int:

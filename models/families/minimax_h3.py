@@ -76,7 +76,7 @@ from models.families.diffusers_family import DiffusersFamily
 from models.files import fastvideo
 from models.files.scheduler import TOLERANCE
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
-from models.sparse import SparseCall, SparseRoles, gates_of, sparse_roles
+from models.sparse import SparseTables, gates_of, sparse_roles
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = range(MINIMAX_H3_MODALITY_NUM)
 VIDEO_ROWS, GIVEN_ROWS = "hidden_states[0]", "hidden_states[1]"
@@ -456,7 +456,7 @@ class MiniMaxH3(DiffusersFamily):
         self, network: MiniMaxH3Transformer3DModel, calls: "SparseRows", backend: str, head_groups: int
     ) -> None:
         mesh = calls.mesh
-        network.rope.register_forward_hook(calls.add_to_tables)
+        network.rope.register_forward_hook(calls.add)
         for block in self.blocks(network):
             cast(MiniMaxH3Attention, block.attn).set_processor(MiniMaxH3SplitAttention(mesh, backend, head_groups))
 
@@ -518,7 +518,9 @@ class MiniMaxH3(DiffusersFamily):
         """Begin a call on ``mesh``. Return the rank's own part of each stream, and the tiles of a video with sparse
         attention."""
         grid = self.token_grid(config_of(network), {VIDEO: tuple(sample.video.shape[1:])})
-        tiles = vars(network)["sparse_rows"].begin(grid, [len(stream.positions) for stream in streams.values()])
+        calls = vars(network)["sparse_rows"]
+        calls.begin(grid, tuple(len(stream.positions) for stream in streams.values()))
+        tiles = calls.video
         own = {name: stream.split(mesh, tiles if name == VIDEO else None) for name, stream in streams.items()}
         return own, tiles
 
@@ -542,18 +544,8 @@ class Stream(NamedTuple):
         return self._replace(positions=split_tokens(positions, mesh, dim=0), tags=split_tokens(self.tags, mesh, dim=0))
 
 
-class SparseRows:
-    """Sparse attention of the network's current call, which its blocks get with the rotary tables."""
-
-    def __init__(self, roles: SparseRoles, mesh: Mesh):
-        self.roles, self.mesh = roles, mesh
-        self.call: SparseCall | None = None
-        self.segments: tuple[int, ...] = ()
-
-    def begin(self, grid: Sequence[int], segments: Sequence[int]) -> Tiles | None:
-        """Begin a call with a video of ``grid`` and streams of ``segments`` rows, the video last; return the tiles."""
-        self.call, self.segments = self.roles.call(grid, self.mesh), tuple(segments)
-        return None if self.call is None else self.call.sparse.tiles
+class SparseRows(SparseTables):
+    """Sparse attention of the network's current call. Its blocks also get the numbers of rows of all streams."""
 
     def begin_packed(self, _network: nn.Module, _args: tuple, packed: Mapping[str, Any]) -> None:
         """Begin a call with the arguments of diffusers' pipeline, whose rows are text, keyframes, sound and video."""
@@ -562,15 +554,11 @@ class SparseRows:
         frames, rows, columns = (len(axis.unique()) for axis in positions[start:].unbind(-1))
         given = start - audio - text
         segments = [text, *([given] if given else []), audio, len(positions) - start]
-        self.begin((frames, rows, columns), segments)
+        self.begin((frames, rows, columns), tuple(segments))
 
     def tiles(self, *_args: Any, **_kwargs: Any) -> dict[str, Tiles]:
         """Return the tiles of the streams that the plan splits."""
-        return {} if self.call is None else {VIDEO_ROWS: self.call.sparse.tiles}
-
-    def add_to_tables(self, _rope: nn.Module, _args: tuple, tables: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
-        """Return the rotary tables with the attention of a sparse role."""
-        return tables if self.call is None else (*tables, self.call, self.segments)
+        return {} if self.video is None else {VIDEO_ROWS: self.video}
 
 
 def packed_streams(

@@ -69,7 +69,7 @@ class SparsePlan:
         between tiles, and of gates."""
         grid, layers = family.token_grid(config, shapes), family.layers(config)
         segments = (*family.dense_rows(config, shapes, condition), math.prod(grid))
-        tiles = self.settings.tiles(grid)
+        tiles = self.settings.tiles(grid, family.given_frames(condition))
         sparse_pairs = sum(tiles.pairs(segments, int(sparse_tiles(tiles, sparsity).kept)))
         dense_layers = layers - len(self.gates)
         pairs = (len(self.gates) * sparse_pairs + dense_layers * sum(segments) ** 2) // layers

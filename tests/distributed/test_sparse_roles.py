@@ -13,9 +13,7 @@ from distill.methods.pdd import PddSettings
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from models import verify
-from models.condition import Condition
 from models.export import main as export
-from models.families.minimax_h3 import MiniMaxH3
 from models.families.registry import family_of
 from models.families.wan import Wan
 from models.lora.__main__ import main as extract
@@ -24,13 +22,11 @@ from models.lora.settings import LoraSettings
 from models.owner import is_gate
 from models.roles.load import build_role, build_roles
 from models.roles.role_plan import plan_role
-from models.sample import Sample
 from models.sparse import FILE, SparseSettings
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.sparse_networks import written_out
-from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.tiers import slow, slow_case
 from tests.unit.refused import refused
 
@@ -57,14 +53,19 @@ def test_wan_on_a_mesh_equals_attention_written_out(pools, tmp_path, dp_shard, c
 
 
 @pytest.mark.parametrize("cp", [2, *(slow_case(size) for size in (3, 4))])
-def test_minimax_h3_on_a_mesh_equals_attention_written_out(pools, tmp_path, cp):
-    """Text, keyframes and sound are dense rows; the video is in tile order on a ring."""
-    example = {**MiniMaxH3().examples()["t2av"], "num_attention_heads": 2}
-    verify.write_example(tmp_path / "network", "minimax_h3", example, SPARSE)
-    plan = verify.planned(tmp_path / "network", "minimax_h3")
+@pytest.mark.parametrize(
+    ("family", "name"), [("minimax_h3", "t2av"), ("ltx2", "2.3"), slow_case("ltx2", "2.0 of patches")]
+)
+def test_networks_with_sound_on_a_mesh_equal_attention_written_out(pools, tmp_path, family, name, cp):
+    """Text, given frames and sound are dense rows; the video is in tile order on a ring."""
+    example = {**family_of(family, "student").examples()[name], "num_attention_heads": 2}
+    if family == "ltx2":
+        example |= {"audio_num_attention_heads": 2, "cross_attention_dim": 24, "audio_cross_attention_dim": 16}
+    verify.write_example(tmp_path / "network", family, example, SPARSE)
+    plan = verify.planned(tmp_path / "network", family)
     for optional in (False, True):
         case = verify.Case(
-            folder=tmp_path / "network", family="minimax_h3", dp_shard=1, cp=cp, grid=verify.GRIDS[0],
+            folder=tmp_path / "network", family=family, dp_shard=1, cp=cp, grid=verify.GRIDS[0],
             checkpointing=True, optional=optional,
         )  # fmt: skip
         ours, changed = pools[cp].run(verify.rank_result, case, tmp_path / "written")[0]
@@ -152,7 +153,7 @@ def _same_student(family, full, base, file):
         return [role.velocity(x, t, condition).video for role in roles], gates
 
 
-@pytest.mark.parametrize("family", ["wan", slow_case("minimax_h3")])
+@pytest.mark.parametrize("family", ["wan", slow_case("minimax_h3"), slow_case("ltx2")])
 def test_one_file_has_adapters_and_gates(pools, tmp_path, capsys, family):
     """Extracted from a whole student in FastVideo's names, and read as a role on its base."""
     full, base, out = (tmp_path / name for name in ("full", "base", "out"))
@@ -170,8 +171,14 @@ def test_one_file_has_adapters_and_gates(pools, tmp_path, capsys, family):
     assert extract([*words, "fastvideo-lora"]) == 0
     file = find_adapters(str(out))
     gates = {name for name in load_file(file) if is_gate(name)}
-    of_wan = {"blocks.0.to_gate_compress.set_bias", "blocks.0.to_gate_compress.set_weight"}
-    assert gates >= (of_wan if family == "wan" else {"transformer_blocks.1.attn.to_gate_compress.set_weight"})
+    assert (
+        gates
+        >= {
+            "wan": {"blocks.0.to_gate_compress.set_bias", "blocks.0.to_gate_compress.set_weight"},
+            "minimax_h3": {"transformer_blocks.1.attn.to_gate_compress.set_weight"},
+            "ltx2": {"transformer_blocks.1.attn1.to_gate_compress.set_bias"},
+        }[family]
+    )
     (truth, ours), (whole, read) = pools[2].run(_same_student, family, full, base, file)[0]
     assert (ours - truth).norm() < 1e-5 * truth.norm()
     assert whole.keys() == read.keys() and all(torch.equal(read[name], whole[name]) for name in whole)
@@ -181,22 +188,24 @@ def test_one_file_has_adapters_and_gates(pools, tmp_path, capsys, family):
             plan_role("student", family=family, checkpoint=str(base), lora=LoraSettings(), saved=file, sparse=settings)
 
 
-def _shared_base(folder, sparse):
+def _shared_base(family, folder, sparse):
     """Return the velocities of a dense teacher and fake score on the base of a student with adapters."""
     plans = [
-        plan_role(name, checkpoint=str(folder / "teacher"), lora=lora, sparse=sparse if name == "student" else None)
+        plan_role(name, family=family, checkpoint=folder, lora=lora, sparse=sparse if name == "student" else None)
         for name, lora in (("teacher", None), ("student", LoraSettings(rank=2)), ("fake", LoraSettings(rank=2)))
     ]
-    shapes = {"shapes": {"video": LATENT_SHAPE}, "condition_shapes": CONDITION_SHAPES}
-    mesh, device = build_mesh(cp=2, heads=4, device_type="cpu"), torch.device("cpu")
-    roles = build_roles(plans, trained=("student", "fake"), mesh=mesh, device=device, **shapes)
-    generator = torch.Generator().manual_seed(2)
-    x = Sample({"video": torch.randn(1, *LATENT_SHAPE, generator=generator)})
-    condition, t = Condition({"text": torch.randn(1, *TEXT_SHAPE, generator=generator)}), torch.tensor([0.6])
+    parts, shapes = verify.sample_shapes(plans[0], verify.GRIDS[0])
+    mesh, device = build_mesh(cp=2, heads=2, device_type="cpu"), torch.device("cpu")
+    roles = build_roles(
+        plans, trained=("student", "fake"), mesh=mesh, device=device, shapes=parts, condition_shapes=shapes
+    )
+    x, t, condition, *_ = verify.inputs(plans[0], verify.GRIDS[0])
     return {name: role.velocity(x, t, condition).video.detach() for name, role in roles.items()}
 
 
-def test_other_roles_of_a_shared_base_stay_dense(pools, checkpoints):
-    sparse, dense = (pools[2].run(_shared_base, checkpoints, chosen)[0] for chosen in (SPARSE, None))
+@pytest.mark.parametrize(("family", "example"), [("wan", "t2v"), slow_case("ltx2", "2.3")])
+def test_other_roles_of_a_shared_base_stay_dense(pools, tmp_path, family, example):
+    verify.write_example(tmp_path, family, family_of(family, "student").examples()[example])
+    sparse, dense = (pools[2].run(_shared_base, family, str(tmp_path), chosen)[0] for chosen in (SPARSE, None))
     assert all(torch.equal(sparse[name], dense[name]) for name in ("teacher", "fake"))
     assert not torch.allclose(sparse["student"], dense["student"], rtol=1e-3)

@@ -257,10 +257,11 @@ def test_ltx_from_a_frame_or_from_text(tmp_path):
     check_commands(run, files[0])
 
 
-@pytest.mark.parametrize("version", ["2.5", long_case("2.3")])
-def test_ltx2_with_sound(tmp_path, version):
+@pytest.mark.parametrize(("version", "is_sparse"), [("2.5", False), ("2.3", True), long_case("2.3", False)])
+def test_ltx2_with_sound(tmp_path, version, is_sparse):
     """LTX2Pipeline with neutral scales makes the same picture and sound. It normalizes given latents."""
-    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, version=version)
+    words = (*SPARSE, "student.sparse_attention.tile=[2,1,1]") if is_sparse else ()
+    run = distil(tmp_path, LTX2, build_tiny_ltx2_pipeline, *words, version=version)
     assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
     if version == "2.5":
         before, after = (weights(f)["keyframes_abs_pos_embedding"] for f in (run.pipeline / "transformer", run.student))
@@ -286,6 +287,9 @@ def test_ltx2_with_sound(tmp_path, version):
         video = pipeline._normalize_latents(video, vae.latents_mean, vae.latents_std)
         return {"video": relative_error(latents, video), "audio": relative_error(sound, (audio - mean) / spread)}
 
+    if is_sparse:
+        assert min(theirs().values()) > 1e-4, "the lines make a difference"
+        _with_sparse_attention(run.student, pipeline)
     assert max(theirs().values()) < 1e-5
     assert min(theirs(frame_rate=24.0).values()) > 1e-4, "the check can tell frame rates apart"
     check_commands(run, None)

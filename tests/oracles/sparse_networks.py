@@ -1,8 +1,10 @@
 """Networks with sparse attention written out densely, in one process and float64."""
 
+import math
 from dataclasses import replace
 
 import torch
+from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 from diffusers.models.transformers.transformer_minimax_h3 import _apply_rotary_emb
 from torch import Tensor, nn
 
@@ -44,7 +46,27 @@ class WrittenOutH3:
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
-PROCESSORS = {"wan": WrittenOutWan, "minimax_h3": WrittenOutH3}
+class WrittenOutLTX2:
+    """The same for the video of LTX-2, whose own gate is diffusers'."""
+
+    def __init__(self, case: SparseCase, gate: nn.Module):
+        self.case, self.gate = case, gate
+
+    def __call__(
+        self, attn, hidden_states: Tensor, text=None, mask=None, rotary_emb=None, key_rotary_emb=None,
+        perturbation_mask=None, all_perturbed=False,
+    ) -> Tensor:  # fmt: skip
+        rotated = {"split": apply_split_rotary_emb, "interleaved": apply_interleaved_rotary_emb}[attn.rope_type]
+        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        q, k = rotated(q, rotary_emb), rotated(k, rotary_emb)
+        heads = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states), self.gate(hidden_states)))
+        out = dense_sparse_attention(self.case, *heads).type_as(q)
+        if attn.to_gate_logits is not None:
+            out = out * 2 * torch.sigmoid(attn.to_gate_logits(hidden_states))[..., None]
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
+
+
+PROCESSORS = {"wan": WrittenOutWan, "minimax_h3": WrittenOutH3, "ltx2": WrittenOutLTX2}
 
 
 def written_out(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> verify.Result:
@@ -52,13 +74,14 @@ def written_out(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fal
     sparse, family = plan.sparse, type(plan.family)()
     assert sparse is not None
     parts, shapes = verify.sample_shapes(plan, grid, optional)
+    given = family.given_frames(shapes)
 
     def build(config, setting):
         network = plan.family.build(config, setting)
         case = SparseCase(
-            grid=grid, tile=tuple(sparse.settings.tile), sparsity=sparse.settings.sparsity,
+            grid=(grid[0] - given, *grid[1:]), tile=tuple(sparse.settings.tile), sparsity=sparse.settings.sparsity,
             head_dim=family.head_dim(config_of(network)),
-            dense=tuple(family.dense_rows(config_of(network), parts, shapes)),
+            dense=(*family.dense_rows(config_of(network), parts, shapes), *[math.prod(grid[1:])] * given),
         )  # fmt: skip
         for layer in sparse.gates:
             parent = network.get_submodule(layer.parent)

@@ -1,6 +1,7 @@
 """Settings of sparse roles, their plans and files; what is refused."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -9,7 +10,6 @@ from fsdp_cp.errors import UserError
 from models import verify
 from models.causal import CausalSettings
 from models.families.registry import family_of
-from models.families.wan import Wan
 from models.roles.gates import plan_sparse
 from models.roles.role_plan import plan_role
 from models.sparse import FILE, SparseSettings
@@ -52,7 +52,7 @@ def test_settings_that_do_not_fit_a_role(options):
         _plan(**options)
 
 
-@pytest.mark.parametrize("family", ["ltx", "ltx2", "hunyuan15"])
+@pytest.mark.parametrize("family", ["ltx", "hunyuan15"])
 def test_families_without_sparse_attention(family):
     architecture = next(iter(family_of(family, "student").examples().values()))
     with refused("student.sparse_attention.sparsity"):
@@ -71,41 +71,55 @@ def test_a_tile_of_the_whole_video_is_named(caplog):
     assert "dense" in caplog.text
 
 
-def test_operations():
-    """Operations are those of chosen tiles, of attention between tiles, and of gates; a dense layer has as before."""
-    shapes, condition = {"video": (4, 4, 16, 16)}, {"text": (5, 10)}
-    family, tokens, tiles = Wan(), 4 * 8 * 8, 64
+@pytest.mark.parametrize(
+    ("family", "example", "frame"),
+    [("wan", "t2v", {}), ("ltx2", "2.3", {}), ("ltx2", "2.0", {"first_frame": (4, 1, 8, 8)})],
+)
+def test_operations(family, example, frame):
+    """Operations are those of chosen tiles, of attention between tiles, and of gates; a dense layer has as before. A
+    given frame of LTX-2 is dense."""
+    family = family_of(family, "student")
+    side = 16 if family.name == "wan" else 8  # patches of 2
+    shapes, condition = {"video": (4, 4, side, side), "audio": (2, 11, 2)}, {"text": (5, 10), **frame}
+    tokens, given, tiles = 4 * 8 * 8, 64 * len(frame), 64
     for dense_layers in ([], [1]):
-        plan = _plan(sparse=SparseSettings(sparsity=0.75, tile=[1, 2, 2], dense_layers=dense_layers))
+        plan = plan_role(
+            "student", checkpoint=None, architecture=family.examples()[example], family=family.name,
+            sparse=SparseSettings(sparsity=0.75, tile=[1, 2, 2], dense_layers=dense_layers),
+        )  # fmt: skip
         dense = family.flops(plan.config, shapes, condition)
         ours = plan.sparse.flops(family, plan.config, shapes, condition, 0.75)
         width, layers = family.width(plan.config), 2 - len(dense_layers)
-        saved = 4 * layers * width * (tokens**2 - tokens**2 // 4 - tiles**2)
+        pairs = tokens**2 - (tokens - given) ** 2 * 3 // 4 + tiles**2
+        saved = 4 * layers * width * (tokens**2 - pairs)
         assert ours.forward == dense.forward - saved + 2 * layers * tokens * width**2
-        assert ours.sparse == 4 * layers * width * (tokens**2 // 4 + tiles**2)
+        assert ours.sparse == 4 * layers * width * pairs
 
 
-def test_a_checkpoint_with_gates(tmp_path):
+@pytest.mark.parametrize(("name", "example"), [("wan", "t2v"), ("ltx2", "2.3")])
+def test_a_checkpoint_with_gates(tmp_path, name, example):
     """It says its own settings; without them, a dense role of it is refused, and a gate of another width too."""
-    verify.write_example(tmp_path / "net", "wan", Wan().examples()["t2v"], SPARSE)
-    plan = plan_role("student", checkpoint=str(tmp_path / "net"))
+    family = family_of(name, "student")
+    config, from_checkpoint = family.examples()[example], partial(plan_role, "student", family=name)
+    verify.write_example(tmp_path / "net", name, config, SPARSE)
+    plan = from_checkpoint(checkpoint=str(tmp_path / "net"))
     assert plan.sparse is not None and plan.sparse.settings == SPARSE
     other = tmp_path / "other" / "base"  # the first folder says: adapters, before their base
     other.mkdir(parents=True)
     (other / FILE).write_text('{"sparsity": 0.5}')
     folders = [tmp_path / "net", other]
-    assert plan_sparse("student", SparseSettings(), folders, Wan(), plan.config).settings == SPARSE
+    assert plan_sparse("student", SparseSettings(), folders, family, plan.config).settings == SPARSE
     (tmp_path / "net" / FILE).unlink()
     with refused("student.sparse_attention.sparsity"):
-        plan_role("student", checkpoint=str(tmp_path / "net"))
-    assert plan_role("student", checkpoint=str(tmp_path / "net"), sparse=SPARSE).sparse is not None
-    wider = Wan().examples()["t2v"] | {"num_attention_heads": 2}
-    (tmp_path / "net" / "config.json").write_text(json.dumps({"_class_name": Wan.class_name, **wider}))
+        from_checkpoint(checkpoint=str(tmp_path / "net"))
+    assert from_checkpoint(checkpoint=str(tmp_path / "net"), sparse=SPARSE).sparse is not None
+    wider = config | {"num_attention_heads": 2}
+    (tmp_path / "net" / "config.json").write_text(json.dumps({"_class_name": family.class_name, **wider}))
     with refused("student.checkpoint"):
-        plan_role("student", checkpoint=str(tmp_path / "net"), sparse=SPARSE)
+        from_checkpoint(checkpoint=str(tmp_path / "net"), sparse=SPARSE)
     (tmp_path / "net" / FILE).write_text('{"sparsity": null}')
     with pytest.raises(UserError, match=FILE):
-        plan_role("student", checkpoint=str(tmp_path / "net"))
+        from_checkpoint(checkpoint=str(tmp_path / "net"))
 
 
 def test_gates_are_in_the_group_of_additions():
