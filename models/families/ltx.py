@@ -187,10 +187,8 @@ class SplitAttention:
         options: dict[str, Any] = {"mesh": self.mesh, "backend": self.backend, "head_groups": self.head_groups}
         if query_rotary_emb is not None:
             cos, sin, *sparse = query_rotary_emb
-            is_split = getattr(attn, "rope_type", "interleaved") == "split"
-            rotated = apply_split_rotary_emb if is_split else apply_interleaved_rotary_emb
-            q = rotated(q, (cos, sin))
-            k = rotated(k, (cos, sin) if key_rotary_emb is None else key_rotary_emb)
+            q = _rotated(attn, q, (cos, sin))
+            k = _rotated(attn, k, key_rotary_emb or (cos, sin))
             for call in sparse:
                 options |= call.options(gates_of(attn), hidden_states, attn.heads)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
@@ -209,6 +207,11 @@ class SplitAttention:
         if (gate := getattr(attn, "to_gate_logits", None)) is not None:
             out = out * (2.0 * torch.sigmoid(gate(hidden_states))).unsqueeze(-1)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
+
+
+def _rotated(attn: LTXAttention | LTX2Attention, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    is_split = getattr(attn, "rope_type", "interleaved") == "split"
+    return apply_split_rotary_emb(x, tables) if is_split else apply_interleaved_rotary_emb(x, tables)
 
 
 def video_coordinates(spacing: Tensor, grid: tuple[int, int, int]) -> Tensor:
