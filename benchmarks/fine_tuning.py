@@ -9,6 +9,9 @@ Moving shapes, in four steps:
 4. Measures at guidance 1: the new word's color, color and motion of old captions, diversity, and the field of guidance
    (conditional output less the base's unconditional one) next to the base's.
 
+With ``--few-steps`` the distilled network is a four-step student of the shipped teacher instead, by DMD2 with adapters.
+It learns the same clips in three ways (:func:`few_step_arms`), and is measured at four steps.
+
 The same command resumes.
 """
 
@@ -22,6 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,9 +34,9 @@ import numpy as np
 import torch
 
 from benchmarks.arguments import add_students
-from benchmarks.distillation import ROOT, Row, Run, clips_of, over_seeds, table, train_all
+from benchmarks.distillation import ROOT, Row, Run, clip_flops, clips_of, over_seeds, table, train_all
 from benchmarks.diversity import diversity
-from distill.config import Config
+from distill.config import Config, compose_config
 from distill.data import moving_shapes, shape_scenes
 from distill.data.base import Measure
 from distill.data.encoders import words
@@ -64,11 +68,25 @@ ARMS: dict[str, tuple[float, tuple[str, ...]]] = {
 }
 """Cost of a step next to a plain one, in network evaluations (that of the training adapter's fit included), and changes
 of the recipe, by arm."""
+FEW_STEPS = 4
+DISTILL_STEPS = 600
+DISTILL_COST = 2.6
+"""Network evaluations of a step of DMD2, on average, next to those of a plain step of adapters."""
+LONGER = 4
+"""Budgets of the longer distillation from a fine-tuned teacher."""
+SPENT = "training, thousand evaluations of a clip"
+MEASURED = ("color_accuracy", "motion_accuracy", "distance/edge_sharpness")
 
 
 def new_captions(_: Any = None) -> tuple[str, ...]:
     """Return the captions of the new word."""
     return tuple(f"a {WORD} {shape} {motion}" for motion in words.MOTIONS for shape in words.SHAPES)
+
+
+def mixed_captions(_: Any = None) -> tuple[str, ...]:
+    """Return old captions, each followed by one of the new word."""
+    old = [caption for caption in shape_scenes.CAPTIONS if WORD not in caption]
+    return tuple(caption for pair in zip(old, cycle(new_captions())) for caption in pair)
 
 
 class _Words(words.WordTable):
@@ -119,7 +137,8 @@ def _new_clips() -> Iterator[None]:
 
 @contextmanager
 def world(name: str) -> Iterator[None]:
-    """Change the data or the fit within this context: ``wrong`` captions, a ``guided`` target, the ``new`` word."""
+    """Change the data or the fit within this context: ``wrong`` captions, a ``guided`` target, the ``new`` word, or
+    ``mixed`` captions, half of them with the new word."""
     if name == "wrong":
         shapes = moving_shapes.MovingShapes
         with mock.patch.object(shapes, "__getitem__", _with_wrong_captions(shapes.__getitem__)):
@@ -134,6 +153,7 @@ def world(name: str) -> Iterator[None]:
             mock.patch.object(shape_scenes, "CAPTIONS", known),
             mock.patch.dict(shape_scenes.RGB, {WORD: COLOR}),
             _new_clips() if name == "new" else nullcontext(),
+            mock.patch.object(moving_shapes, "captions_of", mixed_captions) if name == "mixed" else nullcontext(),
         ):
             yield
 
@@ -182,11 +202,14 @@ def field(config: Config, role: str, folder: Path, base: Mapping[str, torch.Tens
 
 
 def field_measures(v: torch.Tensor, base: Mapping[str, torch.Tensor]) -> dict[str, Measure]:
-    """Compare the field of guidance of ``v`` with that of the base; means over clips and times."""
+    """Compare the field of guidance of ``v`` with that of the base; means over clips and times. The error is over the
+    times of high noise, as the guard's."""
     own, its = (x.flatten(2) for x in (v - base["null"], base["v"] - base["null"]))
     length = (own.norm(dim=-1) / its.norm(dim=-1)).mean(0)
     cosine = torch.nn.functional.cosine_similarity(own, its, dim=-1).mean(0)
-    pairs = {"field's length": length, "field's cosine": cosine}
+    is_noisy = torch.tensor(TIMES) >= 0.5
+    error = ((own - its).norm(dim=-1) / its.norm(dim=-1))[is_noisy].mean(0)
+    pairs = {"field's length": length, "field's cosine": cosine, "field's error": error}
     return {
         name: Measure(value=float(x.mean()), standard_error=float(x.std() / len(x) ** 0.5), higher_is_better=True)
         for name, x in pairs.items()
@@ -211,7 +234,13 @@ def is_new_color(clip: np.ndarray) -> bool:
 
 
 def measured(
-    config: Config, role: str, folder: Path, cache: Path, base: Mapping[str, torch.Tensor] | None, clips: int
+    config: Config,
+    role: str,
+    folder: Path,
+    cache: Path,
+    base: Mapping[str, torch.Tensor] | None,
+    clips: int,
+    steps: int = STEPS,
 ) -> Row:
     """Measure a network at guidance 1, or read the measures from ``cache``."""
     if not cache.exists():
@@ -219,10 +248,10 @@ def measured(
             data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
             old = [data.captions()[i * 5 % 64] for i in range(clips)]
             new = [new_captions()[i % 8] for i in range(clips // 2)]
-            of_old, of_new = (clips_of(config, role, folder, STEPS, captions) for captions in (old, new))
+            of_old, of_new = (clips_of(config, role, folder, steps, captions) for captions in (old, new))
             found = {"new word": share([is_new_color(clip) for clip in of_new])}
             kept = data.measure(of_old, old)
-            found |= {name: kept[name] for name in ("color_accuracy", "motion_accuracy")} | diversity(of_old, old)
+            found |= {name: kept[name] for name in MEASURED} | diversity(of_old, old)
             if base is not None:
                 found |= field_measures(field(config, role, folder, base)["v"], base)
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -239,14 +268,17 @@ def make_clips(out: Path, base: Path) -> None:
     subprocess.run([*command, "--clips", "128", "--steps", str(STEPS)], cwd=ROOT, check=True)
 
 
+def adapter_settings(lr: str) -> tuple[str, ...]:
+    """Return the changes of the recipe for adapters that learn the new clips at the rate ``lr``."""
+    return (f"optim.student.lr={lr}", "student.lora.rank=8", "batch_size=8", "method.caption_dropout=0")
+
+
 def arm_runs(out: Path, base: Path, arm: str, lr: str, seed: int, steps: int) -> list[Run]:
     """Return the runs of one arm, in order."""
     cost, changes = ARMS[arm]
     folder = out / arm.replace(" ", "_").replace(",", "") / lr / str(seed)
-    own = (f"optim.student.lr={lr}", "student.lora.rank=8", "batch_size=8", "method.caption_dropout=0")
-    run = training(
-        "new", folder, base, round(steps / cost), *own, *changes, seed=seed,
-    )  # fmt: skip
+    own = adapter_settings(lr)
+    run = training("new", folder, base, round(steps / cost), *own, *changes, seed=seed)
     if arm != "training adapter":
         return [run]
     undone = training("undone", out / "undone" / lr / str(seed), base, round(steps / cost), *own, seed=seed)
@@ -263,8 +295,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=160, help="plain steps of an arm's budget")
     parser.add_argument("--base-steps", type=int, default=300)
     parser.add_argument("--clips", type=int, default=128)
+    parser.add_argument("--few-steps", action="store_true", help="fine-tune a few-step student")
     args = parser.parse_args(argv)
     out = args.out.resolve()
+    if args.few_steps:
+        return compare_few_steps(args, out / "few_steps")
     teacher = training("wrong", out / "teacher", SHIPPED, args.base_steps, "optim.student.lr=5e-4")
     train_all([teacher], 1)
     its = teacher.folder / "export" / "student"
@@ -297,21 +332,98 @@ def compare(args: argparse.Namespace, out: Path, teacher: Path, base: Path, base
     config.method.guidance_scale = 1.0
     rows.append(named(measured(config, "student", base, out / "measures" / "base.json", fields, args.clips), "base"))
     print(table(rows), flush=True)
-    rows = []
-    for arm in ARMS:
-        for lr in args.rates:
-            own = []
-            for seed in range(args.seeds):
-                runs = arm_runs(out, base, arm, lr, seed, args.steps)
-                for run in runs:
-                    train_all([run], 1)
-                run = runs[-1]
-                student = run.folder / "export" / "student"
-                own.append(measured(run.config(), "student", student, run.folder / "m.json", fields, args.clips))
-            rows.append(named(over_seeds(own, arm), f"{arm}, rate {lr}"))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print(table(rows))
+    found: dict[str, list[Row]] = {}
+    for seed, lr, arm in product(range(args.seeds), args.rates, ARMS):
+        runs = arm_runs(out, base, arm, lr, seed, args.steps)
+        for run in runs:
+            train_all([run], 1)
+        run = runs[-1]
+        student = run.folder / "export" / "student"
+        row = measured(run.config(), "student", student, run.folder / "m.json", fields, args.clips)
+        found.setdefault(f"{arm}, rate {lr}", []).append(row)
+        print(table([named(row, f"{arm}, rate {lr}, seed {seed}")]).splitlines()[-1], flush=True)
+    print(mean_table(found))
     return 0
+
+
+def distillation(folder: Path, steps: int, seed: int, *changes: str) -> Run:
+    """Return a run of DMD2 whose student and fake score are adapters, in the ``mixed`` :func:`world` if it has
+    ``changes``."""
+    lora = ("adapters=lora", "student.lora.rank=32", "fake.lora.rank=32", f"steps={steps}")
+    program = ("-m", "benchmarks.fine_tuning", "--world=mixed") if changes else ("train.py",)
+    return Run(method="dmd2", folder=folder, seed=seed, changes=(*lora, *changes), program=program)
+
+
+def few_step_arms(out: Path, student: Run, lr: str, seed: int, steps: int) -> Iterator[tuple[str, Path, list[Run]]]:
+    """Train ways in which a few-step ``student`` learns the new word; yield their names, weights and runs.
+
+    All but the last have the network evaluations of ``steps`` plain steps:
+
+    1. Plain flow matching of the student.
+    2. The same of its base, whose adapter is then stacked with the student's.
+    3. Half as many steps of the base, then DMD2 of the student from it, on mixed captions.
+    """
+    exports = student.folder / "export"
+
+    def fit(name: str, base: Path, count: int) -> Run:
+        run = training("new", out / name / lr / str(seed), base, count, *adapter_settings(lr), seed=seed)
+        train_all([run], 1)
+        return run
+
+    plain = fit("plain", exports / "student", steps)
+    yield "plain fit of the student", plain.folder / "export" / "student", [plain]
+    base = ROOT / SHIPPED
+    adapter = fit("adapter", base, steps)
+    for weight in ("1", "0.5"):
+        stacked = adapter.folder / f"stacked_{weight}"
+        if not stacked.exists():
+            parts = [str(exports / "student_lora"), str(adapter.folder / "export" / "student_lora"), str(base)]
+            command = [sys.executable, "-m", "models.lora", "stack", *parts, str(stacked), "--weights", "1", weight]
+            subprocess.run(command, cwd=ROOT, check=True)
+        yield f"adapter of the base, stacked at {weight}", stacked, [adapter]
+    half = fit("half", base, steps // 2)
+    for teacher, budget in ((half, 0.5), (adapter, LONGER - 1)):
+        its = teacher.folder / "export" / "student"
+        roles = (f"teacher.checkpoint={its}", f"student.checkpoint={exports / 'student'}")
+        folder = out / f"distilled_{budget:g}" / lr / str(seed)
+        again = distillation(folder, round(steps * budget / DISTILL_COST), seed, *roles)
+        train_all([again], 1)
+        yield f"distilled from the fine-tuned base for {budget:g}", folder / "export" / "student", [teacher, again]
+
+
+def compare_few_steps(args: argparse.Namespace, out: Path) -> int:
+    """Train and measure the ways of :func:`few_step_arms`, and print the table."""
+    torch.set_num_threads(args.workers)
+    found: dict[str, list[Row]] = {}
+    forward = clip_flops(compose_config(["experiment=quickstart_dmd2", f"run_dir={out}"]))
+    for seed in range(args.seeds):
+        student = distillation(out / "student" / str(seed), DISTILL_STEPS, seed)
+        train_all([student], 1)
+        config = student.config()
+
+        def add(name: str, row: Row, runs: Sequence[Run] = ()) -> None:
+            spent = Measure(sum(run.evaluations(forward) for run in runs) / 1e3, 0.0, higher_is_better=False)
+            found.setdefault(name, []).append(Row(name=name, steps=None, measures={**row.measures, SPENT: spent}))
+            print(table(found[name][-1:]).splitlines()[-1], flush=True)
+
+        for steps in (STEPS, FEW_STEPS):
+            cache = out / "measures" / f"base_{steps}.json"
+            row = measured(config, "teacher", ROOT / SHIPPED, cache, None, args.clips, steps)
+            add(f"base, {steps} steps", row)
+        of_student = student.folder / "export" / "student"
+        add("student", measured(config, "student", of_student, student.folder / "m.json", None, args.clips, FEW_STEPS))
+        for lr in args.rates:
+            for name, folder, runs in few_step_arms(out, student, lr, seed, args.steps):
+                cache = runs[-1].folder / f"{folder.name}.json"
+                row = measured(config, "student", folder, cache, None, args.clips, FEW_STEPS)
+                add(f"{name}, rate {lr}", row, runs)
+    print(mean_table(found))
+    return 0
+
+
+def mean_table(found: Mapping[str, Sequence[Row]]) -> str:
+    """Return the table of the means over seeds, by name."""
+    return table([named(over_seeds(rows, name), name) for name, rows in found.items()])
 
 
 def named(row: Row, name: str) -> Row:

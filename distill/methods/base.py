@@ -279,8 +279,9 @@ class Method(ABC):
     """Lower ends of the bands of time, up to 1, in which the guard measures :meth:`guidance_field`."""
 
     def guidance_field(self, x: Sample, times: Times, condition: Condition) -> Tensor:
-        """Return the length and the cosine, ``(2, B)``, of the student's guidance relative to its base's, at the states
-        ``x``; only for a method with :attr:`guidance_bands` and a role ``teacher``."""
+        """Compare the student's guidance at the states ``x`` with its base's. Return ``(3, B)``: relative length,
+        cosine, and relative length of the difference. Only for a method with :attr:`guidance_bands` and a role
+        ``teacher``."""
         raise NotImplementedError
 
     def fake_last_step(self, t: Tensor) -> Tensor | None:

@@ -211,8 +211,9 @@ class FlowMatching(Method):
             return torch.stack([*(one * other).map(lambda part: part.flatten(1).sum(1)).parts.values()]).sum(0)
 
         # A base that knows no captions has a field of zero.
-        lengths = [dot(field, field).sqrt().clamp_min(1e-12) for field in (student, base)]
-        return torch.stack([lengths[0] / lengths[1], dot(student, base) / (lengths[0] * lengths[1])])
+        own, its = (dot(field, field).sqrt().clamp_min(1e-12) for field in (student, base))
+        error = student - base
+        return torch.stack([own / its, dot(student, base) / (own * its), dot(error, error).sqrt() / its])
 
     def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
         """Return the squared distance of the student's unconditional branch from the base's."""

@@ -24,7 +24,8 @@ from models.roles.role_plan import RolePlan
 log = logging.getLogger(__name__)
 
 BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
-BY_CONTENT += ("student.training_adapter",)
+_TRAINING_ADAPTER = "student.training_adapter"
+BY_CONTENT += (_TRAINING_ADAPTER,)
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
@@ -78,7 +79,7 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
             fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
             base = "teacher"
         if role.training is not None and role.training.saved is not None:
-            fingerprints["student.training_adapter"] = fingerprint_of([role.training.saved.file])
+            fingerprints[_TRAINING_ADAPTER] = fingerprint_of([role.training.saved.file])
         if role.folders:
             found = " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
         else:
@@ -136,7 +137,9 @@ class _Changes:
         before = {RENAMED.get(key, key): value for key, value in _flat(state["settings"]).items()}
         now = _flat(asdict(config))
         keys = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
-        earlier = state.get("sources", {})
+        earlier = dict(state.get("sources", {}))
+        if _TRAINING_ADAPTER not in before:  # made by a version without the setting: it trained without one
+            earlier[_TRAINING_ADAPTER] = None
         free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
         other_data = {key for key in keys if key.startswith("data.")} - {*BY_CONTENT, *free}
         return cls(

@@ -1131,6 +1131,13 @@ FAULTS = (
         "unit/test_built_in_guidance.py::test_the_field_is_relative_to_the_bases_null",
     ),
     Fault(
+        "guidance_error_is_a_length",
+        "flow_matching, guard: a turned guidance has the error of one that has the same length",
+        "error = student - base",
+        "error = student",
+        "unit/test_built_in_guidance.py::test_the_field_is_relative_to_the_bases_null",
+    ),
+    Fault(
         "stacked_without_weights",
         "models.lora stack: the weights of the two adapters are ignored",
         "{matrix: weight * value for",

@@ -242,3 +242,10 @@ def test_files_that_a_checkpoint_does_not_know_are_named(tmp_path, caplog):
     config = _config()
     check_resume(config, _checkpoint(tmp_path / "step_00000003", config, sources={}), (), _sources())
     assert all(key in caplog.text for key in BY_CONTENT)
+    adapter, settings = "student.training_adapter", asdict(config)
+    del settings["student"]["training_adapter"]  # the checkpoint's version knew none, so its steps had none
+    known = {key: used for key, used in _sources().items() if key != adapter}
+    older = _checkpoint(tmp_path / "older" / "step_00000003", config, settings=settings, sources=known)
+    check_resume(config, older, (), {**_sources(), adapter: None})
+    with refused(adapter):
+        check_resume(_changed(config, adapter), older, (), _sources())
