@@ -72,7 +72,7 @@ FEW_STEPS = 4
 DISTILL_STEPS = 600
 DISTILL_COST = 2.6
 """Network evaluations of a step of DMD2, on average, next to those of a plain step of adapters."""
-LONGER = 4
+LONGER = 3
 """Budgets of the longer distillation from a fine-tuned teacher."""
 SPENT = "training, thousand evaluations of a clip"
 MEASURED = ("color_accuracy", "motion_accuracy", "distance/edge_sharpness")

@@ -90,8 +90,9 @@ class FlowMatchingSettings(PartSettings):
     def _refuse_changed(self, names: Collection[str], wanted: str) -> None:
         """Refuse settings ``names`` with other values than their defaults, which are read only with ``wanted``."""
         for name in names:
-            if (value := getattr(self, name)) != getattr(FlowMatchingSettings, name):
-                raise UserError(f"method.{name}={value} is for method.{wanted}; set it, or leave {name} out")
+            default = getattr(FlowMatchingSettings, name)
+            if (value := getattr(self, name)) != default:
+                raise UserError(f"method.{name}={value} is for method.{wanted}; set it, or use {name}={default}")
 
     @property
     def needing_base(self) -> list[str]:

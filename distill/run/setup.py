@@ -222,7 +222,7 @@ def _training_adapter(config: Config) -> Path | None:
     for name, without in (("built_in_guidance", 1), ("keep_weight", 0)):
         if (value := getattr(config.method, name)) != without:
             both = f"{setting} and method.{name}={value} both keep the guidance, which the student then has twice"
-            raise UserError(f"{both}; leave one out")
+            raise UserError(f"{both}; set method.{name}={without}, or leave the adapter out")
     if (file := find_adapters(chosen)) is None:
         raise UserError(f"{setting} holds no adapters; give a file or a folder of them")
     return file
