@@ -113,7 +113,12 @@ def test_the_field_is_relative_to_the_bases_null():
     u, k, batch, times = 0.3, 1.5, make_batch(), Times(torch.full((4,), 0.7, dtype=torch.float64), 0.7)
     ones, zeros = (torch.full((*n, *TEXT), x, dtype=torch.float64) for n, x in (((4,), 1.0), ((), 0.0)))
     condition = text_condition(ones, zeros, zeros)
-    cases = (0.9, 0.9, (1.0, 1.0, 0.0)), (0.3, 0.5, (1 / 3, 1.0, 2 / 3)), (0.3, -0.75, (0.5, -1.0, 1.5))
+    cases = [
+        (0.9, 0.9, (1.0, 1.0, 0.0)),
+        (0.6, 0.45, (0.5, 1.0, 0.5)),
+        (0.3, 0.5, (1 / 3, 1.0, 2 / 3)),
+        (0.3, -0.75, (0.5, -1.0, 1.5)),
+    ]
     for b, own, wanted in cases:
         method = fine_tuning(Linear(b, own), Linear(u, k))
         found = method.guidance_field(batch.latents, times, condition)
