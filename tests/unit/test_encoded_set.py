@@ -104,7 +104,8 @@ def test_damaged_shards_are_refused_or_skipped(tmp_path):
 
 
 def test_an_index_that_changes(path, tmp_path):
-    """A column is checked at its first use; a file that shrinks is refused, and one that is replaced goes on."""
+    """The index is read and checked at its first use; a file that shrinks is refused, and one that is replaced goes
+    on."""
     copy = shutil.copytree(path, tmp_path / "set")
     index = copy / "index.safetensors"
     content, place = bytearray(index.read_bytes()), read_header(index)[0]["row.clip"]
@@ -113,18 +114,20 @@ def test_an_index_that_changes(path, tmp_path):
     for use in (opened.clip_of, opened.caption):
         with refused(index.name):
             use(1)
-    content[place.offset] ^= 1
     index.write_bytes(content)
     opened = EncodedSet(copy, "SET")
     index.unlink()
-    assert opened.caption(1) == EncodedSet(path, "SET").caption(1)
-    with refused(index.name):
-        opened.clip_of(1)
-    content[place.offset] ^= 1
-    content[-1] ^= 1  # of a caption
-    index.write_bytes(content)
-    with refused(index.name):
-        verify(copy, "SET")
+    assert opened.caption(1) == EncodedSet(path, "SET").caption(1) and opened.clip_of(1) == 1
+    for at in (place.offset, -1):  # of a number, of a caption
+        damaged = content.copy()
+        damaged[at] ^= 1
+        index.write_bytes(damaged)
+        opened = EncodedSet(copy, "SET")
+        for use in (opened.clip_of, opened.caption):
+            with refused(index.name):
+                use(1)
+        with refused(index.name):
+            verify(copy, "SET")
 
 
 def test_mistakes_with_a_set(path, tiny, tmp_path):

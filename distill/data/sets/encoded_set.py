@@ -12,13 +12,15 @@ import json
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load
 
-from distill.data.sets.files import DTYPES, Columns, Damaged, Place, read_at, read_json
+from distill.data.sets.files import DTYPES, Damaged, Place, read_at, read_json
 from fsdp_cp.errors import UserError
 
 FORMATS = (1, 2, 3, 4)
@@ -67,12 +69,12 @@ class EncodedSet:
             if self.about.get("format") not in FORMATS:
                 made = f"format {self.about.get('format')}, not {' or '.join(map(str, FORMATS))}"
                 raise UserError(f"{where} has {made}; make it with {COMMAND}")
-            self._columns = Columns(self.path / INDEX, where)
+            self._index = (self.path / INDEX).open("rb", buffering=0)  # stays the same file if another replaces it
         except OSError as error:
             reason = f"{where} is not a complete encoded set ({error.strerror})"
             raise UserError(f"{reason}; make it with {COMMAND} SOURCE {path}") from error
         except Damaged as error:
-            raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
+            raise UserError(f"{where}: {SET} is damaged ({error}); encode the set again") from error
         self.negative, self.empty = self.about["negative"], self.about["empty"]
         self.parts: dict[str, tuple[str, list[list[int]]]] = {
             name: (dtype, shapes) for name, (dtype, *shapes) in self.about["parts"].items()
@@ -82,6 +84,14 @@ class EncodedSet:
 
     def __len__(self) -> int:
         return self.about["counts"]["rows"]
+
+    @cached_property
+    def _columns(self) -> dict[str, np.ndarray]:
+        """Columns of the index, of integers or bytes, read whole at the first use."""
+        content = self._index.read()
+        if hashlib.sha256(content).hexdigest() != self.about["index"]:
+            raise UserError(f"{self.where}: {self.path / INDEX} is damaged; encode the set again")
+        return load(content)
 
     @property
     def captions(self) -> Captions:
@@ -97,7 +107,7 @@ class EncodedSet:
 
     def caption(self, text: int) -> str:
         ends = self._columns["caption.end"]
-        return self._columns.part("caption", ends[text - 1] if text else 0, ends[text]).decode()
+        return self._columns["caption"][ends[text - 1] if text else 0 : ends[text]].tobytes().decode()
 
     def find(self, caption: str) -> int | None:
         """Return the first text with this caption, or ``None``."""
@@ -195,9 +205,9 @@ class EncodedSet:
         bad = [np.isin(self._columns[f"row.{kind[:-1]}"], list(damaged[kind])) for kind in KINDS]
         return np.flatnonzero(~(bad[0] | bad[1])).tolist()
 
-    def verify_index(self) -> None:
-        """Read the whole index; a wrong byte raises ``UserError``."""
-        self._columns.check()
+    def shards(self) -> list[tuple[str, int]]:
+        """Return kind and number of each shard, from the index."""
+        return [(kind, shard) for kind in KINDS for shard in range(len(self._columns[f"{kind}.size"]))]
 
     def verify_shard(self, kind: str, shard: int) -> list[int]:
         """Read a shard and return the numbers of its clips or texts whose checksum differs."""
@@ -208,6 +218,3 @@ class EncodedSet:
             except DamagedShard:
                 wrong.append(number)
         return wrong
-
-    def shard_count(self, kind: str) -> int:
-        return len(self._columns[f"{kind}.size"])

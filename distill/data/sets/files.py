@@ -1,9 +1,8 @@
-"""Files of an encoded set: tensors with checksums, columns of integers, and JSON, each published atomically.
+"""Files of an encoded set: tensors with checksums, and JSON, each published atomically.
 
 A tensor file is safetensors with one metadata entry, ``set``: JSON with each tensor's checksum (``crc32``) and notes.
 """
 
-import io
 import json
 import os
 import zlib
@@ -11,11 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import save
 
-from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_file import atomic_path
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
@@ -75,16 +72,11 @@ def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
     """Return the place of each tensor of a file and its notes, or raise :class:`Damaged` or ``OSError``."""
-    with file.open("rb", buffering=0) as stream:
-        return header_of(stream)
-
-
-def header_of(stream: io.FileIO) -> tuple[dict[str, Place], dict[str, Any]]:
-    """Return what :func:`read_header` does, from a file that was just opened."""
-    size, length = int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
-    if size > length:
-        raise Damaged("its header is cut")
-    content = os.pread(stream.fileno(), size, 8)
+    with file.open("rb") as stream:
+        size, length = int.from_bytes(stream.read(8), "little"), file.stat().st_size
+        if size > length:
+            raise Damaged("its header is cut")
+        content = stream.read(size)
     try:
         header = json.loads(content)
         notes = json.loads(header.pop("__metadata__")[_ENTRY])
@@ -101,59 +93,17 @@ def header_of(stream: io.FileIO) -> tuple[dict[str, Place], dict[str, Any]]:
 
 
 def read_at(file: Path, place: Place, crc32: int) -> torch.Tensor:
-    """Return one tensor with one read, or raise :class:`Damaged` for missing or other bytes."""
+    """Return one tensor with one read, or raise :class:`Damaged` for missing or other bytes. No file is mapped: one
+    that shrinks would end the process by SIGBUS."""
     try:
         with file.open("rb", buffering=0) as stream:
-            data = _bytes_at(stream, place.offset, place.size, crc32)
+            data = bytearray(os.pread(stream.fileno(), place.size, place.offset))
     except OSError as error:
         raise Damaged(str(error.strerror)) from error
+    if len(data) != place.size:
+        raise Damaged("it is shorter than it was")
+    if zlib.crc32(data) != crc32:
+        raise Damaged("a checksum differs")
     if not data:
         return torch.zeros(place.shape, dtype=DTYPES[place.dtype])
     return torch.frombuffer(data, dtype=DTYPES[place.dtype]).view(place.shape)
-
-
-def _bytes_at(stream: io.FileIO, offset: int, size: int, crc32: int | None) -> bytearray:
-    data = bytearray(os.pread(stream.fileno(), size, offset))
-    if len(data) != size:
-        raise Damaged("it is shorter than it was")
-    if crc32 is not None and zlib.crc32(data) != crc32:
-        raise Damaged("a checksum differs")
-    return data
-
-
-class Columns:
-    """Columns of a safetensors file, of integers or bytes. One is read whole at its first use, and kept.
-
-    No file is mapped: a file that shrinks would end the process by SIGBUS. ``where`` names the set in errors.
-    """
-
-    def __init__(self, file: Path, where: str) -> None:
-        self._file, self._where = file, where
-        self._stream = file.open("rb", buffering=0)  # stays the same file when another one replaces it
-        self._places, notes = header_of(self._stream)
-        self._crc32, self._kept = notes["crc32"], dict[str, np.ndarray]()
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._kept:
-            place = self._places[name]
-            data = self._read(place.offset, place.size, self._crc32[name])
-            self._kept[name] = np.frombuffer(data, {"I64": np.int64, "U8": np.uint8}[place.dtype])
-        return self._kept[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
-    def check(self) -> None:
-        """Read every column, which checks all bytes."""
-        for name in self._places:
-            self[name]
-
-    def part(self, name: str, start: int, stop: int) -> bytearray:
-        """Return bytes of a column, which are neither kept nor checked."""
-        return self._read(self._places[name].offset + start, stop - start, None)
-
-    def _read(self, offset: int, size: int, crc32: int | None) -> bytearray:
-        try:
-            return _bytes_at(self._stream, offset, size, crc32)
-        except (Damaged, OSError) as error:
-            raise UserError(f"{self._where}: {self._file} is damaged ({error}); encode the set again") from error

@@ -314,8 +314,7 @@ def verify(path: Path, where: str) -> dict[str, list[int]]:
     """Read the index, and every shard, shared by all ranks. Note what is damaged for later readers; return it. A
     collective."""
     encoded = EncodedSet(path, where)
-    on_all_ranks(encoded.verify_index)
-    work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
+    work = on_all_ranks(encoded.shards)[0]
     with progress(len(work), "verifying", "shard") as advance:
         wrong = Shares().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
     damaged: dict[str, list[int]] = {kind: [] for kind in KINDS}
