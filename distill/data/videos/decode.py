@@ -28,6 +28,7 @@ DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 MAX_SIZE = 65536
 """Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
+_LEAST_FPS = 0.01
 _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
 
 
@@ -40,7 +41,7 @@ class ClipFormat(Checked):
     num_frames: Annotated[int, Bounds(most=MAX_SIZE)]
     height: Annotated[int, Bounds(most=MAX_SIZE)]
     width: Annotated[int, Bounds(most=MAX_SIZE)]
-    fps: Annotated[float, Bounds(least=0.01, most=1000.0)]
+    fps: Annotated[float, Bounds(least=_LEAST_FPS, most=1000.0)]
     """Frames per second at which the source is sampled, of those that mp4 files can say."""
 
 
@@ -210,13 +211,7 @@ def first_frame(file: VideoFile, clip: ClipFormat) -> torch.Tensor:
 
 def read_picture(file: VideoFile) -> torch.Tensor:
     """Return a video's first frame, or an image, in its own size: uint8 (H, W, 3). Raises ``ClipError``."""
-    with opened(file) as (container, stream):
-        frame, time = next(timed_frames(file, container, stream, in_order=True), (None, Fraction(0)))
-        if frame is None:
-            raise ClipError("holds no frame that can be decoded")
-        _check_decoded(frame, time)
-        _check_shape(frame, frame, stream)
-        return _to_rgb(_in_bt709(frame, {}) if other_colors(frame) else frame, stream)[0]
+    return read_frames(file, 1, _LEAST_FPS, lambda rgb_HWC: rgb_HWC)[0]
 
 
 def _pick(
