@@ -1,16 +1,15 @@
 """Simulation of deep networks from two shallow ones: memory, operations and traffic are linear in the depth."""
 
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from distill.config import Config
-from distill.planning.simulation import Simulation, StepCost, simulate
+from distill.planning.simulation import Simulation, simulate
 from distill.run.setup import RunPlan, Shapes, plan_run
 from fsdp_cp.measure.memory import Peak
 from fsdp_cp.runtime.signals import end_with_parent
@@ -35,10 +34,10 @@ def simulate_any_depth(config: Config, plan: RunPlan, *, stands_for: str = "cpu"
     else:
         few, more = (_simulate_shallow(config, plan.shapes, layers, stands_for) for layers in (low, high))
     last = min(high + 3, depth - 1)
-    while not (line := _Line(depth - low)).has_equal_moments(few, more) and high < last:
+    while high < last and not _have_equal_moments(few, more, depth - low):
         low, high = high, high + 1
         few, more = more, _simulate_shallow(config, plan.shapes, high, stands_for)
-    return line.simulation(few, more)
+    return _on_line(few, more, depth - low)
 
 
 def _common_depth(plan: RunPlan) -> int | None:
@@ -55,42 +54,27 @@ _ROUNDING = 1 << 20
 """Bytes below nothing that a line may reach: allocations are rounded."""
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Line through the values of two depths, one apart, ``distance`` from the first."""
-
-    distance: int
-
-    def number(self, a: float, b: float) -> float:
-        return a + self.distance * (b - a)
-
-    def sizes(self, a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
-        return {key: max(0, round(self.number(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
-
-    def peak(self, a: Peak, b: Peak) -> Peak:
-        by = self.sizes(a.by, b.by)
+def _on_line(few: Any, more: Any, distance: int) -> Any:
+    """Return a simulation, or a part of one, on the line through those of two depths, one apart, ``distance`` from the
+    first. Bytes end at 0."""
+    if isinstance(few, Peak):
+        by = _on_line(few.by, more.by, distance)
         return Peak(sum(by.values()), by)
+    if isinstance(few, Mapping):
+        return {key: _on_line(few.get(key, 0), more.get(key, 0), distance) for key in {**few, **more}}
+    if is_dataclass(few):
+        names = [field.name for field in fields(few)]
+        return replace(few, **{name: _on_line(getattr(few, name), getattr(more, name), distance) for name in names})
+    end = few + distance * (more - few)
+    return end if isinstance(end, float) else max(0, end)
 
-    def has_equal_moments(self, few: Simulation, more: Simulation) -> bool:
-        """Whether each phase may peak at the same moment at both depths: else contents of the shallower one's moment
-        shrink, on the line to less than nothing, while those of the other one's grow too fast."""
-        pairs = [(peak.by, more.peaks[name].by) for name, peak in few.peaks.items()]
-        ends = (self.number(a[key], b.get(key, 0)) for a, b in pairs for key in a)
-        return all(end > -_ROUNDING for end in ends)
 
-    def cost(self, a: StepCost, b: StepCost) -> StepCost:
-        names = [field.name for field in fields(a) if field.name != "sent"]
-        numbers = {name: self.number(getattr(a, name), getattr(b, name)) for name in names}
-        return StepCost(**numbers, sent=Counter(self.sizes(a.sent, b.sent)))
-
-    def simulation(self, few: Simulation, more: Simulation) -> Simulation:
-        return Simulation(
-            resting=self.sizes(few.resting, more.resting),
-            peaks={name: self.peak(peak, more.peaks[name]) for name, peak in few.peaks.items()},
-            steps={name: self.cost(cost, more.steps[name]) for name, cost in few.steps.items()},
-            host=self.peak(few.host, more.host),
-            queries=few.queries,
-        )
+def _have_equal_moments(few: Simulation, more: Simulation, distance: int) -> bool:
+    """Whether each phase may peak at the same moment at both depths: else contents of the shallower one's moment
+    shrink, on the line to less than nothing, while those of the other one's grow too fast."""
+    pairs = [(peak.by, more.peaks[name].by) for name, peak in few.peaks.items()]
+    ends = (size + distance * (b.get(key, 0) - size) for a, b in pairs for key, size in a.items())
+    return all(end > -_ROUNDING for end in ends)
 
 
 def _adapted_alike(role: RolePlan) -> bool:

@@ -9,7 +9,8 @@ import io
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -69,39 +70,40 @@ def read_table(file: Path, columns: Sequence[str], where: str, optional: Mapping
     required = [*columns, *(name for own, name in optional.items() if name not in ("", own))]
     wanted = [*columns, *optional.values()]
     if file.suffix.lower() == ".jsonl":
-        return _json_rows(lines, columns, required, wanted, where)
-    return _csv_rows(lines, columns, required, wanted, file, where)
+        records = _json_records(lines, where)
+    else:
+        records = _csv_records(lines, columns, required, wanted, file, where)
+    for line, record in records:
+        _check_columns([*record], required, f"{where}: line {line}")
+        for column in columns:
+            if not isinstance(record[column], str | None):
+                raise UserError(f"{where}: {column} in line {line} must be a text or null")
+            require_utf8(record[column], f"{where}: {column} in line {line}")
+    return [(line, tuple(record.get(column or None) for column in wanted)) for line, record in records]
 
 
-def _csv_rows(
+def _check_columns(names: Sequence[str], required: Sequence[str], where: str) -> None:
+    for column in required:
+        if names.count(column) != 1:
+            found = " ".join(",".join(names).split())[:100] or "nothing"
+            hint = f"use {','.join(required)}, or name the table's columns with data.columns"
+            raise UserError(f"{where} must have {column} once, between commas in a .csv file (found {found}); {hint}")
+
+
+def _csv_records(
     lines: list[str], columns: Sequence[str], required: Sequence[str], wanted: Sequence[str], file: Path, where: str
-) -> list[Row]:
-    records = _records(lines, where)
-    (_, header), *body = records or [(1, [])]
+) -> list[tuple[int, dict[str, Any]]]:
+    (_, header), *body = _fields(lines, where) or [(1, [])]
     header = [name.strip() for name in header]
-    places = [_place(column, header, required, where) for column in wanted]
-    if not header[0] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
+    _check_columns(header, [*required, *(name for name in wanted if name and name in header)], where)
+    if header[:1] == [""] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
         header[0] = "index"
-    ends = [line for line, _ in records[2:]] + [len(lines) + 1]
+    ends = [line for line, _ in body[1:]] + [len(lines) + 1]
     for (line, fields), end in zip(body, ends, strict=False):
         _check_fields(fields, header, line, where)
         if any("\n" in value or "\r" in value for value in fields):
             _check_swallowed(lines[line : end - 1], line, header, columns, file, where)
-    return [(line, tuple(_value(fields, i) for i in places)) for line, fields in body]
-
-
-def _place(column: str, header: Sequence[str], required: Sequence[str], where: str) -> int | None:
-    """Return the place of a column in the header; ``None`` for one that is ignored or may be missing."""
-    if not column or (column not in header and column not in required):
-        return None
-    if header.count(column) != 1:
-        found = f"{where} must have the column {column} once, between commas (found {_found(header)})"
-        raise UserError(f"{found}; {_hint(required)}")
-    return header.index(column)
-
-
-def _value(fields: Sequence[str], i: int | None) -> str | None:
-    return fields[i] if i is not None and i < len(fields) else None
+    return [(line, dict(zip_longest(header, fields))) for line, fields in body]
 
 
 def _check_fields(fields: Sequence[str], header: Sequence[str], line: int, where: str) -> None:
@@ -165,27 +167,12 @@ def read_images(
     return rows
 
 
-def _json_rows(
-    lines: list[str], columns: Sequence[str], required: Sequence[str], wanted: Sequence[str], where: str
-) -> list[Row]:
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        record = parse(line.encode())
+def _json_records(lines: list[str], where: str) -> list[tuple[int, dict[str, Any]]]:
+    records = [(number, parse(line.encode())) for number, line in enumerate(lines, start=1) if line.strip()]
+    for number, record in records:
         if record is None:
             raise UserError(f"{where}: line {number} is not a JSON object; write one object per line")
-        for column in required:
-            if column not in record:
-                raise UserError(f"{where} has no {column} in line {number} (found {_found(record)}); {_hint(required)}")
-        for column in columns:
-            if not isinstance(record[column], str | None):
-                raise UserError(f"{where}: {column} in line {number} must be a text or null")
-            require_utf8(record[column], f"{where}: {column} in line {number}")
-        rows.append((number, tuple(record.get(column) for column in wanted)))
-    if not rows:
-        raise UserError(f"{where} has no rows; write one JSON object per line")
-    return rows
+    return records
 
 
 def require_utf8(text: str | None, what: str) -> None:
@@ -196,15 +183,7 @@ def require_utf8(text: str | None, what: str) -> None:
         raise UserError(f"{what} is not UTF-8 text; write it again") from error
 
 
-def _found(names: Iterable[str]) -> str:
-    return " ".join(",".join(names).split())[:100] or "nothing"
-
-
-def _hint(columns: Sequence[str]) -> str:
-    return f"use {','.join(columns)}, or name the table's columns with data.columns"
-
-
-def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
+def _fields(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
     """(line where it begins, fields) of every record that is not an empty line."""
     records: list[tuple[int, list[str]]] = []
     # A blank before a quote would make the quote a part of the caption, and the comma in it a separator.
