@@ -21,8 +21,7 @@ import torch
 from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Row, Run, clips_of, in_words, measured, over_seeds, renders, table, train_all
 from distill.config import Config, compose_config
-from distill.data import ClipDataset
-from distill.data.base import Measure
+from distill.data.base import ClipDataset, Measure
 from distill.data.shape_measures import geometry_of, measure
 from distill.data.shape_scenes import BLINK_PERIOD
 from distill.report.media import contact_sheet

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from distill.config import compose_config
-from distill.data import ClipDataset
+from distill.data.base import ClipDataset
 from distill.run.open import Run
 from distill.run.setup import Shapes, plan_run
 from distill.train.trainer import Trainer, build_trainer

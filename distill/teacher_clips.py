@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from distill.config import Config, compose_config
-from distill.data import ClipDataset, condition_of
-from distill.data.base import VAE_PRECISIONS
+from distill.data.base import VAE_PRECISIONS, ClipDataset, condition_of
 from distill.data.sets.dataset import STATES
 from distill.data.sets.encode import IMAGE_TENSORS, stored_as
 from distill.data.sets.write_set import Save, SetWriter, refuse_other_set, texts_of

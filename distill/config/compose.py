@@ -30,7 +30,7 @@ from distill.config.errors import (
 )
 from distill.config.kinds import REMOVED, RENAMED, NoSuchSetting, Setting, make, short
 from distill.config.schema import SETTINGS, Config
-from distill.data import DATA
+from distill.data.settings import DATA
 from distill.methods import METHODS
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, one_line

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from distill.config.kinds import REMOVED_KEYS, RENAMED, Setting, short
 from distill.config.schema import SETTINGS
-from distill.data import DATA
 from distill.data.base import ClipSettings
 from distill.data.settings import BROKEN as BROKEN_DATA
+from distill.data.settings import DATA
 from distill.methods import BROKEN, INSTALLED, METHODS
 from fsdp_cp.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from omegaconf import II, MISSING
 
 from distill.config.kinds import Setting, walk_settings
-from distill.data import DATA
+from distill.data.settings import DATA
 from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import Bounds, Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fsdp_cp.errors import UserError, shown

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill.data import ClipDataset
+from distill.data.base import ClipDataset
 from distill.evaluate.networks import MOST_SEED, RoleName, SampledNetwork, check_number, checked_steps
 from distill.evaluate.sampling import generate
 from fsdp_cp.errors import UserError, counted, first_line

@@ -27,8 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from distill.data import ClipDataset
-from distill.data.base import IMAGES, MeasuredDataset
+from distill.data.base import IMAGES, ClipDataset, MeasuredDataset
 from distill.data.sets.encode import release_memory
 from distill.data.shares import Shares
 from distill.evaluate.comparison import (

@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 from distill.config import Config
-from distill.data import ClipDataset
-from distill.data.base import MeasuredDataset, buckets_of, sample_of
+from distill.data.base import ClipDataset, MeasuredDataset, buckets_of, sample_of
 from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from distill.methods import Method

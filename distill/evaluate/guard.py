@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.data import ClipDataset
+from distill.data.base import ClipDataset
 from distill.data.shares import Shares
 from distill.evaluate.evaluator import SAMPLE_SEED, Evaluator
 from distill.evaluate.measures import SHARES, prompt_measures

@@ -13,8 +13,7 @@ from distill.config import Config, load_config
 from distill.config.checks import check
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
-from distill.data import ClipDataset
-from distill.data.base import IMAGES, ClipSettings
+from distill.data.base import IMAGES, ClipDataset, ClipSettings
 from distill.data.videos.references import with_files
 from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, alone

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distill.data import ClipDataset
-from distill.data.base import Measure, MeasuredDataset
+from distill.data.base import ClipDataset, Measure, MeasuredDataset
 from distill.methods import Method
 from distill.methods.common.chunks import chunk_noise, noised
 from distill.report.media import Sound

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from distill.config import Config
-from distill.data import ClipDataset
+from distill.data.base import ClipDataset
 from distill.methods.common.few_step import FewStepSettings
 from models.files.shipped import find_shipped
 

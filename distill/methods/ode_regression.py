@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data import EncodedSettings
+from distill.data.settings import EncodedSettings
 from distill.methods.base import Batch, Loss
 from distill.methods.common.chunks import check_same_chunks, chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings

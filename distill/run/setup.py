@@ -14,7 +14,7 @@ from distill.config.checks import micro_batch_size
 from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
 from distill.config.trained_method import few_steps_in_words
-from distill.data import ClipDataset
+from distill.data.base import ClipDataset
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.methods import METHODS, Method
 from distill.run.loggers import check_services

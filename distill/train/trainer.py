@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distill.config import Config
-from distill.data import ClipDataset
-from distill.data.base import buckets_of, sample_of
+from distill.data.base import ClipDataset, buckets_of, sample_of
 from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.evaluate.guard import Guard

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from distill.config import Config
 from distill.config.schema import SETTINGS
-from distill.data import DATA
+from distill.data.settings import DATA
 from distill.methods import METHODS
 from distill.run.checkpoint_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError

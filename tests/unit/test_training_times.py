@@ -10,7 +10,7 @@ from torch import nn
 
 from distill.config import Config, compose_config
 from distill.config.errors import CONFIGS
-from distill.data import DATA
+from distill.data.settings import DATA
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings

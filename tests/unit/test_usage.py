@@ -6,7 +6,7 @@ from distill.config import compose_config
 from distill.config.errors import CONFIGS, choices
 from distill.config.schema import SETTINGS
 from distill.config.usage import information, usage
-from distill.data import DATA
+from distill.data.settings import DATA
 from distill.methods import METHODS
 from tests.tiers import slow
 from tests.unit.refused import refused
