@@ -1,6 +1,5 @@
 """Roles of the planner: networks on fake tensors whose allocations are counted by role and kind."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -39,8 +38,8 @@ class Watch:
 
     def __init__(self, storages: LiveStorages):
         self.storages = storages
-        self.recomputed: Counter[str] = Counter()
-        """Operations of repeated forwards, by role; see :attr:`StepCost.recomputed`."""
+        self.recomputed = 0.0
+        """Operations of repeated forwards; see :attr:`StepCost.recomputed`."""
         self.recomputed_sparse = 0.0
         """Operations of sparse attention among them."""
         self.queries: dict[str, int] = {}
@@ -54,7 +53,7 @@ class Watch:
         if torch.is_grad_enabled() and (role.trainable or any(part.requires_grad for part in call.x.parts.values())):
             if settings.activation_checkpointing != "none":
                 flops, kept = call.flops, keeps_attention(settings)
-                self.recomputed[role.name] += call.depth * size * (flops.forward - (flops.attention if kept else 0))
+                self.recomputed += call.depth * size * (flops.forward - (flops.attention if kept else 0))
                 self.recomputed_sparse += call.depth * size * (0 if kept else flops.sparse)
             queries = size * call.tokens * call.network.family.width(call.network.config)
             self.queries[phase_now()] = max(queries, self.queries.get(phase_now(), 0))

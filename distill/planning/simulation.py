@@ -310,14 +310,13 @@ class _Run:
         roles = self.method.roles.values()
         for role in roles:
             role.flops = role.sparse_flops = 0
-        self.watch.recomputed.clear()
-        self.watch.recomputed_sparse = 0.0
+        self.watch.recomputed = self.watch.recomputed_sparse = 0.0
         self.sent.by_group.clear()
         self.copied = 0
         work()
         return StepCost(
             flops=sum(role.flops for role in roles),
-            recomputed=float(sum(self.watch.recomputed[role.name] for role in roles)),
+            recomputed=self.watch.recomputed,
             sparse=self.watch.recomputed_sparse + sum(role.sparse_flops for role in roles),
             sent=Counter(self.sent.by_group),
             copied=self.copied,

@@ -141,11 +141,16 @@ class MiniMaxH3TextEncoder(TextEncoder):
     """The first layers of Qwen3-VL's language model."""
 
     class_name, stored_class = "Qwen3VLTextModel", "Qwen3VLForConditionalGeneration"
+    dropped, prefix = r"^model\.language_model\.", ""
+    """What the names of weights begin with in the folder alone, and those of the language model in what is loaded."""
 
     def _load(self, model_class: Any, folder: EncoderFolder, **options: Any) -> Any:
         settings = part_settings(folder.path, "text_encoder", f"data.encoders={folder.path}")
-        config = model_class.config_class(**self.loaded_config(settings))
-        return load_layers(model_class, folder, "", {r"^model\.language_model\.": ""}, config=config, **options)
+        later = "|".join(str(i) for i in range(TEXT_LAYER + 1, MOST_LAYERS))
+        unread = [r"^model\.visual\.", r"^lm_head\.", rf"^{self.prefix}layers\.({later})\."]
+        part = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": unread})
+        options["config"] = model_class.config_class(**self.loaded_config(settings))
+        return load_part(part, folder.path, "text_encoder", key_mapping={self.dropped: ""}, **options)
 
     @staticmethod
     def loaded_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,16 +163,22 @@ class MiniMaxH3TextEncoder(TextEncoder):
     @torch.no_grad()
     def encode(self, caption: str) -> Tensor:
         """Encode one caption: (tokens, D) on the CPU. The empty one, which the model does not know, is one pad."""
-        ids = self.tokenizer(caption, add_special_tokens=False).input_ids
-        if caption and not ids:
+        if caption and not self._ids(caption):
             raise UserError(
                 f"data.encoders={self.folder}: tokenizer/ makes no token of {caption[:60]!r}; use other text"
             )
-        ids = ids or [self.tokenizer.pad_token_id]
+        return self._embedding(input_ids=self._tokens([] if caption else [self.tokenizer.pad_token_id], caption))
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _tokens(self, before: list[int], caption: str) -> Tensor:
+        """Return (1, tokens) of a caption after other tokens, cut to ``max_tokens``."""
+        ids = before + self._ids(caption)
         self._check_words(ids, self.model, "tokenizer", "text_encoder")
-        self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
-        tokens = torch.tensor([ids[: self.max_tokens]], device=self.device)
-        return self._embedding(input_ids=tokens)
+        what = "images and caption" if before else "caption"
+        self.report_cut(caption, what, len(ids), self.max_tokens, "data.max_text_tokens=")
+        return torch.tensor([ids[: self.max_tokens]], device=self.device)
 
     def _embedding(self, **inputs: Any) -> Tensor:
         states = self.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
@@ -178,6 +189,7 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
     """Qwen3-VL with its vision, and the same layers of its language model."""
 
     class_name = "Qwen3VLModel"
+    dropped, prefix = r"^model\.", "language_model."
 
     def __init__(self, folder: EncoderFolder, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -190,14 +202,10 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
             wrong = f"data.encoders={folder.path}: tokenizer/ and text_encoder/ differ in the token of an image"
             raise UserError(f"{wrong}; give both of one folder")
 
-    def _load(self, model_class: Any, folder: EncoderFolder, **options: Any) -> Any:
-        settings = part_settings(folder.path, "text_encoder", f"data.encoders={folder.path}")
-        layers = {**settings["text_config"], "num_hidden_layers": TEXT_LAYER + 1}
-        config = model_class.config_class(**{**settings, "text_config": layers, "architectures": [self.class_name]})
-        return load_layers(model_class, folder, "language_model.", {r"^model\.": ""}, config=config, **options)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+    @staticmethod
+    def loaded_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        layers = {**config["text_config"], "num_hidden_layers": TEXT_LAYER + 1}
+        return {**config, "text_config": layers, "architectures": ["Qwen3VLModel"]}
 
     @torch.no_grad()
     def embeddings(self, caption: str, images: Tensor | Sequence[Any] | None = None) -> dict[str, Tensor]:
@@ -209,11 +217,7 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
         if len(ids) >= self.max_tokens:
             lacks = f"{len(ids) - self.max_tokens} more tokens than data.max_text_tokens and their size leave"
             raise UserError(f"the images take {lacks}; set data.max_text_tokens higher")
-        words = self._ids(caption)
-        self._check_words(ids + words, self.model, "tokenizer", "text_encoder")
-        self.report_cut(caption, "images and caption", len(ids + words), self.max_tokens, "data.max_text_tokens=")
-        ids = (ids + words)[: self.max_tokens]
-        tokens = torch.tensor([ids], device=self.device)
+        tokens = self._tokens(ids, caption)
         config = self.model.config
         kinds = (tokens == config.image_token_id).long() + 2 * (tokens == config.video_token_id)
         shown = {
@@ -222,7 +226,7 @@ class MiniMaxH3VisionEncoder(MiniMaxH3TextEncoder):
         text = self._embedding(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), mm_token_type_ids=kinds, **shown
         )
-        tags += [0.0] * (len(ids) - len(tags))
+        tags += [0.0] * (tokens.shape[1] - len(tags))
         return {"text": text, "tags": torch.tensor(tags)[:, None]}
 
     @cached_property
@@ -289,16 +293,6 @@ class VideoProcessor:
             patches.append(rows[0])
             grids.append(grid)
         return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
-
-
-def load_layers(
-    model_class: Any, folder: EncoderFolder, prefix: str, key_mapping: Mapping[str, str], **options: Any
-) -> Any:
-    """Load a part of Qwen3-VL with its first layers alone; ``prefix`` is that of the language model's names in it."""
-    later = "|".join(str(i) for i in range(TEXT_LAYER + 1, MOST_LAYERS))
-    unread = [r"^model\.visual\.", r"^lm_head\.", rf"^{prefix}layers\.({later})\."]
-    part = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": unread})
-    return load_part(part, folder.path, "text_encoder", key_mapping=key_mapping, **options)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -110,10 +110,8 @@ class EncodedDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``caption``, the condition's tensors by name, fp32, and the ``latents`` of a clip's parts, fp32."""
         row = self._rows[index]
-        clip, text = self.set.clip_of(row), self.set.text_of(row)
-        item = {"caption": self.set.caption(text), **self._text_tensors(self.set, text), **self.clip_tensors}
-        if clip >= 0:
-            item |= self._clip_tensors(self.set, clip, leave=() if self._states else self._states_names)
+        leave = () if self._states else self._states_names
+        item = {"caption": self.caption(index), **self._row_tensors(self.set, row, leave=leave)}
         for name in self._states_names if self._states else ():
             item[name] = item[name][self._states]
         return item
@@ -174,8 +172,7 @@ class EncodedDataset:
                 rows.append(self._text_tensors(where, text) | self.clip_tensors)
                 continue
             where, row = self.image_of(caption) if clips is None else (self.set, self._rows[clips[i]])
-            tensors = self._text_tensors(where, where.text_of(row)) | self.clip_tensors
-            rows.append(tensors | self._clip_tensors(where, where.clip_of(row), leave=leave))
+            rows.append(self._row_tensors(where, row, leave=leave))
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
 
     def _find(self, caption: str) -> tuple[EncodedSet, int]:
@@ -199,9 +196,13 @@ class EncodedDataset:
         texts = {name: tensor.float() for name, tensor in where.text(text).items()}
         return self.encoders.text_tensors(texts, self.condition_shapes["text"][0])
 
-    def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return latents and image tensors; image latents come with the mask of the frames that are given."""
-        tensors = where.clip(clip, leave=leave)
+    def _row_tensors(self, where: EncodedSet, row: int, leave: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of text, latents and image, except the parts of a clip to ``leave``; image latents come
+        with the mask of the frames that are given."""
+        tensors, clip = self._text_tensors(where, where.text_of(row)) | self.clip_tensors, where.clip_of(row)
+        if clip < 0:
+            return tensors
+        tensors |= where.clip(clip, leave=leave)
         for name in REFERENCE_PARTS if REFERENCES in tensors else ():
             tensors[name] = pad_text(tensors[name], self.condition_shapes[name][0])
         if REFERENCE_SIZES in tensors:

@@ -250,11 +250,9 @@ class _Job:
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
-        if not left_out and not rows:
-            raise UserError(f"{self.source.name} has no clip; give a folder with clips")
         if not rows:
-            name, reason = left_out[0]
-            why = f"{self.source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason})"
+            first = f", first: {' '.join(left_out[0])}" if left_out else ""
+            why = f"{self.source.name} has no usable clip ({len(left_out)} left out{first})"
             size = "num_frames lower" if self.settings.buckets is None else "buckets smaller"
             longer = f"give longer videos, or set data.{size} or data.fps higher"
             raise UserError(f"{why}; {longer if self.source.has_latents else 'give images that can be read'}")
