@@ -109,7 +109,7 @@ class _Sampling:
                 caption, item = texts[number]
                 save(number, self.data.embeddings(caption, *([item] if is_shown else [])), {})
 
-            Shares().run(len(numbers), lambda i: copy(numbers[i]), advance)
+            Shares().run(numbers, copy, advance)
 
         writer.write("clips", self.count, bytes_per_clip, "clip", make_clips)
         text = self.data.embeddings(captions[0])

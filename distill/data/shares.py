@@ -13,6 +13,7 @@ from typing import TypeVar
 from fsdp_cp.launch import rank, share_of_cores, world_size
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 _ROUND = 4
@@ -38,17 +39,19 @@ class Shares:
         node = os.environ.get("GROUP_RANK", ""), socket.gethostname()
         return cls(ranks=first_of_each(all_gather_objects(node)))
 
-    def run(self, count: int, work: Callable[[int], T], advance: Callable[[int], object] = lambda n: None) -> list[T]:
-        """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank. The
-        ranks meet after every few items, so that failures are heard soon and no wait exceeds the group's timeout."""
+    def run(
+        self, items: Sequence[Item], work: Callable[[Item], T], advance: Callable[[int], object] = lambda n: None
+    ) -> list[T]:
+        """Call ``work`` for each item, on its rank and in order; return all results on every rank. The ranks meet after
+        every few items, so that failures are heard soon and no wait exceeds the group's timeout."""
         results: dict[int, T] = {}
-        assigned, most = self.assigned(count), -(-count // len(self.ranks))
+        assigned, most = self.assigned(len(items)), -(-len(items) // len(self.ranks))
         for first in range(0, most, _ROUND):
             mine = assigned[first : first + _ROUND]
-            parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
+            parts = on_all_ranks(lambda mine=mine: {i: work(items[i]) for i in mine})
             advance(sum(map(len, parts)))
             results |= {i: result for part in parts for i, result in part.items()}
-        return [results[i] for i in range(count)]
+        return [results[i] for i in range(len(items))]
 
 
 def first_of_each(nodes: Sequence[Hashable]) -> tuple[int, ...]:

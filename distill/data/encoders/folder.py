@@ -54,7 +54,7 @@ def whole_number(settings: dict[str, Any], key: str, where: str, *, default: Any
 
 def shown(value: Any) -> str:
     """Return a value of a JSON file for a message, cut to 60 characters."""
-    return " ".join(repr(value).split())[:60]
+    return one_line(repr(value), 60)
 
 
 def check_weight_files(folder: Path, where: str) -> None:

@@ -262,7 +262,7 @@ class _Job:
         """Encode clips; threads decode the next ones meanwhile."""
         shares = Shares()
         with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
-            shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
+            shares.run(numbers, lambda number: save(number, *self._encode_clip(number, next(ahead))), advance)
 
     def _encode_clip(self, number: int, clip: _Read | str) -> Made:
         """Return tensors and notes of a clip or of the reason to leave it out."""
@@ -382,7 +382,7 @@ class _Job:
         return latents
 
     def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
-        Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
+        Shares.one_per_node().run(numbers, lambda number: save(number, *self._encode_text(number)), advance)
 
     def _encode_text(self, number: int) -> Made:
         caption, clip = self._texts[number]

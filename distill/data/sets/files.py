@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 
+from fsdp_cp.errors import one_line
 from fsdp_cp.files.atomic_file import atomic_path
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
@@ -49,7 +50,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"it is not JSON ({' '.join(str(error).split())[:200]})") from error
+        raise Damaged(f"it is not JSON ({one_line(error)})") from error
     if not isinstance(value, dict):
         raise Damaged("it is not a JSON object")
     return value
@@ -86,7 +87,7 @@ def read_header(file: Path) -> tuple[dict[str, Place], dict[str, Any]]:
             places[name] = Place(entry["dtype"], tuple(entry["shape"]), 8 + size + begin, end - begin)
         known = notes["crc32"].keys() == places.keys()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Damaged(" ".join(f"{type(error).__name__} {error}".split())[:200]) from error
+        raise Damaged(one_line(f"{type(error).__name__} {error}")) from error
     if not known or max((place.offset + place.size for place in places.values()), default=8 + size) != length:
         raise Damaged("its size differs from what its header says")
     return places, notes

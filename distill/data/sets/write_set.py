@@ -39,7 +39,7 @@ from distill.data.sets.encoded_set import (
 from distill.data.sets.files import Damaged, Place, packed, publish, read_header, read_tensors, write_json
 from distill.data.shares import Shares
 from fsdp_cp.checkpoint.lock import LOCK, held_directory
-from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.errors import UserError, one_line, paths_of_the_user
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.files.foreign import refuse_foreign
 from fsdp_cp.launch import world_size
@@ -120,7 +120,7 @@ class SetWriter:
                 done = {number for number in numbers if self._entry(kind, number).name in unfinished}
                 advance(len(done))
                 make([number for number in numbers if number not in done], partial(self._save, kind), advance)
-                Shares().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
+                Shares().run(group, lambda shard: self._join(kind, shard, shards[shard]))
 
     def _names(self, folder: Path) -> set[str]:
         """Return the names of a folder's files, on every rank."""
@@ -289,7 +289,7 @@ def refuse_other_set(path: Path, where: str, settings: Mapping[str, Any] | None 
             inner = next(name for name in {**was, **now} if was.get(name) != now.get(name))
             key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)
         if was != now:
-            before, after = (" ".join(str(value).split())[:100] for value in (was, now))
+            before, after = (one_line(value, 100) for value in (was, now))
             raise UserError(f"{where} was made with {key}={before}, not {after}; use that, or another folder")
 
 
@@ -316,7 +316,7 @@ def verify(path: Path, where: str) -> dict[str, list[int]]:
     encoded = EncodedSet(path, where)
     work = on_all_ranks(encoded.shards)[0]
     with progress(len(work), "verifying", "shard") as advance:
-        wrong = Shares().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
+        wrong = Shares().run(work, lambda shard: encoded.verify_shard(*shard), advance)
     damaged: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for (kind, _), numbers in zip(work, wrong, strict=True):
         damaged[kind] += numbers

@@ -87,14 +87,13 @@ class Source:
         names = dict.fromkeys(name for clip in self.clips for name in clip.files)
         files = self.files or [self.folder / name for name in names]
 
-        def look(i: int) -> str:
-            file = files[i]
+        def look(file: Path) -> str:
             try:
                 return fingerprint_of([file]) if file.is_file() else "missing"
             except OSError as error:
                 return f"unreadable {type(error).__name__}"
 
-        hashes = Shares().run(len(files), look)
+        hashes = Shares().run(files, look)
         return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
 
     def table_hash(self) -> str:

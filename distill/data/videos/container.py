@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.data.videos.span import Span
+from fsdp_cp.errors import one_line
 
 if TYPE_CHECKING:
     import av
@@ -79,7 +80,7 @@ def opened(file: VideoFile, *, is_video: bool = True) -> Iterator[tuple[av.conta
     # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
+        raise ClipError(f"cannot be decoded ({one_line(reason)})") from error
 
 
 def timed_frames(

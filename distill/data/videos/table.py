@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.files.json_lines import parse
 from fsdp_cp.launch import rank
 
@@ -85,7 +85,7 @@ def read_table(file: Path, columns: Sequence[str], where: str, optional: Mapping
 def _check_columns(names: Sequence[str], required: Sequence[str], where: str) -> None:
     for column in required:
         if names.count(column) != 1:
-            found = " ".join(",".join(names).split())[:100] or "nothing"
+            found = one_line(",".join(names), 100) or "nothing"
             hint = f"use {','.join(required)}, or name the table's columns with data.columns"
             raise UserError(f"{where} must have {column} once, between commas in a .csv file (found {found}); {hint}")
 
