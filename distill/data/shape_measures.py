@@ -82,11 +82,8 @@ def geometry_of(clips: np.ndarray) -> Geometry:
     area = soft.sum(axis=(2, 3))
     seen = mask.sum(axis=(2, 3)) >= _MIN_AREA * unit**2
     padded = np.pad(soft, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    above, below = padded[:, :, :-1], padded[:, :, 1:]
-    above_left, above_right = above[..., :-1], above[..., 1:]
-    below_left, below_right = below[..., :-1], below[..., 1:]
-    gx = (below_right - below_left + above_right - above_left) / 2
-    gy = (below_right - above_right + below_left - above_left) / 2
+    dx, dy = np.diff(padded, axis=3), np.diff(padded, axis=2)
+    gx, gy = (dx[:, :, :-1] + dx[:, :, 1:]) / 2, (dy[..., :-1] + dy[..., 1:]) / 2  # at the corners of pixels
     perimeter = np.sqrt(gx**2 + gy**2).sum(axis=(2, 3))
     # Steps between neighboring pixels, weighted by themselves: 1 for a step edge, about 1/k for a ramp over k pixels.
     outer = np.pad(alpha, ((0, 0), (0, 0), (1, 1), (1, 1)))
@@ -114,14 +111,10 @@ def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
     Steps over one pixel would depend on whether an outline lies between pixels."""
     changes = []
     for axis in (2, 3):
-        crossed = mask.any(axis=axis)
-        padding = [(0, 0)] * 4
-        padding[axis] = (2, 2)
-        lines = np.pad(alpha, padding)
-        size = lines.shape[axis]
-        change = np.take(lines, range(2, size), axis) - np.take(lines, range(size - 2), axis)
-        for steepest in (change.max(axis=axis), -change.min(axis=axis)):
-            changes.append(np.where(crossed, steepest, np.nan))
+        lines = np.pad(np.moveaxis(alpha, axis, 3), [(0, 0)] * 3 + [(2, 2)])
+        change = lines[..., 2:] - lines[..., :-2]
+        for steepest in (change.max(axis=3), -change.min(axis=3)):
+            changes.append(np.where(mask.any(axis=axis), steepest, np.nan))
     steps = np.concatenate(changes, axis=-1)
     steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame, which the caller sets to NaN
     return np.nanmedian(steps, axis=-1)
@@ -188,9 +181,8 @@ def _color(clip: np.ndarray, alpha: np.ndarray) -> str | None:
 def _line_misfit(values: np.ndarray) -> float:
     """Return the largest distance of (T,) or (T, 2) values from their least-squares line in time."""
     time = np.linspace(-1.0, 1.0, len(values))
-    design = np.stack([np.ones_like(time), time], axis=1)
-    solution, *_ = np.linalg.lstsq(design, values, rcond=None)
-    return float(abs(values - design @ solution).max())
+    speed, start = np.polyfit(time, values, 1)
+    return float(abs(values - start - np.multiply.outer(time, speed)).max())
 
 
 def _motion(geometry: Geometry, i: int, seen: np.ndarray) -> str | None:

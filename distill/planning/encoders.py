@@ -43,7 +43,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
         return {}
     if data.encoders is not None and table_file(data.encoders).is_file():
         return {}
-    settings = encoder_settings(config, shapes)
+    settings = encoder_settings(config, data.encoders, shapes)
     kind = FAMILIES[settings["vae"].get("_class_name", EncoderFolder.codec_class.vae_class)]
     build_codec = partial(_build_codec, data, kind, settings)
     peaks = {}
@@ -105,20 +105,16 @@ def _captions_peak(tokens: int, kind: type[EncoderFolder], settings: Mapping[str
     return _peak(build, lambda models: kind.text_class.encode_zeros(models, tokens))
 
 
-def encoder_settings(config: Config, shapes: Shapes) -> dict[str, Mapping[str, Any]]:
-    """Return ``config.json`` of each encoder by its sub-folder, by default the family's published ones. The image
-    encoder's is empty without image features."""
+def encoder_settings(config: Config, path: str | None, shapes: Shapes) -> dict[str, Mapping[str, Any]]:
+    """Return ``config.json`` of each encoder by its sub-folder, without a ``path`` the family's published ones. The
+    image encoder's is empty without image features."""
     parts, condition_shapes = shapes
-    path = config.data.encoding().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
         planning = family_of(config.student.family, "student").planning
         settings = planning.encoders(parts[VIDEO][0], config.planning.model)
     else:
-        used = {"image_encoder"}
-        for kind in FAMILIES.values():
-            used.update(kind.codec_parts, kind.text_parts, [DECODER])
-        files = {file.parent.name: file for file in Path(find_shipped(path)).glob("*/config.json")}
-        settings = {name: json.loads(file.read_text()) for name, file in files.items() if name in used}
+        files = Path(find_shipped(path)).glob("*/config.json")
+        settings = {file.parent.name: json.loads(file.read_text()) for file in files}
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
 
 

@@ -211,7 +211,7 @@ def test_published_sizes_are_planned_without_weights(name):
     shallow = extrapolation.shallow(role, 2)
     fewer = len(role.family.blocks(role.network)) - len(role.family.blocks(shallow.network))
     assert fewer == role.family.layers(role.config) - 2
-    encoders = encoder_settings(config, shapes)
+    encoders = encoder_settings(config, config.data.encoders, shapes)
     assert encoders["text_encoder"] and not encoders["image_encoder"]
 
 

@@ -122,10 +122,7 @@ class Ltx2TextEncoder(TextEncoder):
     def embeddings(self, caption: str) -> dict[str, Tensor]:
         """Return ``text`` and ``audio_text`` (``max_tokens``, D), of the two streams."""
         self.cuts = []
-        self._check_caption(caption)
-        hidden, mask, *_ = self._pipeline.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
-        )
+        _, (hidden, mask, *_) = self._piped(caption)
         video, audio, _ = self.connectors(hidden, mask, padding_side=self.tokenizer.padding_side)
         return {"text": video[0].float().cpu(), "audio_text": audio[0].float().cpu()}
 

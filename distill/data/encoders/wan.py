@@ -213,20 +213,20 @@ class TextEncoder:
     def encode(self, caption: str) -> torch.Tensor:
         """Encode one caption as the pipeline does: fp32 (tokens, D) on the CPU, without padding. One at a time: in a
         batch, the last bits would depend on the other captions."""
-        count = self._check_caption(caption)
-        embeddings = self._pipeline.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
-        )
-        return embeddings[0][0, :count].float().cpu()
+        count, (embeddings, *_) = self._piped(caption)
+        return embeddings[0, :count].float().cpu()
 
-    def _check_caption(self, caption: str) -> int:
-        """Return the number of tokens of a caption, before it is cut. A folder that cannot encode it is refused."""
+    def _piped(self, caption: str) -> tuple[int, Sequence[torch.Tensor]]:
+        """Return the number of tokens of a caption, before it is cut, and what the pipeline makes of the caption. A
+        folder that cannot encode it is refused."""
         ids = self.tokenizer(self.cleaned(caption), add_special_tokens=True).input_ids
         self._check_words(ids, self.model, "tokenizer", "text_encoder")
         if not ids:
             raise UserError(f"data.encoders={self.folder}: tokenizer/ makes no token of {caption[:60]!r}; use T5's")
         self.report_cut(caption, "caption", len(ids), self.max_tokens, "data.max_text_tokens=")
-        return len(ids)
+        return len(ids), self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
+        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -10,6 +10,7 @@ import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,9 +44,9 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     files = files_ending(path, ".tar")
     if not files:
         return None
-    name, samples = f"data.path={path}", [*_samples(files, path)]
+    samples, shared = [*_samples(files, path)], {"name": f"data.path={path}", "folder": path, "files": files}
     if samples and LATENT in samples[0][1]:
-        return _latents(name, path, files, samples)
+        return _latents(samples, shared)
     rows, videos = [], {}
     for place, sample in samples:
         ending = next((ending for ending in sample if f".{ending}" in VIDEO_SUFFIXES), None)
@@ -54,10 +55,10 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
         if ending:
             videos[file] = sample[ending]
         rows.append(stored_row(file, caption, problem=problem if ending else "holds no video"))
-    return Source(name=name, folder=path, format="webdataset", rows=rows, files=files, videos=videos)
+    return Source(format="webdataset", rows=rows, videos=videos, **shared)
 
 
-def _latents(name: str, path: Path, files: Sequence[Path], samples: Sequence[tuple[str, Sample]]) -> Source:
+def _latents(samples: Sequence[tuple[str, Sample]], shared: Mapping[str, Any]) -> Source:
     places, rows = dict(samples), []
     for place, sample in samples:
         caption, problem = _caption_of(sample, PROMPT)
@@ -67,15 +68,8 @@ def _latents(name: str, path: Path, files: Sequence[Path], samples: Sequence[tup
     def tensor(place: str, ending: str, dims: int) -> torch.Tensor:
         return as_tensor(load_tensors(io.BytesIO(places[place][ending].read())), dims)
 
-    return Source(
-        name=name,
-        folder=path,
-        format="rCM",
-        rows=rows,
-        files=files,
-        latents=lambda place: tensor(place, LATENT, 4),
-        text=lambda place: tensor(place, EMBEDDING, 2),
-    )
+    latents, text = (lambda place: tensor(place, LATENT, 4)), (lambda place: tensor(place, EMBEDDING, 2))
+    return Source(format="rCM", rows=rows, latents=latents, text=text, **shared)
 
 
 def _caption_of(sample: Sample, ending: str) -> tuple[str, str]:
