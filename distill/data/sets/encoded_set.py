@@ -91,7 +91,10 @@ class EncodedSet:
         content = self._index.read()
         if hashlib.sha256(content).hexdigest() != self.about["index"]:
             raise UserError(f"{self.where}: {self.path / INDEX} is damaged; encode the set again")
-        return load(content)
+        columns = load(content)
+        # One bucket, of captions alone too, whose clip is -1.
+        columns.setdefault("clip.bucket", np.zeros(len(columns["clip.shard"]) + 1, np.int64))
+        return columns
 
     @property
     def captions(self) -> Captions:
@@ -137,8 +140,7 @@ class EncodedSet:
 
     def row_buckets(self) -> np.ndarray:
         """Return the bucket of the clip of each row."""
-        clips = self._columns["row.clip"]
-        return self._columns["clip.bucket"][clips] if "clip.bucket" in self._columns else np.zeros_like(clips)
+        return self._columns["clip.bucket"][self._columns["row.clip"]]
 
     def bucket_with(self, shape: Sequence[int]) -> int | None:
         """Return the bucket of the clips whose video has latents of this shape, or ``None``."""
@@ -147,7 +149,7 @@ class EncodedSet:
 
     def bucket_of(self, clip: int) -> int:
         """Return the bucket of a clip, in the order of :attr:`parts`."""
-        return int(self._columns["clip.bucket"][clip]) if "clip.bucket" in self._columns else 0
+        return int(self._columns["clip.bucket"][clip])
 
     def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the tensors of a clip by part, fp32, except the parts to ``leave``; a damaged shard is refused."""
