@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,6 +29,9 @@ OTHER_SCHEMAS = {
 """A column that only this other schema has."""
 _LATENT, _TEXT = ([f"{name}_{key}" for key in ("bytes", "shape", "dtype")] for name in ("vae_latent", "text_embedding"))
 
+Place = tuple[Path, int, int]
+"""File, group in it, and row in that."""
+
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     """Read the captions of all files in the folder and its sub-folders (``rank_*/worker_*/``), or of one file."""
@@ -38,14 +41,14 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     parquet: Any = optional_package("pyarrow.parquet", "pip install 'fsdp-cp[parquet]'")
     if isinstance(parquet, str):
         raise UserError(f"data.path={path} holds parquet files; the package pyarrow {parquet}")
-    rows, places, kinds = [], dict[str, _Place](), set()
+    rows, places, kinds = [], dict[str, Place](), set()
     for file in files:
         has_latents, groups = _captions(parquet, file)
         kinds.add(has_latents)
         for group, captions in enumerate(groups):
             for i, caption in enumerate(captions):
                 name = place_in(file, path, f"{group}.{i}")
-                places[name] = _Place(file, group, i)
+                places[name] = file, group, i
                 rows.append(stored_row(name, caption))
     if len(kinds) > 1:
         raise UserError(f"data.path={path} has files with and without latents; give a folder of one schema")
@@ -63,18 +66,10 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:
     )
 
 
-class _Place(NamedTuple):
-    """A row of a file, in one of its groups."""
-
-    file: Path
-    group: int
-    row: int
-
-
 class _Stored:
     """Tensors of the rows, which threads read."""
 
-    def __init__(self, parquet: Any, places: Mapping[str, _Place]) -> None:
+    def __init__(self, parquet: Any, places: Mapping[str, Place]) -> None:
         self._parquet, self._places, self._lock = parquet, places, threading.Lock()
         # Rows come in their order, and a group is read as a whole.
         self._group = functools.lru_cache(maxsize=2)(self._read_group)

@@ -95,7 +95,7 @@ def _csv_records(
 ) -> list[tuple[int, dict[str, Any]]]:
     (_, header), *body = _fields(lines, where) or [(1, [])]
     header = [name.strip() for name in header]
-    _check_columns(header, [*required, *(name for name in wanted if name and name in header)], where)
+    _check_columns(header, [*required, *sorted({*wanted} & {*header} - {""})], where)
     if header[:1] == [""] and all((fields[0].strip() or "0").isdecimal() for _, fields in body):  # pandas' row numbers
         header[0] = "index"
     ends = [line for line, _ in body[1:]] + [len(lines) + 1]
