@@ -47,10 +47,18 @@ class ListedClip:
         return name if self.span is None else f"{name} ({self.span})"
 
 
-def listed_images(files: Sequence[str], caption: str, problem: str = "", *, are_references: bool = False) -> ListedClip:
-    """Return the row of a caption with one image or two, in the order of their frames, or with references."""
+def listed_images(
+    files: Sequence[str], caption: str, *, are_references: bool = False, folder: Path | None = None
+) -> ListedClip:
+    """Return the row of a caption with one image or two, in the order of their frames, or with references. It has a
+    problem if a file is not in the ``folder``, where one is given."""
+
+    def exists(file: str) -> bool:
+        return folder is None or (folder / file).is_file()
+
     if are_references:
-        return ListedClip(file="", caption=caption, problem=problem, references=files[0])
+        return ListedClip(file="", caption=caption, problem=problem_of(files[0], exists), references=files[0])
+    problem = "" if all(map(exists, files)) else "is missing"
     return ListedClip(file=files[0], caption=caption, problem=problem, last="".join(files[1:]))
 
 
