@@ -1,13 +1,11 @@
 """Lists of videos and captions: a JSON array, or two text files."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from distill.data.sources.source import Source
 from distill.data.videos.span import SPAN_COLUMNS
-from distill.data.videos.table import Row, column_names, read_text, require_utf8
+from distill.data.videos.table import column_names, read_table, read_text
 from distill.data.videos.video_folder import COLUMNS, listed
 from fsdp_cp.errors import UserError
 
@@ -23,29 +21,10 @@ def read_array(path: Path, columns: Mapping[str, str] | None = None) -> Source |
     if file is None:
         return None
     names = column_names(COLUMNS, {**FIELDS, **(columns or {})}, SPAN_COLUMNS)
-    try:
-        records = json.loads(read_text(file, f"data.path: {file}"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"data.path: {file} is not JSON ({error}); write it again") from error
-    if not isinstance(records, list):
-        raise UserError(f"data.path: {file} is not a JSON array; write one object for each video")
-    entries = enumerate(records, start=1)
-    table = [row for number, record in entries for row in _rows_of(record, names, number, f"data.path: {file}")]
+    spans = dict(zip(SPAN_COLUMNS, names[2:], strict=True))
+    table = read_table(file, names[:2], f"data.path: {file}", spans)
     rows = listed(path, file, names[0], table, also_in="videos/")
     return Source(name=f"data.path={path}", folder=path, format=file.name, rows=rows)
-
-
-def _rows_of(record: Any, names: Sequence[str], number: int, where: str) -> list[Row]:
-    """Return the rows of an entry of an array, one for each of its captions."""
-    record = record if isinstance(record, dict) else {}
-    name, texts, *span = (record.get(key) for key in names)
-    texts = texts if isinstance(texts, list) and texts else [texts]
-    if not isinstance(name, str) or not all(isinstance(text, str | None) for text in texts):
-        wanted = f"{names[0]}, a text, and {names[1]}, a text or a list of them"
-        raise UserError(f"{where}: entry {number} must have {wanted}, or name the keys with data.columns")
-    for text in (name, *texts):
-        require_utf8(text, f"{where}: entry {number}")
-    return [(number, (name, text, *span)) for text in texts]
 
 
 def read_lines(path: Path, columns: Mapping[str, str] | None = None) -> Source | None:

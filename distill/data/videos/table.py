@@ -6,6 +6,7 @@ that nothing closes swallows rows.
 
 import csv
 import io
+import json
 import logging
 import os
 import re
@@ -61,16 +62,19 @@ def column_names(
 
 
 def read_table(file: Path, columns: Sequence[str], where: str, optional: Mapping[str, str] | None = None) -> list[Row]:
-    """Return the rows of a UTF-8 table in its order, without empty lines: ``.jsonl``, a JSON object per line, or
-    comma-separated with a header, as spreadsheets and pandas (with a nameless first column) write it. Of the wanted
-    ``columns``, the captions' comes last; ``where`` is setting and file. ``optional`` has the names of further columns,
-    of any type, by their own; a table may lack those that were not renamed."""
+    """Return the rows of a UTF-8 table in its order, without empty lines: ``.jsonl``, a JSON object per line;
+    ``.json``, an array of objects, whose captions may be lists; or comma-separated with a header, as spreadsheets and
+    pandas (with a nameless first column) write it. Of the wanted ``columns``, the captions' comes last; ``where`` is
+    setting and file. ``optional`` has the names of further columns, of any type, by their own; a table may lack those
+    that were not renamed."""
     lines = io.StringIO(read_text(file, where), newline="").readlines()  # as the csv module counts them
     optional = optional or {}
     required = [*columns, *(name for own, name in optional.items() if name not in ("", own))]
     wanted = [*columns, *optional.values()]
     if file.suffix.lower() == ".jsonl":
         records = _json_records(lines, where)
+    elif file.suffix.lower() == ".json":
+        records = _array_records("".join(lines), columns[-1], where)
     else:
         records = _csv_records(lines, columns, required, wanted, file, where)
     for line, record in records:
@@ -172,6 +176,22 @@ def _json_records(lines: list[str], where: str) -> list[tuple[int, dict[str, Any
     for number, record in records:
         if record is None:
             raise UserError(f"{where}: line {number} is not a JSON object; write one object per line")
+    return records
+
+
+def _array_records(text: str, caption: str, where: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the number of each object of an array and, for each of its captions, its values."""
+    try:
+        entries = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); write it again") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{where} is not a JSON array of objects; write one object for each video")
+    records = []
+    for number, entry in enumerate(entries, start=1):
+        texts = entry.get(caption)
+        texts = texts if isinstance(texts, list) and texts else [texts]
+        records += [(number, {**entry, caption: text}) for text in texts]
     return records
 
 
