@@ -168,7 +168,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
     _, plan = _planned(1, ("mesh.cp=1",))
     latents, condition = plan.shapes
     student = plan.roles[ROLES.index("student")]
-    forward, _, attention = student.family.flops(student.config, latents, condition)
+    forward, _, attention, _ = student.family.flops(student.config, latents, condition)
     assert 0 < attention < forward and selective / full == pytest.approx(1 - attention / forward)
 
 
