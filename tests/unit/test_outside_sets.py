@@ -130,8 +130,9 @@ def test_stored_captions_alone(kind, tiny, clips, tmp_path):
 
 
 @parametrize("kind", ["clips", "texts", "index"], quick=1)
-def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monkeypatch):
-    """The next run continues: finished entries stay, and all files equal those of an undisturbed run."""
+def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monkeypatch, capsys):
+    """The next run continues: finished entries stay, and all files equal those of an undisturbed run. A finished entry
+    that is damaged ends one run, which names it; the next makes it again."""
     outside_sets.rcm(clips, tmp_path / "source")
     assert encoded(tiny, tmp_path / "source", tmp_path / "whole") == 0
     replace, made = os.replace, []
@@ -149,6 +150,12 @@ def test_a_kill_in_the_middle_changes_no_byte(kind, tiny, clips, tmp_path, monke
     assert not (tmp_path / "set" / "set.json").exists() and made
     there = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").glob("clips-*.safetensors")}
     assert bool(there) == (kind != "clips")
+    if kind == "clips":
+        entries = list((tmp_path / "set").rglob("unfinished/*.safetensors"))
+        assert len(entries) == 2
+        entries[0].write_bytes(entries[0].read_bytes()[:-1])
+        assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 2
+        assert entries[0].name in capsys.readouterr().err
     assert encoded(tiny, tmp_path / "source", tmp_path / "set") == 0
     assert all(file.stat().st_mtime_ns == time for file, time in there.items()), "nothing is made again"
     files = {file.name: file.read_bytes() for file in (tmp_path / "set").iterdir() if file.name != ".lock"}
