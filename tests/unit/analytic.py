@@ -114,7 +114,7 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 
 
 class ExactStudent(Stub, nn.Module):
-    """Consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
+    """Mean velocity of ``problem`` between t and r, or down to the clean sample without r. Its parameters are 0."""
 
     def __init__(self, problem):
         super().__init__()
@@ -122,9 +122,14 @@ class ExactStudent(Stub, nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def of_video(self, x, t, condition, **_):
-        x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
-        return (1 + self.scale) * (x - x0) / widen(t, x) + self.offset
+    def of_video(self, x, t, condition, r=None, **_):
+        return (1 + self.scale) * self.exact(x, t, condition, torch.zeros_like(t) if r is None else r) + self.offset
+
+    def exact(self, x, t, condition, r):
+        instant = r == t
+        interval = widen(torch.where(instant, 1.0, t - r), x)
+        u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
+        return torch.where(widen(instant, x), self.problem.velocity(x, t, condition), u)
 
 
 class SmallNet(Stub, nn.Module):
@@ -169,7 +174,7 @@ def make_batch(problem, count: int, seed: int = 1) -> Batch:
     return Batch(latents=video(problem.sample(count, seed)), condition=nothing(count))
 
 
-def train(method, problem, steps: int, lr: float, count: int = 16) -> None:
+def train(method, problem, steps: int, lr: float, count: int = 16, kind: type[StepRandom] = StepRandom) -> None:
     """Take ``steps`` steps of ``method`` as the trainer does; the learning rate falls to a hundredth."""
     optimizers = {
         name: torch.optim.Adam(method.roles[name].parameters(), lr=lr, betas=(0.9, 0.99))
@@ -179,7 +184,7 @@ def train(method, problem, steps: int, lr: float, count: int = 16) -> None:
         optimizer = optimizers[method.trained_role(step)]
         optimizer.param_groups[0]["lr"] = lr * 0.01 ** (step / steps)
         optimizer.zero_grad()
-        random = StepRandom(seed=5, step=step, positions=range(count))
+        random = kind(seed=5, step=step, positions=range(count))
         for loss in method.losses(step, make_batch(problem, count, seed=1000 + 2 * step), random):
             (loss.weight * loss.closure()).backward()
         optimizer.step()
