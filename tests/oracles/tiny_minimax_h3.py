@@ -74,7 +74,7 @@ def velocity(
 ) -> dict:
     """Return the velocity from data to noise of each sample, at the parts' own times ``(B,)``.
 
-    ``given`` are the tensors of a condition on keyframes or references, with their noise.
+    ``given`` are the tensors of a condition but for its text: keyframes or references with their noise, and lengths.
     """
     patch, each = tuple(network.config.patch_size), []
     for i in range(len(text)):
@@ -83,6 +83,8 @@ def velocity(
         tags, sounds = torch.ones(words.shape[1]), rearrange(audio, "a l s -> (s l) a")
         if given:
             words = words[:, : given["text_length"][i]]
+            tags = torch.ones(words.shape[1])
+        if given and "text_tags" in given:
             tags = 1 - (given["text_tags"][i, : words.shape[1]] == 1).long()
         if given and "references" in given:
             kinds, pictures, noises, given_sounds = references_of(given, i)
@@ -90,7 +92,7 @@ def velocity(
             rows = torch.cat([*(patchify_video_latents(x, patch) for x in made), rows])
             sounds = torch.cat([*given_sounds, sounds])
             layout = packed_with_references(tags, audio.shape[1], grid, patch, kinds, pictures, given_sounds)
-        elif given:
+        elif given and "keyframes" in given:
             anchors, noise = given["keyframe_anchors"][i].tolist(), given["keyframe_noise"][i : i + 1]
             noised = AUG * given["keyframes"][i : i + 1] + (1 - AUG) * noise
             rows = torch.cat([patchify_video_latents(noised, patch), rows])

@@ -1,4 +1,4 @@
-"""Checkpoint directories of a role: their configuration and shapes, and one line for each kind of damage."""
+"""Checkpoint directories of a role: configuration, shapes, two experts, and one line for each kind of damage."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from models.files.checkpoint_files import check_tensors, indexed_files, inspect_transformer
+from models.files.checkpoint_files import check_tensors, indexed_files, inspect_checkpoint, inspect_transformer
 from models.roles.role_plan import plan_role
 from tests.oracles.small_wan import SMALL
 from tests.unit.refused import refusal
@@ -132,6 +132,57 @@ def test_tensors_that_differ_are_named(folder, changes, name):
     expected = {key: shape for key, shape in (SHAPES | changes).items() if shape is not None}
     message = refusal(check_tensors, found, expected, "student.checkpoint")
     assert message.startswith("student.checkpoint") and name in message
+
+
+# ---------------------------------------------------------------- two experts
+
+
+@pytest.fixture
+def experts(folder):
+    """Write a pipeline of two networks, with its index."""
+    shutil.copytree(folder, folder.with_name("transformer_2"))
+    index = folder.parent / "model_index.json"
+    index.write_text('{"boundary_ratio": 0.875, "transformer_2": ["diffusers", "X"]}')
+    return folder.parent, index
+
+
+def test_a_pipeline_of_two_experts(experts):
+    pipeline, _ = experts
+    found = inspect_checkpoint(str(pipeline), "teacher.checkpoint")
+    assert [each.path.name for each in found.folders] == ["transformer", "transformer_2"]
+    assert found.boundaries == (0.875,) and found.folders[0].shapes == found.folders[1].shapes
+    assert "FOLDER" in refusal(inspect_transformer, str(pipeline), "FOLDER")
+    assert inspect_transformer(str(pipeline / "transformer_2"), "FOLDER").path == pipeline / "transformer_2"
+
+
+@pytest.mark.parametrize("index", [None, '{"boundary_ratio": null, "transformer_2": [null, null]}', "{"])
+def test_a_pipeline_of_one_network(folder, index):
+    if index is not None:
+        (folder.parent / "model_index.json").write_text(index)
+    assert inspect_checkpoint(str(folder.parent), "teacher.checkpoint").boundaries == ()
+    assert inspect_transformer(str(folder.parent), "teacher.checkpoint").path == folder
+
+
+@pytest.mark.parametrize("index", [None, "[", '{"boundary_ratio": 1.5}', '{"boundary_ratio": true}'])
+def test_a_boundary_that_is_none(experts, index):
+    """A wrong boundary would make the high-noise expert the teacher at every time."""
+    pipeline, file = experts
+    if index is None:
+        file.unlink()
+    else:
+        file.write_text(index)
+    assert "teacher.checkpoint" in refusal(inspect_checkpoint, str(pipeline), "teacher.checkpoint")
+
+
+def test_half_a_pipeline_of_two_experts(experts, monkeypatch):
+    pipeline, _ = experts
+    for given in (str(pipeline / "transformer"), "transformer"):
+        monkeypatch.chdir(pipeline)
+        assert "teacher.checkpoint" in refusal(inspect_checkpoint, given, "teacher.checkpoint")
+    (pipeline / "transformer_2" / FILE).unlink()
+    assert "transformer_2" in refusal(inspect_checkpoint, str(pipeline), "teacher.checkpoint")
+    (pipeline / "transformer_2" / "config.json").unlink()
+    assert "transformer_2" in refusal(inspect_checkpoint, str(pipeline), "teacher.checkpoint")
 
 
 # ---------------------------------------------------------------- with the real network

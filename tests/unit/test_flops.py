@@ -23,10 +23,18 @@ def wan_inputs(changes, batch, sizes, text_tokens, image=False):
     """Return the family, a network and its inputs. Input and output channels differ, unlike in a role."""
     network = WanTransformer3DModel(**tiny_wan.ARCHITECTURE | {"out_channels": 6} | changes)
     tensors = {"text": torch.randn(batch, text_tokens, network.config.text_dim)}
-    if image:
+    if image == "first_frame":
+        tensors["first_frame"] = torch.randn(batch, 4, 1, *sizes[1:])
+    elif image:
         tensors["image_latents"], tensors["image_mask"] = torch.randn(batch, 6, *sizes), torch.ones(batch, 4, *sizes)
         tensors["image_embeds"] = torch.randn(batch, 257, network.config.image_dim)
-    return Wan(), network, torch.randn(batch, 6 if image else 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
+    return (
+        Wan(),
+        network,
+        torch.randn(batch, 6 if "image_latents" in tensors else 4, *sizes),
+        torch.full((batch,), 0.5),
+        Condition(tensors),
+    )
 
 
 def ltx_inputs(changes, batch, sizes, text_tokens, image=False):
@@ -74,6 +82,7 @@ def described(network, condition):
         (wan_inputs, {"num_attention_heads": 2, "freq_dim": 64}, 1, (3, 8, 8), 5, False),
         (wan_inputs, LONG_TEXT, 2, (1, 8, 16), 30, False),
         (wan_inputs, WAN_IMAGE, 1, (3, 8, 8), 512, True),
+        (wan_inputs, {"out_channels": 4}, 1, (3, 6, 8), 5, "first_frame"),
         (ltx_inputs, {}, 2, (1, 8, 16), 30, False),
         (ltx_inputs, NARROW_LTX, 1, (3, 8, 8), 5, False),
         (hunyuan_inputs, {}, 2, (1, 8, 16), 30, True),

@@ -36,6 +36,7 @@ from tests.unit.refused import check_no_encoders, refusal, refused
 
 CPU = {"device": torch.device("cpu")}
 CLIP = ClipFormat(num_frames=22, height=32, width=64, fps=24.0)
+COLORS = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
 CAPTION = " a red &amp; blue  square "
 
 
@@ -92,13 +93,12 @@ def test_clips_are_those_of_the_pipeline(path):
     found = codec.encode_clip(levels / 127.5 - 1, sound)
     assert found.shapes == folder.latent_shapes(clip)
 
-    colors = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
-    mean, std = (torch.tensor(value).view(1, 3, 1, 1, 1) for value in colors.values())
+    mean, std = (torch.tensor(value).view(1, 3, 1, 1, 1) for value in COLORS.values())
     video_mean, video_std = (torch.tensor(vae.config[k]).view(1, -1, 1, 1, 1) for k in ("latents_mean", "latents_std"))
     sound_mean, sound_std = (torch.tensor(sound_vae.config[k]).view(1, -1, 1) for k in ("latents_mean", "latents_std"))
     with torch.no_grad():
         vae.quant_conv.weight[24:], vae.quant_conv.bias[24:] = 0, -30  # the pipeline draws from the posterior
-        latents = theirs.encode_vae_condition(vae, levels[None], *colors.values())
+        latents = theirs.encode_vae_condition(vae, levels[None], *COLORS.values())
         assert 0.5 < found.video.std() < 2 and torch.allclose(found.video, latents, atol=1e-2), "fp16"
         z = sound_vae.encode(sound[:, None]).latent_dist.mode()
         rows = ((z - sound_mean) / sound_std).permute(1, 2, 0)
@@ -194,33 +194,41 @@ def test_bf16_and_keyframes_without_a_processor_are_refused(path, tmp_path):
     assert not folder.remarks(replace(CLIP, num_frames=124), 32, None) and len(folder.remarks(CLIP, 32, None)) == 1
 
 
+def _stepped(step, components, **given):
+    """Return the state after a step of diffusers' pipeline on ``given``."""
+    state = SimpleNamespace(**given)
+    step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
+    step(SimpleNamespace(**components), None)
+    return state
+
+
+def _text_components(path):
+    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    encoder = choose_encoders(path).text_encoder(
+        choose_encoders(path).inspect_image("data.encoders"), max_tokens=9999, dtype=torch.bfloat16, **CPU
+    )
+    pads = {tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"): i for i, kind in enumerate(("image", "video"), start=1)}
+    processor = SimpleNamespace(
+        image_processor=AutoImageProcessor.from_pretrained(path / "processor"), video_processor=encoder.video_processor,
+        create_mm_token_type_ids=lambda ids: [[pads.get(i, 0) for i in one] for one in ids],
+    )  # fmt: skip
+    whole = Qwen3VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=torch.bfloat16).eval()
+    named = {"tokenizer": tokenizer, "processor": processor, "text_encoder": whole}
+    return named | {"_execution_device": torch.device("cpu")}
+
+
 def _presentation(path, pictures, caption):
     """Return the embedding and the tags that diffusers' step makes of pictures and a caption."""
-    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
-    whole = Qwen3VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=torch.bfloat16).eval()
-    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    processor = SimpleNamespace(
-        image_processor=AutoImageProcessor.from_pretrained(path / "processor"),
-        create_mm_token_type_ids=lambda ids: [[int(i == pad) for i in one] for one in ids],
-    )
-    components = SimpleNamespace(
-        tokenizer=tokenizer, processor=processor, text_encoder=whole, text_tag=1, video_tag=0, text_encoder_layer=50,
-        _execution_device=torch.device("cpu"),
-    )  # fmt: skip
-    state = SimpleNamespace(prompt=caption, keyframes=pictures)
-    step = theirs.MiniMaxH3FL2VATextEncoderStep()
-    step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
-    step(components, None)
+    components = _text_components(path) | {"text_tag": 1, "video_tag": 0, "text_encoder_layer": 50}
+    state = _stepped(theirs.MiniMaxH3FL2VATextEncoderStep(), components, prompt=caption, keyframes=pictures)
     return state.prompt_embeds[0].float(), state.text_token_tags == 0
 
 
 def _on_canvas(first, last, height, width):
     """Return the pictures as diffusers' step fits them to a canvas."""
-    step = before.MiniMaxH3ResizeStep()
-    state = SimpleNamespace(image=first, last_image=last, height=height, width=width)
-    step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
-    step(SimpleNamespace(image_processor=VaeImageProcessor(vae_scale_factor=16)), None)
-    return state.keyframes
+    components = {"image_processor": VaeImageProcessor(vae_scale_factor=16)}
+    given = {"image": first, "last_image": last, "height": height, "width": width}
+    return _stepped(before.MiniMaxH3ResizeStep(), components, **given).keyframes
 
 
 def _picture(seed, size):
@@ -242,7 +250,6 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
     options = asdict(CLIP) | {"max_text_tokens": 64, "image": image}
     data = encode_source(tmp_path / "table.csv", path, **options)
     vae = AutoencoderKLMiniMaxH3.from_pretrained(path / "vae")
-    colors = {name: getattr(MiniMaxH3ModularPipeline, name).fget(None) for name in ("pixel_mean", "pixel_std")}
     for i, row in enumerate(rows):
         shown = _on_canvas(*(pictures[name] for name in row), *[None] * (2 - len(row)), 32, 64)
         text, tags = _presentation(path, shown, captions[i])
@@ -251,7 +258,7 @@ def test_keyframes_of_a_table_are_those_of_the_pipeline(path, tmp_path, image):
         assert torch.equal(item["text_tags"][:length].bool(), tags) and not item["text_tags"][length:].any()
         levels = [torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None] for picture in shown]
         with torch.no_grad():
-            wanted = [theirs.encode_vae_condition(vae, one, *colors.values())[0] for one in levels]
+            wanted = [theirs.encode_vae_condition(vae, one, *COLORS.values())[0] for one in levels]
         assert torch.equal(item["keyframes"], torch.cat(wanted, dim=1))
         assert item["keyframe_anchors"].tolist() == {"first_frame": [0], "last_frame": [1], "both": [0, 1]}[image]
         bare = _presentation(path, shown, "")[0]
@@ -295,39 +302,25 @@ def test_keyframes_of_clips_are_their_first_and_last_frames(path, tmp_path):
 
 def _of_the_pipeline(path, references, caption, edges):
     """Return text, tags, latents, rows of sound and kinds that diffusers' steps make of references."""
-    tokenizer, device = AutoTokenizer.from_pretrained(path / "tokenizer"), torch.device("cpu")
-    encoder = choose_encoders(path).text_encoder(
-        choose_encoders(path).inspect_image("data.encoders"), max_tokens=9999, dtype=torch.bfloat16, **CPU
-    )
-    pads = {tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"): i for i, kind in enumerate(("image", "video"), start=1)}
-    processor = SimpleNamespace(
-        image_processor=AutoImageProcessor.from_pretrained(path / "processor"), video_processor=encoder.video_processor,
-        create_mm_token_type_ids=lambda ids: [[pads.get(i, 0) for i in one] for one in ids],
-    )  # fmt: skip
     kept = {"canvas_short_edge": edges[1], "canvas_max_pixels": edges[1] ** 2 * 7 // 4}
-    parts = {
-        "tokenizer": tokenizer, "processor": processor, "image_processor": VaeImageProcessor(vae_scale_factor=16),
-        "text_encoder": Qwen3VLForConditionalGeneration.from_pretrained(
-            path / "text_encoder", dtype=torch.bfloat16
-        ).eval(),
+    parts = _text_components(path) | {
+        "image_processor": VaeImageProcessor(vae_scale_factor=16),
         "vae": AutoencoderKLMiniMaxH3.from_pretrained(path / "vae"),
         "audio_vae": AutoencoderKLMiniMaxH3Audio.from_pretrained(path / "audio_vae"),
         "config": SimpleNamespace(reference_image_short_edge=edges[0], **kept),
-        "_execution_device": device,
-    }  # fmt: skip
+    }
     names = ("audio_sampling_rate", "canvas_multiple", "vae_frames_per_chunk", "vae_latents_per_chunk", "pixel_mean")
     names += ("pixel_std", "keyframe_encode_seed", "text_tag", "video_tag", "text_encoder_layer", "fps")
     sizes = SimpleNamespace(**parts, vae_spatial_compression_ratio=16, patch_size=(1, 2, 2))
     values = {name: getattr(MiniMaxH3ModularPipeline, name).fget(sizes) for name in names}
-    components = SimpleNamespace(**parts, **values, min_duration=0, max_duration=99, audio_latent_channels=32)
-    state = SimpleNamespace(prompt=caption, references=references, height=32, width=64, num_frames=22)
+    components = parts | values | {"min_duration": 0, "max_duration": 99, "audio_latent_channels": 32}
+    state = {"prompt": caption, "references": references, "height": 32, "width": 64, "num_frames": 22}
     for step in (
         before.MiniMaxH3Ref2VASetupStep(), theirs.MiniMaxH3Ref2VATextEncoderStep(),
         theirs.MiniMaxH3Ref2VAReferenceEncoderStep(),
     ):  # fmt: skip
-        step.get_block_state, step.set_block_state = lambda _: state, lambda *_: None
-        step(components, None)
-    return state
+        state = vars(_stepped(step, components, **state))
+    return SimpleNamespace(**state)
 
 
 @slow

@@ -194,11 +194,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path):
     records[0] |= {f"student/loss{EVIL}": 1.0, f"{EVIL}/loss": None, "student/loss/<script>": 1.0}
     facts = {EVIL: EVIL, "sample command": f"python -m distill.sample {EVIL}", "nested": {EVIL: EVIL}, "list": [EVIL]}
     page = write(tmp_path, records, caption=EVIL, title=EVIL, config_summary=facts)
-    assert {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "link", "base", "form"} == set()
-    for tag, attributes in page.tags:
-        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
-        for name in ("src", "href", "xlink:href", "srcset", "action"):
-            assert not attributes.get(name, "").startswith(("http", "//", "javascript"))
+    page.check()
     assert page.text.count("<script>alert(1)</script>") > 10, "shown as what it is"
     (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == POLICY

@@ -19,6 +19,7 @@ from distill.data.videos.table import read_captions
 from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 from tests.unit.refused import refused
+from tests.unit.test_clips import levels, numbers
 
 B_FRAMES = {"x264-params": "bframes=3:b-adapt=0:scenecut=0:b-pyramid=none"}
 
@@ -44,10 +45,6 @@ def write(file, pictures, codec="libx264", form=None, pix_fmt="yuv420p", options
 def counted(first=0, last=24):
     """Return pictures whose gray tells their number."""
     return [np.full((32, 32, 3), 20 + 4 * k, np.uint8) for k in range(first, last)]
-
-
-def numbers(video):
-    return [round(float(((frame + 1) * 127.5).mean() - 20) / 4) for frame in video.unbind(1)]
 
 
 def remux(source, file, change):
@@ -100,7 +97,7 @@ def test_the_whole_display_matrix_is_applied(tmp_path, plain, matrix):
     rows, columns = b * x + d * y, a * x + c * y
     wanted[rows - rows.min(), columns - columns.min()] = source
     shown = read_clip(tmp_path / "a.mp4", clip(height=height, width=width))[:, 0]
-    difference = (shown + 1) * 127.5 - torch.from_numpy(wanted).permute(2, 0, 1)
+    difference = levels(shown) - torch.from_numpy(wanted).permute(2, 0, 1)
     assert difference.abs().mean() < 8, "a wrong corner alone makes 17"
 
 
@@ -111,7 +108,7 @@ def test_images_are_shown_as_their_exif_says(tmp_path, orientation):
     Image.fromarray(corners()).save(tmp_path / "a.png", exif=exif)
     wanted = torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(tmp_path / "a.png")))).permute(2, 0, 1)
     shown = first_frame(tmp_path / "a.png", clip(height=wanted.shape[1], width=wanted.shape[2]))[:, 0]
-    assert torch.equal(((shown + 1) * 127.5).round(), wanted.float())
+    assert torch.equal(levels(shown).round(), wanted.float())
 
 
 # Time
@@ -316,12 +313,12 @@ def test_hdr_is_converted_by_the_formulas_of_bt_2100(tmp_path, caplog):
         assert len(caplog.messages) == 1
         shown.append(((video[:, 0, 8, 8::16] + 1) / 2).T.numpy())
     assert np.abs(shown[0] - shown[1]).max() * 255 < 4
-    for levels in shown:
-        gray = levels[: len(grays)]
+    for patches in shown:
+        gray = patches[: len(grays)]
         assert np.ptp(gray, axis=1).max() * 255 <= 2
         assert gray[0].max() * 255 < 2 and gray[-1].min() > 0.99
         assert (np.diff(gray[:, 1]) * 255 > 4).all() and 0.6 < gray[grays == 203].mean() < 0.8, "nothing is clipped"
-        linear = levels[len(grays) :] ** 2.4  # BT.1886
+        linear = patches[len(grays) :] ** 2.4  # BT.1886
         np.testing.assert_allclose(
             linear / linear.sum(1, keepdims=True), colors / colors.sum(1, keepdims=True), atol=0.02
         )
