@@ -101,7 +101,7 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
         return inside[min(longer, key=len)]
     if close := difflib.get_close_matches(last, list(inside), n=1, cutoff=0.5):
         return inside[close[0]]
-    if close := [name for name in names if key.startswith(f"{name}.") or name.endswith(f".{last}")]:
-        return max(close, key=lambda name: len(set(key.split(".")) & set(name.split("."))))
-    close = [] if inside else difflib.get_close_matches(key, [*names, *GROUPS], n=1, cutoff=0.5)
-    return close[0] if close else None
+    elsewhere = [name for name in names if key.startswith(f"{name}.") or name.endswith(f".{last}")]
+    if not (elsewhere or inside):
+        elsewhere = difflib.get_close_matches(key, [*names, *GROUPS], n=1, cutoff=0.5)
+    return elsewhere[0] if elsewhere else None

@@ -102,7 +102,7 @@ class Page:
         self._caption = gradio.Textbox(
             sample_captions(studio.data, 1)[0], label="Caption", lines=3, max_lines=8, elem_id="caption"
         )
-        names = IMAGES[studio.image] if studio.image else ()
+        names = IMAGES[studio.encoding.image] if studio.encoding.image else ()
         self._images = [
             gradio.Image(label=name.replace("_", " ").capitalize(), type="filepath", sources=["upload"], format="png")
             for name in names
@@ -118,7 +118,7 @@ class Page:
                 for role, network in studio.networks.items()
             }
             is_causal = studio.is_causal("student")
-            self._frames = number(studio.frames, "Frames of the student", "frames") if is_causal else None
+            self._frames = number(studio.encoding.num_frames, "Frames of the student", "frames") if is_causal else None
         with gradio.Row():
             self._sample = gradio.Button("Sample", variant="primary", elem_id="sample")
             self._stop = gradio.Button("Stop", variant="stop", elem_id="stop")
@@ -176,13 +176,10 @@ class Page:
     def launch(self, host: str, port: int) -> str:
         """Serve the page; return its address."""
         off = dict.fromkeys(("share", "ssr_mode", "pwa", "mcp_server", "run_history", "enable_monitoring"), False)
-        try:
-            _, address, _ = self._blocks.queue(max_size=None).launch(
-                server_name=host, server_port=port, prevent_thread_lock=True, quiet=True, inbrowser=False,
-                max_file_size="64mb", footer_links=[], css=_CSS, **off,
-            )  # fmt: skip
-        except OSError as error:
-            raise UserError(f"--port {port} of {host} cannot be served ({error}); give another") from error
+        _, address, _ = self._blocks.queue(max_size=None).launch(
+            server_name=host, server_port=port, prevent_thread_lock=True, quiet=True, inbrowser=False,
+            max_file_size="64mb", footer_links=[], css=_CSS, **off,
+        )  # fmt: skip
         return address
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -65,6 +66,8 @@ class Made(NamedTuple):
 @dataclass(eq=False)
 class _Job:
     order: Order
+    number: int
+    """Number of earlier orders."""
     replies: SimpleQueue[Made | UserError | None] = field(default_factory=SimpleQueue)
     stopped: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
@@ -99,24 +102,15 @@ class Studio:
             role: network.method(mesh=self._meshes[role], device=device, data=data)
             for role, network in networks.items()
         }
-        self._encoding = networks["student"].config.data.encoding()
+        self.encoding = networks["student"].config.data.encoding()
         self.ended: str | None = None
         """Reason for which there are no more clips."""
         self._orders: SimpleQueue[_Job] = SimpleQueue()
-        self._line: list[_Job] = []
-        self._moved = threading.Condition()
+        self._numbers = itertools.count()
+        self._finished = 0
+        """Number of orders that are finished."""
         self._job: _Job | None = None
         self.signal = StopSignal(self._signaled)
-
-    @property
-    def image(self) -> str | None:
-        """Images that condition, as ``data.image``."""
-        return self._encoding.image
-
-    @property
-    def frames(self) -> int:
-        """Frames of a clip in training."""
-        return self._encoding.num_frames
 
     def is_causal(self, role: RoleName) -> bool:
         return self.networks[role].plan.roles[0].causal is not None
@@ -130,7 +124,7 @@ class Studio:
         for role, network in self.networks.items():
             checked_steps(network.config, role, order.steps[role], f"steps of the {role}:")
         if order.frames is not None:
-            bytes_per_frame = 3 * self._encoding.height * self._encoding.width
+            bytes_per_frame = 3 * self.encoding.height * self.encoding.width
             check_number("length", order.frames, 1, _MOST_BYTES // bytes_per_frame)
             self.networks["student"].shapes(order.frames, "length")
         if None in order.images:
@@ -142,19 +136,15 @@ class Studio:
         """Yield the number of clips to wait for, while there are some, and then what is made of ``order`` until it is
         complete or ``stopped``. Raises ``UserError``."""
         self.check(order)
-        job = _Job(order, stopped=stopped)
-        with self._moved:
-            check_number("the number of waiting clips", len(self._line), 0, MOST_WAITING)
-            self._line.append(job)
+        check_number("the number of waiting clips", self._orders.qsize(), 0, MOST_WAITING)
+        job = _Job(order, number=next(self._numbers), stopped=stopped)
+        self._orders.put(job)
         try:
-            while (ahead := self._line.index(job)) and not stopped.is_set() and self.ended is None:
-                yield ahead
-                with self._moved:
-                    self._moved.wait(_HEARTBEAT)
-            if stopped.is_set():
-                return
-            self._orders.put(job)
             while self.ended is None or not job.replies.empty():
+                if ahead := job.number - self._finished:
+                    if stopped.is_set():
+                        return
+                    yield ahead
                 with suppress(Empty):
                     reply = job.replies.get(timeout=_HEARTBEAT)
                     if isinstance(reply, UserError):
@@ -165,9 +155,6 @@ class Studio:
             raise UserError(self.ended)
         finally:
             job.is_closed = True
-            with self._moved:
-                self._line.remove(job)
-                self._moved.notify_all()
 
     def end(self, reason: str) -> None:
         """End the page with a ``reason``, the first one."""
@@ -196,18 +183,22 @@ class Studio:
             raise
 
     def _meet(self) -> tuple[bool, Order | None]:
-        """Return whether this rank got a signal, and the next order of rank 0."""
+        """Return whether this rank got a signal, and the next order of rank 0, if anybody still waits for it."""
+        self._finished += self._job is not None
         self._job = None
         if rank() == 0:
             with suppress(Empty):
                 self._job = self._orders.get(timeout=_HEARTBEAT)
-        return self.signal.received is not None, self._job and self._job.order
+        is_wanted = self._job is not None and not self._job.is_closed
+        return self.signal.received is not None, self._job.order if is_wanted else None
 
     def _make(self, order: Order) -> None:
         try:
             add_captions = getattr(self.data, "add_captions", None)  # other data know their captions
             if add_captions is not None:
-                kind = "image:" if self.image == "references" else ""  # the page has a picture as the only reference
+                kind = (
+                    "image:" if self.encoding.image == "references" else ""
+                )  # the page has a picture as the only reference
                 images = [f"{kind}{file}" for file in order.images]
                 add_captions([order.caption], images, self._folder / "cache")
             for role in self.networks:

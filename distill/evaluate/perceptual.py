@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distill.report.media import pick_frames
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import fingerprint_of
@@ -106,7 +107,6 @@ def _normalized(frames: Tensor, mean: tuple[float, ...], deviation: tuple[float,
 @torch.no_grad()
 def embeddings(clips: np.ndarray, network: Embedding, device: torch.device) -> Tensor:
     """Embed 8 evenly spaced frames of each of ``clips``, uint8 (n, T, H, W, 3), on ``device``: (n, frames, d)."""
-    count = clips.shape[1]
-    chosen = np.linspace(0, count - 1, min(_FRAMES, count)).round().astype(int)
+    chosen = pick_frames(clips.shape[1], _FRAMES)
     frames = (torch.from_numpy(clip[chosen]).to(device).permute(0, 3, 1, 2).float() / 255 for clip in clips)
     return torch.stack([network(of_clip) for of_clip in frames])

@@ -43,7 +43,7 @@ def alone(method: type[Method], name: str) -> type[Method]:
         def accept(cls, *_: Any) -> None:
             """Check nothing: only training reads files, and samplers know sound and two experts."""
 
-        check_given = check_files = check_parts = check_experts = accept
+        check_files = check_parts = check_experts = accept
 
         @classmethod
         def check_causal(cls, settings: Any, causal: Mapping[str, Any]) -> None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from distill.methods.common.chunks import check_same_chunks, chunk_noise, draw_noise, split_chunks
+from distill.methods.common.chunks import CausalRoles, check_same_chunks, chunk_noise, draw_noise, split_chunks
 from distill.methods.common.observations import Observations
 from fsdp_cp.choices import Checked, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
-from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Boundaries = Mapping[str, tuple[float, ...]]
+"""Times between the experts of each role that has two."""
 _SILENT = {"audio_weight": 1.0, "audio_shift_ratio": None, "audio_guidance_scale": None}
 """Settings of the sound, with the values that models without sound take."""
 
@@ -154,6 +155,12 @@ class Method(ABC):
     required_roles: ClassVar[tuple[str, ...]]
     """Roles in the order in which they are built; see :meth:`roles_needed`."""
     trained_roles: ClassVar[tuple[str, ...]]
+    guided_role: ClassVar[str] = "teacher"
+    """Role that is sampled with guidance."""
+    knows_experts: ClassVar[bool] = False
+    """Whether roles of two experts are possible."""
+    knows_parts: ClassVar[bool] = False
+    """Whether samples with parts other than the video are possible."""
     same_history: ClassVar[bool] = False
     """Whether causal roles are possible, if teacher and student see one history."""
     settings_read: ClassVar[tuple[str, ...]] = ()
@@ -198,11 +205,6 @@ class Method(ABC):
         return
 
     @classmethod
-    def check_given(cls, config: Any) -> None:
-        """Refuse a configuration without a network that only the method's settings need, before roles are planned."""
-        return
-
-    @classmethod
     def check_roles(cls, config: Any, roles: Mapping[str, RolePlan]) -> None:
         """Refuse planned ``roles``, by name, that the method or its settings cannot use, before any is built. A method
         changes one of the three checks below, or adds its own here."""
@@ -216,26 +218,28 @@ class Method(ABC):
         settings.check_roles(roles)
 
     @classmethod
-    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_files(cls, config: Any, causal: CausalRoles) -> None:
         """Refuse files that only this method reads and cannot use, before anything is built."""
         return
 
     @classmethod
-    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
-        """Refuse roles with two experts, by default all, by the times between them (``boundaries``) and the student's
-        experts that are ``trained`` (``both``, ``high`` or ``low``)."""
-        for name in boundaries:
+    def check_experts(cls, settings: Any, boundaries: Boundaries, trained: str) -> None:
+        """Refuse roles with two experts, by the times between them (``boundaries``) and the student's experts that are
+        ``trained`` (``both``, ``high`` or ``low``)."""
+        for name in () if cls.knows_experts else boundaries:
             hint = "use method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
             raise UserError(f"{name}.checkpoint has two experts, which method={settings.name} does not know; {hint}")
 
     @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
-        """Refuse samples with ``parts`` other than the video, by default all."""
+        """Refuse samples with ``parts`` other than the video."""
+        if cls.knows_parts:
+            return
         hint = "use method=dmd2 without GAN, pdd or flow_matching, or a model of video alone"
         raise UserError(f"method={settings.name} does not know {' and '.join(parts)} yet; {hint}")
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_causal(cls, settings: Any, causal: CausalRoles) -> None:
         """Refuse causal roles, by default all. ``causal`` has each role's settings, ``None`` if bidirectional."""
         if cls.same_history:
             return check_same_chunks(causal)
@@ -305,9 +309,10 @@ class Method(ABC):
         """:class:`models.additions.heads.Grid` of a student with heads, as JSON, for its exports; ``None`` without."""
         return None
 
-    @abstractmethod
     def evaluations(self, role: str, steps: int) -> int:
         """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""
+        steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
+        return 2 * steps if role == self.guided_role and is_guided(self.settings.guidance) else steps
 
     def generate(self, role: str, noise: Sample, condition: Condition, steps: int, random: StepRandom) -> Sample:
         """Sample whole clips from ``noise``: the chunks of :meth:`stream`, joined."""

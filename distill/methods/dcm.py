@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.common.chunks import chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
+from distill.methods.common.observations import squared_error
 from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
 from fsdp_cp.choices import Bounds
 from fsdp_cp.errors import UserError
@@ -66,7 +66,7 @@ class Dcm(FewStepMethod):
                 target = denoise(next_x, student.velocity(next_x, next_t, batch.condition, clean=clean), next_t)
         prediction = denoise(x, student.velocity(x, t, batch.condition, clean=clean), t)
         errors = self.total("loss", squared_error(prediction, target, t))
-        observe_by_time(self.observations, "loss", errors, t)
-        observe_latents(self.observations, "prediction", prediction)
-        observe_latents(self.observations, "data", batch.latents)
+        self.observations.add_by_time("loss", errors, t)
+        self.observations.add_latents("prediction", prediction)
+        self.observations.add_latents("data", batch.latents)
         return errors.mean()

@@ -10,7 +10,7 @@ clip, and in some batches the teacher's score of this clip instead of the sample
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss
+from distill.methods.base import Batch, Boundaries, Loss
+from distill.methods.common.chunks import CausalRoles
 from distill.methods.common.distribution_matching import (
     MatchingSettings,
     distribution_matching,
@@ -30,7 +31,6 @@ from distill.methods.common.distribution_matching import (
 )
 from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_by_time, observe_latents
 from distill.methods.common.phases import CLEAN, Phase
 from distill.methods.common.schedules import add_noise, denoise
 from fsdp_cp.choices import NonNegativeFloat, PositiveFloat, PositiveInt, Share
@@ -38,7 +38,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
-from models.causal import CausalSettings
 from models.sample import Sample, shift_time
 
 log = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class Dmd2Settings(StepListSettings, MatchingSettings):
         return [faster, *super().remedies, *last]
 
 
-def check_phase(settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+def check_phase(settings: Dmd2Settings, boundaries: Boundaries, trained: str) -> None:
     """Refuse roles that do not fit phased DMD; see :meth:`distill.methods.base.Method.check_experts`."""
     if "student" not in boundaries or trained == "both":
         hint = "set student.experts=high, then low, and a student.checkpoint of two experts"
@@ -207,15 +206,13 @@ class Dmd2(FewStepMethod):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        super().check(config)
         fake = config.fake
         if config.method.gan and fake.fp8_gather and (fake.shard_ranks or config.mesh.dp_replicate > 1):
             # The losses use different parameters, and their gradients are summed over copies: zeros for the others.
             raise UserError("fake.fp8_gather=true cannot send the gradients of zeros of a GAN with copies; use false")
 
     @classmethod
-    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
-        super().check_files(config, causal)
+    def check_files(cls, config: Any, causal: CausalRoles) -> None:
         from_teacher = config.student.checkpoint in (None, config.teacher.checkpoint)
         if config.method.data_forcing and from_teacher and rank() == 0:
             hint = "give student.checkpoint=RUN/export/student of a run of method=dmd2"
@@ -254,7 +251,7 @@ class Dmd2(FewStepMethod):
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample(), times, last, random), at=times.at)
 
     @classmethod
-    def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+    def check_experts(cls, settings: Dmd2Settings, boundaries: Boundaries, trained: str) -> None:
         if boundaries and settings.own_query:
             hint = "use fresh and all, or checkpoints of one network"
             raise UserError(f"method.{settings.own_query} does not choose between two experts; {hint}")
@@ -317,9 +314,9 @@ class Dmd2(FewStepMethod):
     ) -> Tensor:
         """Return the DMD loss of ``sample``, ``x_G``, at the end of a ``rollout`` of these times, plus the weighted GAN
         loss. Scores are compared with ``noise``, by default fresh."""
-        observe_latents(self.observations, "sample", sample)
+        self.observations.add_latents("sample", sample)
         if batch.latents is not None:
-            observe_latents(self.observations, "data", batch.latents)
+            self.observations.add_latents("data", batch.latents)
         clips = batch.latents if self._forces_data(random) else None
         times = self._score_times(batch, rollout, random)
         noise = batch.noise(random, "dmd2/score_noise") if noise is None else noise
@@ -422,5 +419,5 @@ class Dmd2(FewStepMethod):
         with self._high_experts("fake"):
             errors = fake_score_error(fake, sample, times, noise, batch.condition, last, phase)
         errors = self.total("loss", limited(errors, self.settings.max_error))
-        observe_by_time(self.observations, "loss", errors, times.t)
+        self.observations.add_by_time("loss", errors, times.t)
         return errors.mean()

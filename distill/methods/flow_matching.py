@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, Method, PartSettings, is_guided
-from distill.methods.common.chunks import chunk_draws, clean_history
+from distill.methods.base import Batch, Loss, Method, PartSettings
+from distill.methods.common.chunks import CausalRoles, chunk_draws, clean_history
 from distill.methods.common.expert_times import Times, draw_times
-from distill.methods.common.observations import observe_by_time, observe_latents, squared_error
+from distill.methods.common.observations import squared_error
 from distill.methods.common.sampling import Sampler, guided_states
 from distill.methods.common.schedules import add_noise
 from fsdp_cp.choices import Bounds, NonNegativeFloat, PositiveFloat, Share
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.causal import CausalSettings
 from models.condition import Condition
 from models.sample import Sample, shift_time
 
@@ -120,6 +119,8 @@ class FlowMatching(Method):
 
     required_roles = ("student",)
     trained_roles = ("student",)
+    guided_role = "student"
+    knows_experts = True
     settings: FlowMatchingSettings
     guidance_bands = (0.0, 0.5, 0.8, 0.9)  # most of the field is at high noise (musubi-tuner)
 
@@ -135,7 +136,7 @@ class FlowMatching(Method):
         return ("teacher", "student") if settings.needing_base else cls.required_roles
 
     @classmethod
-    def check_given(cls, config: Any) -> None:
+    def check(cls, config: Any) -> None:
         needing, base = config.method.needing_base, config.teacher
         if needing and base.checkpoint is None and base.architecture is None:
             raise UserError(f"method.{needing[0]} needs the base as the role teacher; set teacher.checkpoint")
@@ -152,16 +153,12 @@ class FlowMatching(Method):
             raise UserError(f"{lacks}, which method.built_in_guidance needs; use a space, \"data.negative_prompt=' '\"")
 
     @classmethod
-    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
-        return
-
-    @classmethod
     def check_parts(cls, settings: Any, parts: Collection[str]) -> None:
         if settings.weight != "none":
             raise UserError(f"method.weight={settings.weight} is for models of video alone; use method.weight=none")
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_causal(cls, settings: Any, causal: CausalRoles) -> None:
         if settings.history == "clean" and causal["student"] is None:
             raise UserError("method.history=clean is for a causal student; set student.causal.chunk, or use noisy")
         for name, without in (("built_in_guidance", 1), ("keep_weight", 0)):
@@ -189,8 +186,8 @@ class FlowMatching(Method):
         if null is not None:
             v = (v + null * (s.built_in_guidance - 1)) / s.built_in_guidance
         errors = self.total("loss", squared_error(v, noise - x0, t))
-        observe_by_time(self.observations, "loss", errors, t)
-        observe_latents(self.observations, "data", x0)
+        self.observations.add_by_time("loss", errors, t)
+        self.observations.add_latents("data", x0)
         fit = errors.mean() if s.weight == "none" else (gaussian(t, s.shift) * errors).mean()
         if kept is None:
             return fit
@@ -230,10 +227,6 @@ class FlowMatching(Method):
             roles, bounds = tuple(self.roles.values()), self.settings.time_bounds
             return draw_times(self._draw, random, purpose, batch.dtype, [roles], student, bounds)[0]
         return Times(chunk_draws(student, batch.frames, lambda name: self._draw(random, name, batch.dtype)[0], purpose))
-
-    def evaluations(self, role: str, steps: int) -> int:
-        steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
-        return 2 * steps if is_guided(self.settings.guidance) else steps
 
     def stream(
         self, role: str, noise: Iterable[Sample], condition: Condition, steps: int, random: StepRandom

@@ -6,7 +6,7 @@ A causal student sees the set's clip as its history.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from distill.data.settings import EncodedSettings
 from distill.methods.base import Batch, Loss
-from distill.methods.common.chunks import check_same_chunks, chunk_integers, clean_history
+from distill.methods.common.chunks import CausalRoles, check_same_chunks, chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
-from distill.methods.common.observations import observe_latents, squared_error
+from distill.methods.common.observations import squared_error
 from distill.methods.common.schedules import denoise, widen
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -56,11 +56,11 @@ class OdeRegression(FewStepMethod):
             raise UserError(f"method.audio_shift_ratio={ratio} does not fit the teacher's states; leave it out")
 
     @classmethod
-    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_causal(cls, settings: Any, causal: CausalRoles) -> None:
         return
 
     @classmethod
-    def check_files(cls, config: Any, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_files(cls, config: Any, causal: CausalRoles) -> None:
         from distill.data.sets.dataset import states_at
 
         if not isinstance(config.data, EncodedSettings):
@@ -98,6 +98,6 @@ class OdeRegression(FewStepMethod):
         errors = self.total("loss", squared_error(prediction, batch.latents, t))
         for i, time in enumerate(times):
             self.observations.add(f"loss/t{time:.4f}", errors, where=index == i)
-        observe_latents(self.observations, "prediction", prediction)
-        observe_latents(self.observations, "data", batch.latents)
+        self.observations.add_latents("prediction", prediction)
+        self.observations.add_latents("data", batch.latents)
         return errors.mean()

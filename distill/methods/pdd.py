@@ -10,7 +10,7 @@ at the state ``X_n``, head k predicts ``u_n(k)``, the mean velocity over interva
 to step: it makes ``X_n`` again from keyed noise by the student's own steps.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -79,6 +79,7 @@ class Pdd(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
+    knows_parts = True
     settings: PddSettings
 
     @classmethod
@@ -88,10 +89,6 @@ class Pdd(FewStepMethod):
     @classmethod
     def needs_latents(cls, settings: PddSettings) -> bool:
         return False
-
-    @classmethod
-    def check_parts(cls, settings: PddSettings, parts: Collection[str]) -> None:
-        return
 
     @cached_property
     def grid(self) -> Grid:

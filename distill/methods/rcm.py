@@ -6,7 +6,7 @@ state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss
+from distill.methods.base import Batch, Boundaries, Loss
 from distill.methods.common.distribution_matching import (
     MatchingSettings,
     distribution_matching,
@@ -22,7 +22,7 @@ from distill.methods.common.distribution_matching import (
     score_time,
 )
 from distill.methods.common.expert_times import Times, draw_times
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
+from distill.methods.common.observations import per_sample_norm
 from distill.methods.scm import Scm, ScmSettings
 from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
@@ -116,7 +116,7 @@ class Rcm(Scm):
             yield Loss("dmd", lambda: self._dmd_loss(batch, rollout, random), at=rollout[-1].at)
 
     @classmethod
-    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+    def check_experts(cls, settings: ScmSettings, boundaries: Boundaries, trained: str) -> None:
         if trained != "both":
             both = "method=rcm's rollouts end at times of both experts"
             raise UserError(f"student.experts={trained}: {both}; use method=scm or dmd2, or student.experts=both")
@@ -143,9 +143,9 @@ class Rcm(Scm):
         return times[-1].t if self.settings.fake_knows_last_step else None
 
     def _dmd_loss(self, batch: Batch, times: list[Times], random: StepRandom) -> Tensor:
-        sample = self.own_sample(batch, times, random)
-        observe_latents(self.observations, "sample", sample)
-        observe_latents(self.observations, "data", batch.latents)
+        sample = self.own_step(batch, times, random).x0
+        self.observations.add_latents("sample", sample)
+        self.observations.add_latents("data", batch.latents)
         at = score_time(self, "rcm/score_time", batch, random, "teacher", "fake")
         noise = batch.noise(random, "rcm/score_noise")
         loss = self.total("dmd", distribution_matching(self, sample, at, noise, batch, self._last_step(times)))
@@ -159,10 +159,10 @@ class Rcm(Scm):
     def _fake_loss(self, batch: Batch, rollout: list[Times], times: Times, random: StepRandom) -> Tensor:
         """Return the squared error of F (that of x0 over ``sin^2 t``) on the student's samples, without guidance."""
         with torch.no_grad():
-            sample = self.own_sample(batch, rollout, random)
+            sample = self.own_step(batch, rollout, random).x0
         noise, last = batch.noise(random, "rcm/fake_noise"), self._last_step(rollout)
         errors, t = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last).video, times.t
         # F is linear in v with the factor 1 / (cos + sin); its square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * errors
-        observe_by_time(self.observations, "loss", errors, t)
+        self.observations.add_by_time("loss", errors, t)
         return errors.mean()

@@ -13,7 +13,7 @@ samples, whose parts all have the time t: ``(B,)``, or ``(B, T)`` for a time per
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +26,7 @@ from distill.methods.common.chunks import chunk_draws, clean_history, split_chun
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.expert_times import Times, draw_times
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
-from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm, squared_error
+from distill.methods.common.observations import per_sample_norm, squared_error
 from distill.methods.common.schedules import per_sample, widen
 from fsdp_cp.choices import NonNegativeInt, PositiveFloat
 from fsdp_cp.errors import UserError
@@ -84,7 +84,7 @@ class Scm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
-    same_history = True
+    same_history = knows_experts = True
     check = staticmethod(check_exact)
     settings: ScmSettings
 
@@ -98,10 +98,6 @@ class Scm(FewStepMethod):
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield self._consistency(step, batch, random, 1.0)
-
-    @classmethod
-    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
-        return
 
     def _consistency(self, step: int, batch: Batch, random: StepRandom, weight: float) -> Loss:
         times = self._times(batch, random)
@@ -140,9 +136,9 @@ class Scm(FewStepMethod):
         self.observations.add("tangent_norm", per_sample_norm(raw.video))
         self.observations.add("jvp_norm", per_sample_norm(derivative.video))
         self.observations.add("output_gradient/scm", 2 * weight * per_sample_norm(g.video))
-        observe_by_time(self.observations, "loss", errors, flow_time(t))
-        observe_latents(self.observations, "prediction", trig_denoise(x, prediction, t))
-        observe_latents(self.observations, "data", batch.latents)
+        self.observations.add_by_time("loss", errors, flow_time(t))
+        self.observations.add_latents("prediction", trig_denoise(x, prediction, t))
+        self.observations.add_latents("data", batch.latents)
         return errors.mean()
 
     def _times(self, batch: Batch, random: StepRandom) -> Times:

@@ -8,7 +8,7 @@ forward per chunk, and the gradient can be *replayed*: roll out without gradient
 the exit step of one chunk after another with a graph, each with its own backward. One chunk's graph is alive at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.common.chunks import chunk_noise
+from distill.methods.common.chunks import CausalRoles, chunk_noise
 from distill.methods.common.few_step import check_step_list
 from distill.methods.common.sampling import LastStep, rollout_chunks
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.causal import CausalSettings
 from models.condition import FIRST_FRAME
 from models.sample import VIDEO, Sample
 
@@ -59,7 +58,7 @@ class SelfForcing(Dmd2):
     settings: SelfForcingSettings
 
     @classmethod
-    def check_causal(cls, settings: SelfForcingSettings, causal: Mapping[str, CausalSettings | None]) -> None:
+    def check_causal(cls, settings: SelfForcingSettings, causal: CausalRoles) -> None:
         if causal["student"] is None:
             raise UserError("method=self_forcing is for a causal student; set student.causal.chunk, or use method=dmd2")
         for name, role in causal.items():

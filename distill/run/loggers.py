@@ -19,6 +19,10 @@ from fsdp_cp.errors import UserError
 log = logging.getLogger(__name__)
 
 
+Metrics = dict[str, float | None]
+"""Values by the names of metrics; ``None`` without a value."""
+
+
 class Shown(NamedTuple):
     """Sample clips of one step."""
 
@@ -58,7 +62,7 @@ class WeightsAndBiases:
         if not self._try(self._open, f"logging offline: `wandb sync {run_dir}/wandb/offline-run-*` uploads it"):
             self._try(lambda: self._open(mode="offline"), "continuing without it")
 
-    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         self._send(lambda run: run.log({"step": step, **metrics}))
 
     def show(self, step: int, shown: Shown) -> None:
@@ -111,7 +115,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
-    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)

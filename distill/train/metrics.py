@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config.schema import LogSettings
-from distill.run.loggers import Shown, open_services
+from distill.run.loggers import Metrics, Shown, open_services
 from fsdp_cp.errors import duration
 from fsdp_cp.files.atomic_file import writing
 
@@ -27,7 +27,7 @@ class MetricsLog:
         self._file = _append_to(run_dir / "metrics.jsonl")
         self._services = open_services(run_dir, settings, config, step)
 
-    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         _write(self._file, _line(step, metrics))
         for service in self._services:
             service.write(step, metrics)
@@ -66,14 +66,14 @@ def _write(file: FileIO, line: str) -> None:
             left = left[file.write(left) :]  # an unbuffered write to a nearly full disk may write only a part
 
 
-def _line(step: int, metrics: Mapping[str, float | None]) -> str:
+def _line(step: int, metrics: Metrics) -> str:
     finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
     return json.dumps({"step": step, **finite}) + "\n"
 
 
 def speed(
     name: str, seconds: float, phases: Mapping[str, float], samples: int, tokens: int, flops: float, peak: float | None
-) -> dict[str, float | None]:
+) -> Metrics:
     """Return the ``perf/*`` metrics of one step, of all ranks together: time by phase, throughput and model FLOP
     utilization of ``peak`` operations per second (``None`` if unknown). A line of metrics holds the latest step of
     every role, so keys of phases have its name; those under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``."""
@@ -107,11 +107,11 @@ class StepLine:
         self._first = True
         self._printed = step
         """Step of the latest line."""
-        self._latest: dict[str, float | None] = {}
-        self._new: list[Mapping[str, float | None]] = []
+        self._latest: Metrics = {}
+        self._new: list[Metrics] = []
         """Metrics of the steps since the latest line."""
 
-    def add(self, metrics: Mapping[str, float | None]) -> None:
+    def add(self, metrics: Metrics) -> None:
         """Take the metrics of one step."""
         self._latest |= metrics
         self._new.append(metrics)

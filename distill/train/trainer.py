@@ -22,6 +22,7 @@ from distill.data.order import Batching, clips_of_micro_batches
 from distill.evaluate.evaluator import Evaluator
 from distill.evaluate.guard import Guard
 from distill.methods import Batch, Method, build_method
+from distill.run.loggers import Metrics
 from distill.run.open import Run
 from distill.train.export import export_student, show_clips
 from distill.train.gradients import Losses, accumulate_gradients
@@ -92,7 +93,7 @@ class Trainer:
         self.samples = 0
         self.skipped = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
-        self.unlogged: dict[str, float | None] = {}
+        self.unlogged: Metrics = {}
         """Latest metrics of every role since the last logged step, which may have trained another role."""
         self.branch_of = branch_name(config.checkpoint.resume)
         self.sources: dict[str, Any] = {}
@@ -231,7 +232,8 @@ class Trainer:
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps, every=self.config.log.print_every)
         data = self._steps_of_data()
-        self._look_if_due(None)
+        if self.guard is not None and not self.guard.state.looks:
+            self._look()
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
@@ -272,15 +274,8 @@ class Trainer:
         if self.log is not None and shown is not None:
             self.log.show(self.step, shown)
 
-    def _look_if_due(self, metrics: dict[str, float | None] | None) -> None:
-        """Let the guard look before the first step (``None``), and after the steps of ``metrics`` that it waits for."""
-        if self.guard is None:
-            return
-        if metrics is None:
-            is_due = not self.guard.state.looks
-        else:
-            is_due = self.guard.is_due(self.method.trained_role(self.step - 1), metrics)
-        if is_due:
+    def _look_if_due(self, metrics: Metrics) -> None:
+        if self.guard is not None and self.guard.is_due(self.method.trained_role(self.step - 1), metrics):
             self._look()
 
     @long_timeout()
@@ -334,7 +329,7 @@ class Trainer:
             states=sample_of(moved, self.clock, "states"),
         )
 
-    def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
+    def _train_step(self, data: Iterator[list[Batch]]) -> Metrics:
         """Update the role whose turn it is and return its metrics, equal on all ranks but for times. The host's clock
         has these: it waits for the reduced metrics at the end of the step, after the optimizer's kernels."""
         started, batching = time.perf_counter(), self.batching
@@ -389,7 +384,7 @@ class Trainer:
             for name, values in norms.items():
                 self.log.write_norms(step, name, values)
 
-    def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
+    def _reduce(self, losses: Losses) -> tuple[float, float, Metrics]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective, after the
         gradient norm: the host waits for each, and on CUDA the norm's kernels would be launched late."""
         values = {name: float(value) for name, value in losses.sums.items()}
@@ -401,7 +396,7 @@ class Trainer:
         flat = [total, flops, *(values[name] for name in names), *chain.from_iterable(observed.values())]
         with phase("metrics"):
             loss, flops, *rest = all_reduce_scalars(flat, self.mesh.dp)
-        means: dict[str, float | None] = dict(zip(names, rest, strict=False)) if len(names) > 1 else {}
+        means: Metrics = dict(zip(names, rest, strict=False)) if len(names) > 1 else {}
         pairs = rest[len(names) :]
         for key, value, count in zip(observed, pairs[::2], pairs[1::2], strict=True):
             means[key] = value / count if count else None

@@ -22,6 +22,9 @@ from models.sample import VIDEO, PartShapes, Sample, part_name
 if TYPE_CHECKING:
     from models.roles.role import Role
 
+CausalRoles = Mapping[str, CausalSettings | None]
+"""Causal settings by role; ``None`` for a bidirectional one."""
+
 
 def draw_noise(
     random: StepRandom,
@@ -96,7 +99,7 @@ def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> S
     return Sample.cat(parts, dim=2)
 
 
-def check_same_chunks(causal: Mapping[str, CausalSettings | None]) -> None:
+def check_same_chunks(causal: CausalRoles) -> None:
     """Check that teacher (if any) and student see one history: both or neither causal, with equal chunks and time."""
     student = causal["student"] or CausalSettings()
     teacher = causal.get("teacher", student) or CausalSettings()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from distill.methods.base import Batch, Guidance, Method, PartSettings, is_guided
+from distill.methods.base import Batch, Guidance, Method, PartSettings
 from distill.methods.common.expert_times import Times
 from distill.methods.common.sampling import Line, Sampler, StudentSampler, guided_states, rollout, rollout_chunks
 from fsdp_cp.choices import PositiveFloat
@@ -121,20 +121,13 @@ class FewStepMethod(Method):
             return None
         return torch.full_like(t, self.settings.student_times()[-1])
 
-    def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Sample:
-        """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
-        return self.own_step(batch, times, random).x0
-
     def own_step(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Line:
-        """Return the last step to :meth:`own_sample`."""
+        """Return the last step to the student's sample ``x_G`` for the captions of ``batch``, with a gradient if
+        gradients are enabled."""
         name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
         noise = batch.noise(random, f"{name}/noise")
         with student.kept_gathered():
             return rollout(student, noise, batch.condition, times, random, f"{name}/renoise", sampler=sampler)
-
-    def evaluations(self, role: str, steps: int) -> int:
-        steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
-        return 2 * steps if role != "student" and is_guided(self.settings.guidance) else steps
 
     def chunk_times(self, steps: int) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times, for a causal student that takes ``steps``."""

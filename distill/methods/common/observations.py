@@ -25,6 +25,25 @@ class Observations:
         total = torch.stack([torch.where(counted > 0, values, 0.0).sum(), counted.sum()])
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
+    def add_latents(self, prefix: str, sample: Sample) -> None:
+        """Add each sample's ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL``, and ``PREFIX_motion``, its mean absolute
+        change between frames; other parts than the video have ``PREFIX_PART``."""
+        for name, part in sample.parts.items():
+            of_part, x = prefix if name == VIDEO else f"{prefix}_{name}", part.detach()
+            flat, moved = x.flatten(2), x.diff(dim=2).abs()
+            for kind, values in (("mean", flat.mean(2)), ("std", flat.std(2, correction=0))):
+                for channel, of_channel in enumerate(values.unbind(1)):
+                    self.add(f"{of_part}_{kind}/{channel}", of_channel)
+            motion = per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0])
+            self.add(f"{of_part}_motion", motion)
+
+    def add_by_time(self, name: str, values: Tensor, t: Tensor) -> None:
+        """Add the means of ``values`` over four equal intervals of the time ``t`` in [0, 1], both ``(B,)`` or
+        ``(B, T)``, as ``NAME/t0.00`` by the lower end. An interval without samples is null in the metrics."""
+        index = (t.detach() * 4).long().clamp(0, 3)
+        for bucket in range(4):
+            self.add(f"{name}/t{bucket / 4:.2f}", values, index == bucket)
+
     def drain(self) -> dict[str, tuple[float, float]]:
         """Return the sum and count of each name, and reset them."""
         names = sorted(self._sums)
@@ -50,24 +69,3 @@ def squared_error(x: Sample, y: Sample, t: Tensor | None = None) -> Sample:
 def per_sample_norm(x: Tensor) -> Tensor:
     """Return the root mean square over all but the first dimension, ``(B,)``. It does not grow with the resolution."""
     return x.flatten(1).square().mean(1).sqrt()
-
-
-def observe_latents(observations: Observations, prefix: str, sample: Sample) -> None:
-    """Add each sample's ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL``, and ``PREFIX_motion``, its mean absolute
-    change between frames; other parts than the video have ``PREFIX_PART``."""
-    for name, part in sample.parts.items():
-        of_part, x = prefix if name == VIDEO else f"{prefix}_{name}", part.detach()
-        flat, moved = x.flatten(2), x.diff(dim=2).abs()
-        for kind, values in (("mean", flat.mean(2)), ("std", flat.std(2, correction=0))):
-            for channel, of_channel in enumerate(values.unbind(1)):
-                observations.add(f"{of_part}_{kind}/{channel}", of_channel)
-        motion = per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0])
-        observations.add(f"{of_part}_motion", motion)
-
-
-def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor) -> None:
-    """Add the means of ``values`` over four equal intervals of the time ``t`` in [0, 1], both ``(B,)`` or ``(B, T)``,
-    as ``NAME/t0.00`` by the lower end. An interval without samples is null in the metrics."""
-    index = (t.detach() * 4).long().clamp(0, 3)
-    for bucket in range(4):
-        observations.add(f"{name}/t{bucket / 4:.2f}", values, index == bucket)
