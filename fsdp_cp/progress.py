@@ -62,6 +62,13 @@ def log_to_console() -> None:
     logging.basicConfig(format="%(message)s", level=level, handlers=[Console(sys.stdout)])
 
 
+def first_rank_log(name: str) -> logging.Logger:
+    """Return a logger for messages that are the same on all ranks: only rank 0 writes them."""
+    logger = logging.getLogger(name)
+    logger.addFilter(lambda _: rank() == 0)
+    return logger
+
+
 @contextmanager
 def announced(what: str) -> Iterator[None]:
     """If the block takes more than 5 seconds, log on rank 0 that training waits for ``what``, then how long."""

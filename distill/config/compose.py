@@ -1,6 +1,5 @@
 """Composition of Hydra's groups in ``configs/`` and a command line into a checked configuration."""
 
-import logging
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -34,8 +33,9 @@ from distill.data.settings import DATA
 from distill.methods import METHODS
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, one_line
+from fsdp_cp.progress import first_rank_log
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 PATHS = ("run_dir", "checkpoint", "training_adapter", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""

@@ -11,7 +11,6 @@ After a kill, the same command continues. ``--like`` takes prompts, seeds, sizes
 """
 
 import json
-import logging
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -57,11 +56,11 @@ from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import atomic_path, write_text, writing
 from fsdp_cp.launch import exit_code, rank, recorded, world_size
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import log_to_console, progress
+from fsdp_cp.progress import first_rank_log, log_to_console, progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.sample import Sample
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 
 def _written(plan: Plan) -> AbstractContextManager[None]:
@@ -167,11 +166,10 @@ def measure_prompt(plan: Plan, data: ClipDataset, prompt: int, device: torch.dev
 def evaluate(arguments: Namespace) -> None:
     """Sample, measure and write the files of the evaluation. All ranks must call this."""
     plan = plan_evaluation(arguments)
-    if len(plan.prompts) < FEW_PROMPTS and rank() == 0:
+    if len(plan.prompts) < FEW_PROMPTS:
         log.warning("%d prompts are few: intervals are reliable from %d on", len(plan.prompts), FEW_PROMPTS)
-    if rank() == 0:
-        many = counted(sum(plan.counts.values()), "clip")
-        log.info("%s of each of %d networks; the time left is shown meanwhile", many, len(plan.networks))
+    many = counted(sum(plan.counts.values()), "clip")
+    log.info("%s of each of %d networks; the time left is shown meanwhile", many, len(plan.networks))
     device, dimensions = open_device(plan.config), plan.dimensions
     python = user_path(arguments.vbench_python, "--vbench-python") if arguments.vbench_python else None
     first = next(iter(plan.networks.values()))

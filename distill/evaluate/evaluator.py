@@ -1,6 +1,5 @@
 """Sample clips during a run and the report at its end, with clips that are stored next to the teacher."""
 
-import logging
 import shlex
 import time
 from collections import Counter
@@ -30,11 +29,12 @@ from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
 from models.sample import Sample
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 T = TypeVar("T")
 
@@ -104,8 +104,7 @@ class Evaluator:
         try:
             return use(data, latents)
         except NotFinite as error:
-            if rank() == 0:
-                log.warning("left out the clips of %s: %s", name, error)
+            log.warning("left out the clips of %s: %s", name, error)
             return None
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:

@@ -1,6 +1,5 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +22,9 @@ from distill.run.hub_names import resolve_hub_names
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import rank, world_size
+from fsdp_cp.launch import world_size
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import first_rank_log
 from models.additions.base import named_additions
 from models.condition import REFERENCES
 from models.files.checkpoint_files import ADDITIONS_FILE
@@ -32,7 +32,7 @@ from models.lora.contract import read_contract
 from models.lora.saved import find_adapters
 from models.sample import VIDEO, PartShapes
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 MOST_STEPS = 10_000
 MOST_SEED = 2**63 - 1
@@ -122,7 +122,7 @@ def chosen_network(
         config = sampled_as(config, folder, sampling)
     steps = checked_steps(config, role, steps, setting)
     if role == "student" and (trained := read_contract(find_adapters(str(folder))).get("steps")):
-        if steps not in (getattr(config.method, "steps", None) or [trained]) and rank() == 0:
+        if steps not in (getattr(config.method, "steps", None) or [trained]):
             log.warning("%s was trained for %d steps, and %s is %d", folder, trained, setting, steps)
 
     def planned() -> SampledNetwork:
@@ -165,7 +165,7 @@ def sampled_as(config: Config, student: Path, chosen: Literal["student", "run"] 
     if own is None:
         return config
     words = {"student": sampling_in_words(own), "run": sampling_in_words(config.method)}
-    if words["student"] != words["run"] and rank() == 0:
+    if words["student"] != words["run"]:
         warning = "%s is a student of %s, and the run has %s; sampling as the %s says (--sampling)"
         log.warning(warning, student, *words.values(), chosen)
     return replace(config, method=own) if chosen == "student" else config
@@ -199,7 +199,7 @@ def read_prompts(text: str, setting: str) -> list[str]:
     """Return the prompts of a text, ``.csv`` or ``.jsonl`` file in their order, each once."""
     found = read_as(setting, read_captions, path := user_path(text, setting))
     prompts = list(dict.fromkeys(found))
-    if len(prompts) < len(found) and rank() == 0:
+    if len(prompts) < len(found):
         log.warning("%s: merged %d prompts that are there twice", path, len(found) - len(prompts))
     return prompts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from distill.methods.common.chunks import CausalRoles, check_same_chunks, chunk_
 from distill.methods.common.observations import Observations
 from fsdp_cp.choices import Checked, NonNegativeFloat, PositiveFloat
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.condition import Condition
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from models.roles.role import Role
     from models.roles.role_plan import RolePlan
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 Boundaries = Mapping[str, tuple[float, ...]]
 """Times between the experts of each role that has two."""
@@ -129,7 +128,7 @@ class PartSettings(Checked):
                 for family in families:
                     family.check_guidance(scale, f"method.{name}")
         if any(AUDIO in family.parts for family in families):
-            if not self.audio_weight and rank() == 0:
+            if not self.audio_weight:
                 log.warning(
                     "method.audio_weight=0: parameters that only the audio's output reaches change by decay alone"
                 )

@@ -9,7 +9,6 @@ Data-forcing distillation (arXiv:2606.18478, equations 8 to 10) is the same with
 clip, and in some batches the teacher's score of this clip instead of the sample's.
 """
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -35,12 +34,12 @@ from distill.methods.common.phases import CLEAN, Phase
 from distill.methods.common.schedules import add_noise, denoise
 from fsdp_cp.choices import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.sample import Sample, shift_time
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 _R1_SIGMA = 0.1
 """Standard deviation of the noise that the R1 penalty adds to the discriminator's real inputs."""
@@ -172,9 +171,8 @@ def check_phase(settings: Dmd2Settings, boundaries: Boundaries, trained: str) ->
         raise UserError(f"{times} leave the {trained} phase, with the border {border:g}, no times of scores")
     if trained == "low" and boundaries.get("fake", (1.0,))[0] <= border:
         raise UserError(f"fake.checkpoint has a boundary up to the border {border:g} of the phases; use the student's")
-    if rank() == 0:
-        steps = [time for time in settings.step_list if (time > border) == (trained == "high")]
-        log.info("phased DMD: the %s expert trains the steps %s; the border is %g", trained, steps, border)
+    steps = [time for time in settings.step_list if (time > border) == (trained == "high")]
+    log.info("phased DMD: the %s expert trains the steps %s; the border is %g", trained, steps, border)
 
 
 class Dmd2(FewStepMethod):
@@ -214,7 +212,7 @@ class Dmd2(FewStepMethod):
     @classmethod
     def check_files(cls, config: Any, causal: CausalRoles) -> None:
         from_teacher = config.student.checkpoint in (None, config.teacher.checkpoint)
-        if config.method.data_forcing and from_teacher and rank() == 0:
+        if config.method.data_forcing and from_teacher:
             hint = "give student.checkpoint=RUN/export/student of a run of method=dmd2"
             log.warning("method.data_forcing failed in the paper for a student that starts from the teacher; %s", hint)
 

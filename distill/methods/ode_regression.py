@@ -5,7 +5,6 @@ Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2
 A causal student sees the set's clip as its history.
 """
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,11 @@ from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import squared_error
 from distill.methods.common.schedules import denoise, widen
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 _POOR = ", a poor target for a causal student, which averages over what it cannot see (docs/causal.md)"
 
@@ -74,10 +73,9 @@ class OdeRegression(FewStepMethod):
                 check_same_chunks({"teacher": CausalSettings(**teacher), "student": student})
             except UserError as error:
                 raise UserError(f"{encoded.where} has states of another teacher: {error}") from None
-        if rank() == 0:
-            kind = "bidirectional" if teacher is None else f"causal (chunk={teacher['chunk']})"
-            poor = _POOR if teacher is None and student is not None else ""
-            log.info("%s has states of a %s teacher%s", encoded.where, kind, poor)
+        kind = "bidirectional" if teacher is None else f"causal (chunk={teacher['chunk']})"
+        poor = _POOR if teacher is None and student is not None else ""
+        log.info("%s has states of a %s teacher%s", encoded.where, kind, poor)
 
     @classmethod
     def state_times(cls, settings: OdeRegressionSettings) -> Sequence[float]:

@@ -16,12 +16,12 @@ from distill.methods import METHODS
 from distill.run.setup import RunPlan
 from fsdp_cp.checkpoint.folder import find_resume, read_state, saved_steps
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
+from fsdp_cp.progress import first_rank_log
 from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
 from models.roles.role import trained_names
 from models.roles.role_plan import RolePlan
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 BY_CONTENT = ("teacher.checkpoint", "student.checkpoint", "fake.checkpoint", "data.path", "data.encoders")
 _TRAINING_ADAPTER = "student.training_adapter"
@@ -107,10 +107,9 @@ def check_resume(
     _refuse_other_data(config, changes, made)
     if state["step"] == config.steps:
         _refuse_other_training(config, changes, checkpoint)
-    if rank() == 0:
-        changes.log(checkpoint)
-        if state["step"] == config.steps:
-            log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
+    changes.log(checkpoint)
+    if state["step"] == config.steps:
+        log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
     earlier = state.get("sources", {})
     for key in changes.of_data & sources.keys() & earlier.keys():
         sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}

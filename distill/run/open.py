@@ -1,6 +1,5 @@
 """Opening of a run: device, mesh, checkpoint, run directory and summary, before data and networks; dry runs."""
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from fsdp_cp.checkpoint.folder import refuse_overtaken, saved_steps, step_folder
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.hangs import watch_for_hangs
 from fsdp_cp.sequence import local_token_count
@@ -27,14 +27,14 @@ from models.roles.role import EXPERTS
 from models.roles.role_plan import RolePlan
 from models.sample import PartShapes, part_name
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 
 def open_device(config: Config) -> torch.device:
     """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA."""
     refuse_separate_worlds()
     device = device_of(config)
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and rank() == 0:
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         log.warning("CUDA_DEVICE_MAX_CONNECTIONS=1 prevents FSDP's communication from overlapping compute; unset it")
     choose_allocator(device, config.cuda_allocator)
     return device
@@ -70,9 +70,8 @@ class Run:
         if self.device.type == "cuda" and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.resolve() / "flight_recorder_"))
         start_run(self.config, run_dir, resume_from=self.start.resume_from, step=step(), command=self.command)
-        if rank() == 0:
-            for line in summary(self.config, self.plan, self.start.data):
-                log.info("%s", line)
+        for line in summary(self.config, self.plan, self.start.data):
+            log.info("%s", line)
 
         def progress() -> str:
             saved = saved_steps(run_dir / "checkpoints")

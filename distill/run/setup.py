@@ -1,6 +1,5 @@
 """Plan of a run: all checks that need neither a process group nor data nor networks."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ from distill.run.loggers import check_services
 from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.files.atomic_folder import refuse_input
-from fsdp_cp.launch import choose_device, rank, world_size
+from fsdp_cp.launch import choose_device, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings, require_compiler
 from models.families.base import Shape
@@ -32,7 +32,7 @@ from models.roles.role import Role
 from models.roles.role_plan import RolePlan, check_together, plan_role
 from models.sample import PartShapes
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 Shapes = tuple[PartShapes, Mapping[str, Shape]]
 """Shapes of a sample's parts and of its condition's tensors."""
@@ -114,7 +114,7 @@ def _name_unused_roles(config: Config, method: type[Method]) -> None:
     used = {*needed, *method.settings_read}
     if any(find_adapters(getattr(config, name).checkpoint) for name in needed):
         used.add("teacher")  # the base of the adapters
-    for name in {"teacher", "student", "fake"} - used if rank() == 0 else ():
+    for name in {"teacher", "student", "fake"} - used:
         if getattr(config, name).checkpoint or getattr(config, name).architecture:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
 
@@ -130,7 +130,7 @@ _FEW_STEPS = {
 def _name_few_step_networks(config: Config, roles: Sequence[RolePlan], method: type[Method]) -> None:
     """Warn of a few-step student in a role that it was not trained for, or that does not keep it."""
     named = ("teacher", "student") if config.method.name == "flow_matching" else ("teacher",)
-    for role in roles if method.trained_roles and rank() == 0 else ():
+    for role in roles if method.trained_roles else ():
         folders = [folder.path for folder in role.folders[:1]]
         if role.lora is not None and role.lora.saved is not None:
             folders.append(role.lora.saved.file.parent)
@@ -159,7 +159,7 @@ def _shapes_with_tokens(config: Config, roles: Sequence[RolePlan], shapes: Shape
     that all roles take them."""
     buckets = config.data.bucket_shapes() if shapes is None else [shapes]
     unused = buckets[0][0].keys() - {*roles[0].family.parts}
-    if unused and rank() == 0:
+    if unused:
         log.info("data=%s has %s, which these checkpoints do not make: not used", config.data.name, ", ".join(unused))
     return [(bucket, {role.tokens(*bucket) for role in roles}.pop()) for bucket in buckets]
 

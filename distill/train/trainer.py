@@ -1,6 +1,5 @@
 """Trainer: a run's state and its loop of steps, with logs, checkpoints and exact resume."""
 
-import logging
 import math
 import signal
 import time
@@ -33,11 +32,11 @@ from fsdp_cp.checkpoint.folder import BEST, branch_name, leave_branch, read_stat
 from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.json_lines import cut_back
-from fsdp_cp.launch import rank, world_size
+from fsdp_cp.launch import world_size
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import announced, bar
+from fsdp_cp.progress import announced, bar, first_rank_log
 from fsdp_cp.reduce import (
     all_reduce_scalars,
     barrier,
@@ -54,7 +53,7 @@ from models.condition import Condition
 from models.roles.role import Role
 from models.sample import PartShapes, part_name
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 
 class Trainer:
@@ -161,7 +160,7 @@ class Trainer:
                 hint = f"lower method.guidance_scale or optim.{network.role.name}.lr, and see log.norms_every"
                 why = f"{network.name} never moved: {network.idleness}"
                 raise UserError(f"{why}; nothing is exported, and the checkpoints are kept; {hint}")
-            if not network.tried and network.role.boundaries and rank() == 0:
+            if not network.tried and network.role.boundaries:
                 log.warning("no step trained %s: it has the weights of the run's start", network.name)
 
     def resume(self, folder: Path) -> None:
@@ -414,7 +413,7 @@ class Trainer:
             self._skip(name, norm)
         for network in trained:
             network.tried += 1
-            if network.is_stuck and network.tried == ENOUGH_TRIES and rank() == 0:
+            if network.is_stuck and network.tried == ENOUGH_TRIES:
                 log.warning("step %d: %s has not moved: %s", self.step + 1, network.name, network.idleness)
 
     def _skip(self, name: str, norm: float) -> None:
@@ -426,9 +425,8 @@ class Trainer:
             self.first_skipped[name] = f"step {self.step + 1} in {where}"
         for network in self.trained_of(name):
             network.optimizer.clear_gradients()
-        if rank() == 0:
-            text = "step %d: the gradient norm of %s is %s, first in %s; update skipped"
-            log.warning(text, self.step + 1, name, norm, where)
+        text = "step %d: the gradient norm of %s is %s, first in %s; update skipped"
+        log.warning(text, self.step + 1, name, norm, where)
         count = self.skipped_in_a_row[name]
         if count < self.config.optim.max_skipped:
             self.skipped[name] += 1
