@@ -9,7 +9,6 @@ another length, chunk by chunk, with a causal student.
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from distill.config.checks import check_images
 from distill.data.base import placed_image
 from distill.evaluate.networks import (
     MOST_SEED,
-    SampledNetwork,
     check_number,
     chosen_network,
     read_prompts,
@@ -42,12 +40,9 @@ _MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
 
 @paths_of_the_user()
-def chosen(arguments: argparse.Namespace) -> tuple[Config, Callable[[], SampledNetwork]]:
-    """Return the run's configuration with the chosen captions and images, and a function that plans the network."""
+def chosen_settings(arguments: argparse.Namespace) -> Config:
+    """Return the run's configuration with the chosen captions and images."""
     config = settings_of_run(user_path(arguments.run_dir, "RUN_DIR"), arguments.device, arguments.cp)
-    student = user_path(arguments.student, "--student") if arguments.student else None
-    how = {"student": student, "sampling": arguments.sampling, "steps": arguments.steps}
-    planned = chosen_network(config, "teacher" if arguments.teacher else "student", **how)
     check_number("--seed", arguments.seed, 0, MOST_SEED)
     check_number("--count", arguments.count, 1, _MAX_CLIPS)
     captions = list(arguments.caption or ())
@@ -64,17 +59,19 @@ def chosen(arguments: argparse.Namespace) -> tuple[Config, Callable[[], SampledN
     except UserError as error:
         message = str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
         raise UserError(message) from None
-    return config, planned
+    return config
 
 
 def sample(arguments: argparse.Namespace) -> None:
     """Write ``OUT/I.mp4`` and ``OUT/samples.png``. All ranks must call this."""
-    config, planned = chosen(arguments)
+    config = chosen_settings(arguments)
     run_dir, seed = Path(config.run_dir), arguments.seed
     out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
     captions, images = config.sample.captions, config.sample.images
     device = open_device(config)
-    network = planned()
+    student = user_path(arguments.student, "--student") if arguments.student else None
+    how = {"student": student, "sampling": arguments.sampling, "steps": arguments.steps}
+    network = chosen_network(config, "teacher" if arguments.teacher else "student", **how)
     plan, role, folder, steps = network.plan, network.role, network.folder, network.steps
     # Before clips and captions are encoded.
     shapes = None if arguments.frames is None else network.shapes(arguments.frames, "--frames")

@@ -188,9 +188,8 @@ class OptimizerSettings(Checked):
         for key, patterns in (("no_decay", self.no_decay), ("lr_scale", self.lr_scale or {})):
             for pattern in patterns:
                 if pattern not in used:
-                    taken = any(fnmatchcase(name, pattern) for name in names)
-                    why = "comes after patterns that match all it does" if taken else "matches no parameter"
-                    raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+                    why = f"{pattern!r} matches no parameter that the patterns before it leave"
+                    raise UserError(f"{where}.{key}: {why}; names are as {names[0]} and {names[-1]}")
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from distill.demo.page import Page, import_gradio
 from distill.demo.studio import Studio
-from distill.evaluate.networks import check_number, chosen_network, settings_of_run
+from distill.evaluate.networks import RoleName, check_number, chosen_network, settings_of_run
 from distill.run.open import open_device, open_mesh
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
@@ -54,10 +54,9 @@ def demo(arguments: argparse.Namespace) -> None:
     check_number("--port", arguments.port, 1, 65535)
     run, student = run_and_student(user_path(arguments.folder, "RUN|EXPORT"))
     config = settings_of_run(run, arguments.device, arguments.cp)
-    chosen = [chosen_network(config, "student", student=student)]
-    chosen += [chosen_network(config, "teacher")] if arguments.teacher else []
     device = open_device(config)
-    networks = {network.role: network for network in (planned() for planned in chosen)}
+    roles: list[RoleName] = ["student", "teacher"] if arguments.teacher else ["student"]
+    networks = {role: chosen_network(config, role, student=student) for role in roles}
     with ExitStack() as stack, open_mesh(config, networks["student"].plan, device) as mesh:
         folder = on_first_rank(lambda: Path(stack.enter_context(TemporaryDirectory(prefix="fsdp_cp_demo_"))))
         on_first_rank(lambda: import_gradio(folder) and None)  # before anything is loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -66,8 +65,6 @@ class Made(NamedTuple):
 @dataclass(eq=False)
 class _Job:
     order: Order
-    number: int
-    """Number of earlier orders."""
     replies: SimpleQueue[Made | UserError | None] = field(default_factory=SimpleQueue)
     stopped: threading.Event = field(default_factory=threading.Event)
     is_closed: bool = False
@@ -106,9 +103,8 @@ class Studio:
         self.ended: str | None = None
         """Reason for which there are no more clips."""
         self._orders: SimpleQueue[_Job] = SimpleQueue()
-        self._numbers = itertools.count()
-        self._finished = 0
-        """Number of orders that are finished."""
+        self._line: list[_Job] = []
+        self._moved = threading.Condition()
         self._job: _Job | None = None
         self.signal = StopSignal(self._signaled)
 
@@ -136,15 +132,19 @@ class Studio:
         """Yield the number of clips to wait for, while there are some, and then what is made of ``order`` until it is
         complete or ``stopped``. Raises ``UserError``."""
         self.check(order)
-        check_number("the number of waiting clips", self._orders.qsize(), 0, MOST_WAITING)
-        job = _Job(order, number=next(self._numbers), stopped=stopped)
-        self._orders.put(job)
+        job = _Job(order, stopped=stopped)
+        with self._moved:
+            check_number("the number of waiting clips", len(self._line), 0, MOST_WAITING)
+            self._line.append(job)
         try:
+            while (ahead := self._line.index(job)) and not stopped.is_set() and self.ended is None:
+                yield ahead
+                with self._moved:
+                    self._moved.wait(_HEARTBEAT)
+            if stopped.is_set():
+                return
+            self._orders.put(job)
             while self.ended is None or not job.replies.empty():
-                if ahead := job.number - self._finished:
-                    if stopped.is_set():
-                        return
-                    yield ahead
                 with suppress(Empty):
                     reply = job.replies.get(timeout=_HEARTBEAT)
                     if isinstance(reply, UserError):
@@ -155,6 +155,9 @@ class Studio:
             raise UserError(self.ended)
         finally:
             job.is_closed = True
+            with self._moved:
+                self._line.remove(job)
+                self._moved.notify_all()
 
     def end(self, reason: str) -> None:
         """End the page with a ``reason``, the first one."""
@@ -183,22 +186,19 @@ class Studio:
             raise
 
     def _meet(self) -> tuple[bool, Order | None]:
-        """Return whether this rank got a signal, and the next order of rank 0, if anybody still waits for it."""
-        self._finished += self._job is not None
+        """Return whether this rank got a signal, and the next order of rank 0."""
         self._job = None
         if rank() == 0:
             with suppress(Empty):
                 self._job = self._orders.get(timeout=_HEARTBEAT)
-        is_wanted = self._job is not None and not self._job.is_closed
-        return self.signal.received is not None, self._job.order if is_wanted else None
+        return self.signal.received is not None, self._job and self._job.order
 
     def _make(self, order: Order) -> None:
         try:
             add_captions = getattr(self.data, "add_captions", None)  # other data know their captions
             if add_captions is not None:
-                kind = (
-                    "image:" if self.encoding.image == "references" else ""
-                )  # the page has a picture as the only reference
+                # The page has a picture as the only reference.
+                kind = "image:" if self.encoding.image == "references" else ""
                 images = [f"{kind}{file}" for file in order.images]
                 add_captions([order.caption], images, self._folder / "cache")
             for role in self.networks:

@@ -72,7 +72,6 @@ class SampledNetwork:
         return shapes
 
 
-@paths_of_the_user()
 def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) -> SampledNetwork:
     """Plan to sample the network in ``folder``, the ``role`` of a finished run, on a mesh of ``mesh.cp``."""
     trained, name = getattr(config, role), config.method.name
@@ -103,6 +102,7 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
     return SampledNetwork(role=role, config=config, folder=folder, steps=steps, plan=plan)
 
 
+@paths_of_the_user()
 def chosen_network(
     config: Config,
     role: RoleName,
@@ -111,12 +111,11 @@ def chosen_network(
     sampling: Literal["student", "run"] = "student",
     steps: int | None = None,
     setting: str = "--steps",
-) -> Callable[[], SampledNetwork]:
-    """Check the choice of a network of the run with ``config``: its teacher, or its exported student (other weights, if
-    ``student`` is a folder), sampled as that or the run says, in ``steps``, which ``setting`` names. Return a function
-    that plans it, as :func:`network_to_sample`, once the device is open."""
+) -> SampledNetwork:
+    """Plan to sample a network of the run with ``config``: its teacher, or its exported student (other weights, if
+    ``student`` is a folder), sampled as that or the run says, in ``steps``, which ``setting`` names."""
     if role == "teacher":
-        folder = Path(teacher_of(config))
+        teacher_of(config)  # refuses a run without one
     else:
         folder = exported_student(Path(config.run_dir)) if student is None else student
         config = sampled_as(config, folder, sampling)
@@ -124,12 +123,8 @@ def chosen_network(
     if role == "student" and (trained := read_contract(find_adapters(str(folder))).get("steps")):
         if steps not in (getattr(config.method, "steps", None) or [trained]):
             log.warning("%s was trained for %d steps, and %s is %d", folder, trained, setting, steps)
-
-    def planned() -> SampledNetwork:
-        resolve_hub_names(config, ["teacher"] if role == "teacher" else [])
-        return network_to_sample(config, role, Path(config.teacher.checkpoint) if role == "teacher" else folder, steps)
-
-    return planned
+    resolve_hub_names(config, ["teacher"] if role == "teacher" else [])
+    return network_to_sample(config, role, Path(config.teacher.checkpoint) if role == "teacher" else folder, steps)
 
 
 def settings_of_run(run_dir: Path, device: str | None, cp: int) -> Config:

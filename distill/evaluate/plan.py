@@ -313,7 +313,7 @@ def _participant(word: str, config: Config, arguments: Namespace) -> tuple[str, 
     own = replace(own, data=config.data)
     if arguments.precision:
         own = replace(own, **{role: replace(getattr(own, role), precision=arguments.precision)})
-    network = chosen_network(own, role, student=folder, steps=count, setting=f"{path}@")()
+    network = chosen_network(own, role, student=folder, steps=count, setting=f"{path}@")
     return f"{path}, {counted(network.steps, 'step')}", network
 
 

@@ -43,7 +43,7 @@ def alone(method: type[Method], name: str) -> type[Method]:
         def accept(cls, *_: Any) -> None:
             """Check nothing: only training reads files, and samplers know sound and two experts."""
 
-        check_files = check_parts = check_experts = accept
+        check_given = check_files = check_parts = check_experts = accept
 
         @classmethod
         def check_causal(cls, settings: Any, causal: Mapping[str, Any]) -> None:
@@ -197,17 +197,15 @@ def sample_batches(
         batch = min(most, -(-len(captions) // mesh.dp_size))
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
-    padded = -(-len(captions) // chunk) * chunk
-    filled = [i % len(captions) for i in range(padded)]
-    items = None if clips is None else [clips[i] for i in filled]
     with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
-        for start in range(0, padded, chunk):
+        for start in range(0, len(captions), chunk):
             wanted = range(start, min(start + chunk, len(captions)))
             if set(wanted) <= set(finished):
                 continue
-            chosen = slice(start, start + chunk)
+            filled = [i % len(captions) for i in range(start, start + chunk)]
+            items = None if clips is None else [clips[i] for i in filled]
             # Of all ranks' clips: a caption that is refused raises on every rank. Not of all batches: they take much.
-            condition = data.condition([captions[i] for i in filled[chosen]], items and items[chosen])
+            condition = data.condition([captions[i] for i in filled], items)
             first = start + mesh.dp_rank * batch
             random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=device)
             noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)

@@ -204,6 +204,11 @@ class Method(ABC):
         return
 
     @classmethod
+    def check_given(cls, config: Any) -> None:
+        """Refuse a configuration without a network that only the method's settings need, before roles are planned."""
+        return
+
+    @classmethod
     def check_roles(cls, config: Any, roles: Mapping[str, RolePlan]) -> None:
         """Refuse planned ``roles``, by name, that the method or its settings cannot use, before any is built. A method
         changes one of the three checks below, or adds its own here."""

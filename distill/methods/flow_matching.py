@@ -136,7 +136,7 @@ class FlowMatching(Method):
         return ("teacher", "student") if settings.needing_base else cls.required_roles
 
     @classmethod
-    def check(cls, config: Any) -> None:
+    def check_given(cls, config: Any) -> None:
         needing, base = config.method.needing_base, config.teacher
         if needing and base.checkpoint is None and base.architecture is None:
             raise UserError(f"method.{needing[0]} needs the base as the role teacher; set teacher.checkpoint")

@@ -69,6 +69,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     check_services(config.log)
     _check_profiled_ranks(config)
     _name_unused_roles(config, method)
+    method.check_given(config)
     sharding = {name: _sharding(config, name, method, device) for name in method.roles_needed(config.method)}
     if runs_here and not config.dry_run:  # a dry run may be on another machine
         _check_tools(sharding, device)

@@ -54,7 +54,7 @@ def _customer(studio: Studio, got: dict) -> None:
 
 def _served(run: Path, folder: Path) -> dict:
     config = settings_of_run(run, None, 2)
-    network = chosen_network(config, "student")()
+    network = chosen_network(config, "student")
     mesh = mesh_of_shape(network.plan.mesh, device_type="cpu")
     data = config.data.build(seed=config.seed, device=CPU, run_dir=run)
     studio = Studio({"student": network}, data=data, mesh=mesh, device=CPU, folder=folder)
