@@ -173,6 +173,10 @@ class Method(ABC):
         self.student_average: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context in which the student uses its EMA weights, if the trainer keeps an EMA."""
 
+    @property
+    def student(self) -> Role:
+        return self.roles["student"]
+
     @classmethod
     def roles_needed(cls, settings: Any) -> tuple[str, ...]:
         """Return the roles that these settings need, in the order in which they are built."""

@@ -51,7 +51,7 @@ class Dcm(FewStepMethod):
         yield Loss("dcm", lambda: self._loss(batch, random))
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
-        settings, student = self.settings, self.roles["student"]
+        settings, student = self.settings, self.student
         node = chunk_integers(student, batch.frames, settings.grid_steps, random, "dcm/node")
         times = euler_times(settings.grid_steps, settings.shift)
         grid = torch.tensor(times, dtype=batch.dtype, device=batch.latents.device)

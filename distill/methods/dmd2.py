@@ -31,7 +31,7 @@ from distill.methods.common.distribution_matching import (
 from distill.methods.common.expert_times import Times
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.phases import CLEAN, Phase
-from distill.methods.common.schedules import add_noise, denoise
+from distill.methods.common.schedules import add_noise, denoise, same_time
 from fsdp_cp.choices import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 from fsdp_cp.errors import UserError
 from fsdp_cp.progress import first_rank_log
@@ -266,7 +266,7 @@ class Dmd2(FewStepMethod):
     def _rollout_times(self, random: StepRandom, *, whole: bool) -> list[float]:
         """Return the rollout's times, the same on every rank and in all micro-batches of a part of the batch: up to a
         time of an expert that trains, the last of them for a ``whole`` rollout."""
-        times, student = self.settings.student_times(), self.roles["student"]
+        times, student = self.settings.student_times(), self.student
         lengths = range(1, len(times) + 1)
         if student.has_experts:
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
@@ -279,9 +279,9 @@ class Dmd2(FewStepMethod):
             step, end = self.own_step(batch, times, random), self.phase.end
             return step.at(end) if end else step.x0
         last = times[-1]
-        t = batch.latents.video.new_full((len(batch.latents),), last)
+        t = same_time(last, batch.latents)
         x = add_noise(batch.latents, batch.noise(random, "dmd2/noise"), t)
-        return denoise(x, self.roles["student"].velocity(x, t, batch.condition, at=last), t)
+        return denoise(x, self.student.velocity(x, t, batch.condition, at=last), t)
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
         """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
@@ -335,7 +335,7 @@ class Dmd2(FewStepMethod):
     def phase(self) -> Phase:
         """Phase in which scores are compared: one that ends at the border while the high expert trains. A plan, which
         simulates one expert as one network, has none."""
-        student = self.roles["student"]
+        student = self.student
         if not (self.settings.phased and student.has_experts and 0 in student.trained_experts):
             return CLEAN
         return Phase(self.settings.border(student.boundaries[0]))
@@ -375,7 +375,7 @@ class Dmd2(FewStepMethod):
         """Draw uniform times and shift them, within [``min_time``, ``max_time``] by ``time_limits``; in a phase, only
         those within its range."""
         settings, t = self.settings, random.uniform(purpose, dtype)
-        student = self.roles["student"]
+        student = self.student
         if settings.phased and student.has_experts:
             border, high = settings.border(student.boundaries[0]), 0 in student.trained_experts
             low, top = (shift_time(t, 1 / settings.shift) for t in settings.score_range(border, high=high))

@@ -169,7 +169,7 @@ class FlowMatching(Method):
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
 
     def _loss(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
-        x0, student, (t, at) = batch.latents, self.roles["student"], times
+        x0, student, (t, at) = batch.latents, self.student, times
         noise = batch.noise(random, "flow_matching/noise", student)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
@@ -215,14 +215,14 @@ class FlowMatching(Method):
 
     def _anchor(self, batch: Batch, times: Times, random: StepRandom) -> Tensor:
         """Return the squared distance of the student's unconditional branch from the base's."""
-        student = self.roles["student"]
+        student = self.student
         x = add_noise(batch.latents, batch.noise(random, "flow_matching/noise", student), times.t)
         target = self._fixed("teacher", x, batch.condition.null, times)
         v = student.velocity(x, times.t, batch.condition.null, at=times.at)
         return self.total("anchor", squared_error(v, target)).mean()
 
     def _times(self, batch: Batch, random: StepRandom) -> Times:
-        student, purpose = self.roles["student"], "flow_matching/time"
+        student, purpose = self.student, "flow_matching/time"
         if student.causal is None:
             roles, bounds = tuple(self.roles.values()), self.settings.time_bounds
             return draw_times(self._draw, random, purpose, batch.dtype, [roles], student, bounds)[0]

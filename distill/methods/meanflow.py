@@ -17,7 +17,7 @@ from distill.methods.common.derivatives import Mode, check_exact, directional_de
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import per_sample_norm, squared_error
 from distill.methods.common.sampling import StudentSampler
-from distill.methods.common.schedules import add_noise, per_sample
+from distill.methods.common.schedules import add_noise, per_sample, same_time
 from distill.methods.flow_matching import TimeDistribution, draw_time
 from fsdp_cp.choices import NonNegativeFloat, NonNegativeInt, PositiveFloat, Share
 from fsdp_cp.rng import StepRandom
@@ -87,7 +87,7 @@ class MeanFlow(FewStepMethod):
         yield Loss("meanflow", lambda: self._loss(step, batch, random))
 
     def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
-        settings, student = self.settings, self.roles["student"]
+        settings, student = self.settings, self.student
         # Depends only on the step, the same on every rank: the derivative takes another forward.
         warmup = settings.tangent_warmup
         growth = min(1.0, step / warmup) if warmup else 1.0
@@ -128,6 +128,6 @@ class MeanFlow(FewStepMethod):
     def whole_clip(self, x: Sample, condition: Condition, times: list[float], random: StepRandom) -> Sample:
         """Sample the student in steps ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
         for time, next_time in pairwise([*times, 0.0]):
-            t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
-            x = x - (time - next_time) * self.roles["student"].velocity(x, t, condition, r)
+            t, r = (same_time(at, x) for at in (time, next_time))
+            x = x - (time - next_time) * self.student.velocity(x, t, condition, r)
         return x

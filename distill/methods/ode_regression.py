@@ -85,7 +85,7 @@ class OdeRegression(FewStepMethod):
         yield Loss("ode_regression", lambda: self._loss(batch, random))
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
-        times, student = self.settings.student_times(), self.roles["student"]
+        times, student = self.settings.student_times(), self.student
         index = chunk_integers(student, batch.frames, len(times), random, "ode_regression/step")
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
         x = batch.latents.map(

@@ -22,7 +22,7 @@ from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.common.few_step import FewStepMethod, FewStepSettings
 from distill.methods.common.observations import squared_error
 from distill.methods.common.sampling import StudentSampler
-from distill.methods.common.schedules import euler_times
+from distill.methods.common.schedules import euler_times, same_time
 from fsdp_cp.choices import PositiveInt
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
@@ -126,7 +126,7 @@ class Pdd(FewStepMethod):
         which then receives the state at its end."""
         *earlier, block = blocks
         x, condition = made.pop() if made else batch.noise(random, "pdd/noise"), batch.condition
-        with torch.no_grad(), self.roles["student"].kept_gathered():
+        with torch.no_grad(), self.student.kept_gathered():
             for other in earlier:
                 x = self._cross(x, other, condition)
         targets = self._drawn_targets(block, random)
@@ -151,8 +151,8 @@ class Pdd(FewStepMethod):
 
     def _predicted(self, x: Sample, spans: list[Span], condition: Condition, n: int) -> list[Sample]:
         """Return the student's mean velocities over ``spans``, from one forward at the state ``x``, ``X_n``."""
-        t = torch.full((len(x),), self.grid.times[VIDEO][n], dtype=x.dtype, device=x.device)
-        return self.roles["student"].velocity(x, t, condition, heads=self.grid.mean(*spans)).chunk(len(spans))
+        t = same_time(self.grid.times[VIDEO][n], x)
+        return self.student.velocity(x, t, condition, heads=self.grid.mean(*spans)).chunk(len(spans))
 
     def _moved(self, x: Sample, span: Span, velocity: Sample) -> Sample:
         """Return the state at the end of ``span``, from ``x`` at its start along a mean velocity."""
@@ -168,8 +168,7 @@ class Pdd(FewStepMethod):
         """Return the teacher's mean velocity over interval k, from its start at ``x``."""
 
         def velocity(x: Sample, clock: float) -> Sample:
-            t = torch.full((len(x),), clock, dtype=x.dtype, device=x.device)
-            return guided_velocity(self.roles["teacher"], x, t, condition, self.settings.guidance)
+            return guided_velocity(self.roles["teacher"], x, same_time(clock, x), condition, self.settings.guidance)
 
         starts = {part: times[k] for part, times in self.grid.times.items()}
         first = velocity(x, starts[VIDEO])

@@ -123,7 +123,7 @@ class Rcm(Scm):
 
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
         """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""
-        steps, student = self.rollout_steps(step), self.roles["student"]
+        steps, student = self.rollout_steps(step), self.student
         draw = partial(self._draw_rollout, steps)
         return draw_times(draw, random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
 

@@ -111,7 +111,7 @@ class Scm(FewStepMethod):
 
     def _consistency_loss(self, step: int, batch: Batch, times: Times, random: StepRandom, weight: float) -> Tensor:
         """Return ``mean (F - sg(F) - g)^2`` at TrigFlow times; only the logged norm uses ``weight``, this loss's."""
-        settings, student, (t, at) = self.settings, self.roles["student"], times
+        settings, student, (t, at) = self.settings, self.student, times
         noise = batch.noise(random, "scm/noise", student)
         x, clean = add_trig_noise(batch.latents, noise, t), clean_history(student, batch.latents, random, "scm/context")
         with torch.no_grad():
@@ -143,7 +143,7 @@ class Scm(FewStepMethod):
 
     def _times(self, batch: Batch, random: StepRandom) -> Times:
         """Draw TrigFlow times: ``(B,)`` with the flow time that selects the expert, or ``(B, T)`` by chunks."""
-        student, teacher = self.roles["student"], self.roles["teacher"]
+        student, teacher = self.student, self.roles["teacher"]
         if student.causal is None:
             evaluated = [(), (student, teacher)]
             (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)

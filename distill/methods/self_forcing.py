@@ -91,7 +91,7 @@ class SelfForcing(Dmd2):
     def _rollout(
         self, batch: Batch, times: list[float], random: StepRandom, last_steps: list[LastStep] | None = None
     ) -> Sample:
-        student = self.roles["student"]
+        student = self.student
         with torch.no_grad(), student.kept_gathered():
             chunks = rollout_chunks(
                 student,
@@ -108,7 +108,7 @@ class SelfForcing(Dmd2):
     def _student_losses(
         self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
     ) -> Iterator[Loss]:
-        sizes = self.roles["student"].causal.chunks(batch.frames)
+        sizes = self.student.causal.chunks(batch.frames)
         replay: list[tuple[LastStep, Tensor]] = []
         """Exit steps of the chunks that are still to be replayed, and ``dL/dx_G`` of these chunks."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distill.methods.common.schedules import add_noise
+from distill.methods.common.schedules import add_noise, same_time
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
@@ -87,7 +87,7 @@ def context_chunk(causal: CausalSettings, x0: Sample, random: StepRandom, purpos
     """Return ``x0`` at the role's ``context_time``, with the noise ``purpose``."""
     if causal.context_time == 0:
         return x0
-    return add_noise(x0, noise_like(x0, random, purpose), x0.video.new_full((len(x0),), causal.context_time))
+    return add_noise(x0, noise_like(x0, random, purpose), same_time(causal.context_time, x0))
 
 
 def clean_history(role: Role, x0: Sample, random: StepRandom, purpose: str) -> Sample | None:

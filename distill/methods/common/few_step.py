@@ -107,7 +107,7 @@ class FewStepMethod(Method):
 
     @property
     def few_steps(self) -> dict[str, Any] | None:
-        student, times = self.roles["student"], self.settings.student_times()
+        student, times = self.student, self.settings.student_times()
         return {
             "times": times,
             "stochastic": self.settings.student_sampler == "renoise",
@@ -124,7 +124,7 @@ class FewStepMethod(Method):
     def own_step(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Line:
         """Return the last step to the student's sample ``x_G`` for the captions of ``batch``, with a gradient if
         gradients are enabled."""
-        name, sampler, student = self.settings.name, self.settings.student_sampler, self.roles["student"]
+        name, sampler, student = self.settings.name, self.settings.student_sampler, self.student
         noise = batch.noise(random, f"{name}/noise")
         with student.kept_gathered():
             return rollout(student, noise, batch.condition, times, random, f"{name}/renoise", sampler=sampler)
@@ -156,5 +156,5 @@ class FewStepMethod(Method):
 
     def whole_clip(self, x: Sample, condition: Condition, times: list[float], random: StepRandom) -> Sample:
         """Sample the bidirectional student from noise ``x`` at ``times``, :meth:`sampling_times`."""
-        student, sampler = self.roles["student"], self.settings.student_sampler
+        student, sampler = self.student, self.settings.student_sampler
         return rollout(student, x, condition, times, random, "sample/renoise", sampler=sampler).x0

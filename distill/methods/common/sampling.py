@@ -12,7 +12,7 @@ from torch import Tensor
 from distill.methods.base import Guidance, guidance_at, guide, guided_velocity, is_guided
 from distill.methods.common.chunks import context_chunk, noise_like
 from distill.methods.common.expert_times import Times
-from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times
+from distill.methods.common.schedules import add_noise, denoise, euler_times, part_times, same_time
 from fsdp_cp.rng import StepRandom
 from models.condition import FIRST_FRAME, Condition
 from models.roles.history import Cache
@@ -238,4 +238,4 @@ def rollout_chunks(
 
 
 def _for_all(time: float, noise: Sample) -> Times:
-    return Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)
+    return Times(same_time(time, noise), time)

@@ -28,6 +28,11 @@ def part_times(t: Tensor, x: Sample) -> Sample:
     return replace(x, parts={name: widen(x.time(name, t), part) for name, part in x.parts.items()})
 
 
+def same_time(t: float, x: Sample) -> Tensor:
+    """Return the time ``t`` for each of the samples of ``x``, ``(B,)``."""
+    return x.video.new_full((len(x),), t)
+
+
 def add_noise(x0: Sample, noise: Sample, t: Tensor) -> Sample:
     """Return ``x_t = (1 - t) x0 + t e``, where ``e`` is ``noise``."""
     times = part_times(t, x0)
