@@ -65,13 +65,14 @@ def usage(config: Config) -> list[str]:
         "",
         "Other settings, which --help all describes. ROLE is teacher, student or fake; values are the student's.",
     ]
-    lines += _in_paragraph("ROLE.", _rows("", config.student))
-    lines += _in_paragraph("optim.ROLE.", _rows("", config.optim.student))
+    others = {"ROLE.": config.student, "optim.ROLE.": config.optim.student}
     above = ("mesh", "teacher", "student", "fake", "method", "data")
-    for name in [item.name for item in fields(Config) if is_dataclass(getattr(config, item.name))]:
-        if name not in above:
-            rows = _rows("", getattr(config, name))
-            lines += _in_paragraph(f"{name}.", (row for row in rows if not row[0].startswith(("student.", "fake."))))
+    for name in [item.name for item in fields(Config) if item.name not in above]:
+        if is_dataclass(group := getattr(config, name)):
+            others[f"{name}."] = group
+    for prefix, group in others.items():
+        rows = (row for row in _rows("", group) if not row[0].startswith(("student.", "fake.")))
+        lines += _in_paragraph(prefix, rows)
     return lines
 
 

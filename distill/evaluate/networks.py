@@ -1,10 +1,9 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -38,7 +37,6 @@ MOST_STEPS = 10_000
 MOST_SEED = 2**63 - 1
 
 RoleName = Literal["student", "teacher"]
-Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +190,8 @@ def check_number(setting: str, value: int, least: int, most: int) -> None:
 
 def read_prompts(text: str, setting: str) -> list[str]:
     """Return the prompts of a text, ``.csv`` or ``.jsonl`` file in their order, each once."""
-    found = read_as(setting, read_captions, path := user_path(text, setting))
+    path = user_path(text, setting)
+    found = read_captions(path, setting=f"{setting} ")
     prompts = list(dict.fromkeys(found))
     if len(prompts) < len(found):
         log.warning("%s: merged %d prompts that are there twice", path, len(found) - len(prompts))
@@ -204,7 +203,7 @@ def prompts_with_images(text: str, setting: str, image: str) -> tuple[list[str],
     ``.csv`` or ``.jsonl`` file, whose images are named from its folder. A caption may have several prompts: the names
     of those that follow its first tell their images."""
     path = user_path(text, setting)
-    found = read_as(setting, partial(read_images, images=[*IMAGES[image]]), path)
+    found = read_images(path, images=[*IMAGES[image]], setting=f"{setting} ")
     prompts: list[str] = []
     for files, caption in found:
         prompts.append(caption if caption not in prompts else f"{caption} ({' and '.join(files)})")
@@ -215,11 +214,3 @@ def prompts_with_images(text: str, setting: str, image: str) -> tuple[list[str],
     place = partial(with_files, change=lambda file: str(parent / file)) if image == REFERENCES else parent.__truediv__
     images = [str(place(file)) for files, _ in found for file in files]
     return prompts, [caption for _, caption in found], images
-
-
-def read_as(setting: str, read: Callable[[Path], Read], path: Path) -> Read:
-    """Return ``read(path)``, whose messages then name ``setting``."""
-    try:
-        return read(path)
-    except UserError as error:
-        raise UserError(str(error).replace("data.path=", f"{setting} ")) from error

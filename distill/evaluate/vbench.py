@@ -18,7 +18,6 @@ import numpy as np
 
 from distill.data.videos.table import read_captions
 from distill.evaluate.comparison import in_words, mean_over_prompts, table_lines
-from distill.evaluate.networks import read_as
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.launch import outside_of_torchrun
@@ -98,7 +97,7 @@ def read_suite(path: Path) -> list[dict[str, Any]]:
 def read_extended(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the extended prompt of each prompt from a file with a line per entry, in their order, as VBench's
     repository has them (``prompts/augmented_prompts``). A prompt of several entries takes the first line."""
-    lines = read_as("--extended", read_captions, path)
+    lines = read_captions(path, setting="--extended ")
     if len(lines) != len(entries):
         have = f"--extended {path} has {counted(len(lines), 'line')} for {len(entries)} entries of --prompts"
         raise UserError(f"{have}; give a line for each entry, in their order")

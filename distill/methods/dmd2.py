@@ -9,7 +9,7 @@ Data-forcing distillation (arXiv:2606.18478, equations 8 to 10) is the same with
 clip, and in some batches the teacher's score of this clip instead of the sample's.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -226,10 +226,10 @@ class Dmd2(FewStepMethod):
         role = self.trained_role(step)
         kind = self.settings.rollout if role == "student" else self.settings.fake_rollout
         rollout = self._rollout_times(random, whole="full" in (kind, self.settings.rollout))
-        last = self._last_step(batch, rollout)
         if role == "student":
-            yield from self._student_losses(batch, rollout, last, random)
+            yield from self._student_losses(batch, rollout, random)
             return
+        last = self._last_step(batch, rollout)
         made: list[Sample] = []
 
         def sample() -> Sample:
@@ -289,15 +289,12 @@ class Dmd2(FewStepMethod):
             return None
         return torch.full((len(batch.condition),), times[-1], dtype=batch.dtype, device=batch.condition.device)
 
-    def _student_losses(
-        self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
-    ) -> Iterator[Loss]:
-
+    def _student_losses(self, batch: Batch, times: list[float], random: StepRandom) -> Iterator[Loss]:
         def loss() -> Tensor:
             if self.settings.score_noise == "fresh":
-                return self._sample_loss(self._rollout(batch, times, random), batch, times, last, random)
+                return self._sample_loss(self._rollout(batch, times, random), batch, times, random)
             step = self.own_step(batch, times, random)
-            return self._sample_loss(step.x0, batch, times, last, random, step.at(1.0).detach())
+            return self._sample_loss(step.x0, batch, times, random, step.at(1.0).detach())
 
         yield Loss("dmd", loss, at=times[-1])
 
@@ -305,8 +302,7 @@ class Dmd2(FewStepMethod):
         self,
         sample: Sample,
         batch: Batch,
-        rollout: Sequence[float],
-        last: Tensor | None,
+        rollout: list[float],
         random: StepRandom,
         noise: Sample | None = None,
     ) -> Tensor:
@@ -316,7 +312,7 @@ class Dmd2(FewStepMethod):
         if batch.latents is not None:
             self.observations.add_latents("data", batch.latents)
         clips = batch.latents if self._forces_data(random) else None
-        times = self._score_times(batch, rollout, random)
+        times, last = self._score_times(batch, rollout, random), self._last_step(batch, rollout)
         noise = batch.noise(random, "dmd2/score_noise") if noise is None else noise
         limit, phase = self.settings.max_error, self.phase
         with self._high_experts("teacher", "fake"):
@@ -355,7 +351,7 @@ class Dmd2(FewStepMethod):
                 stack.enter_context(role.reaching(max(0.0, max(role.boundaries, default=0.0) - end)))
             yield
 
-    def _score_times(self, batch: Batch, rollout: Sequence[float], random: StepRandom) -> Times:
+    def _score_times(self, batch: Batch, rollout: list[float], random: StepRandom) -> Times:
         """Draw the times at which the student's scores are compared."""
         if self.settings.score_interval == "all":
             return self._phase_times("dmd2/time", batch, random, "teacher", "fake")

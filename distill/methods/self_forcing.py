@@ -105,9 +105,7 @@ class SelfForcing(Dmd2):
             )
             return Sample.cat([*chunks], dim=2)
 
-    def _student_losses(
-        self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom
-    ) -> Iterator[Loss]:
+    def _student_losses(self, batch: Batch, times: list[float], random: StepRandom) -> Iterator[Loss]:
         sizes = self.student.causal.chunks(batch.frames)
         replay: list[tuple[LastStep, Tensor]] = []
         """Exit steps of the chunks that are still to be replayed, and ``dL/dx_G`` of these chunks."""
@@ -115,7 +113,7 @@ class SelfForcing(Dmd2):
         def rollout_loss() -> Tensor:
             steps: list[LastStep] = []
             clip = self._rollout(batch, times, random, steps).video.requires_grad_()
-            loss = self._sample_loss(Sample({VIDEO: clip}), batch, times, last, random)
+            loss = self._sample_loss(Sample({VIDEO: clip}), batch, times, random)
             loss.backward()
             # A given first frame is a chunk without an exit step.
             replay.extend(zip(steps, clip.grad.split(sizes, dim=2)[-len(steps) :], strict=True))

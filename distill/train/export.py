@@ -1,6 +1,5 @@
 """Export of a run at its end."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,7 @@ from distill.run.setup import RunPlan
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
 from fsdp_cp.files.atomic_folder import amended_folder, withdraw
-from fsdp_cp.launch import rank
+from fsdp_cp.progress import first_rank_log
 from fsdp_cp.reduce import on_first_rank
 from models.additions.heads import Grid
 from models.card import extend_card, sample_clips
@@ -23,7 +22,7 @@ from models.lora.contract import BASE, METHOD
 from models.lora.files import FASTVIDEO
 from models.roles.role import EXPERTS
 
-log = logging.getLogger(__name__)
+log = first_rank_log(__name__)
 
 
 def check_export(config: Config, plan: RunPlan) -> None:
@@ -62,8 +61,6 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
     on_first_rank(lambda: export_schedulers(run_dir / "export", schedulers))
-    if rank() != 0:
-        return
     if role.adapters is not None and whole:
         others = whole[0], len(whole) - 1
         log.info("skipped export/student_lora: an adapter file cannot hold %s and %d others", *others)

@@ -119,23 +119,24 @@ def _check_fields(fields: Sequence[str], header: Sequence[str], line: int, where
         raise UserError(f"{where}: line {line} has {len(fields)} fields for {len(named)} named columns; {_QUOTES}")
 
 
-def read_captions(path: Path, columns: Mapping[str, str] | None = None) -> list[str]:
+def read_captions(path: Path, columns: Mapping[str, str] | None = None, *, setting: str = "data.path=") -> list[str]:
     """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file (or as ``data.columns``
-    names it), the lines of others. White space around them is dropped; empty ones are left out, and that is logged."""
+    names it), the lines of others. White space around them is dropped; empty ones are left out, and that is logged.
+    Messages name the path by ``setting``."""
     names = column_names(("caption",), columns)
     kinds = "a text file with a caption per line, or a .csv or .jsonl file"
+    where, suffix = f"{setting}{path}", path.suffix.lower()
     if not path.is_file():
-        raise UserError(f"data.path={path} is not a file; give {kinds}")
-    where, suffix = f"data.path={path}", path.suffix.lower()
+        raise UserError(f"{where} is not a file; give {kinds}")
     if suffix in _NO_TEXT:
-        raise UserError(f"data.path={path} ends in {suffix}; give {kinds}")
+        raise UserError(f"{where} ends in {suffix}; give {kinds}")
     if suffix in (".csv", ".jsonl"):
         texts = [caption or "" for _, (caption,) in read_table(path, names, where)]
     else:
         texts = _lines(path, names[0], where)
     captions = [caption.strip() for caption in texts if caption.strip()]
     if not captions:
-        raise UserError(f"data.path={path} has no caption; add one per line")
+        raise UserError(f"{where} has no caption; add one per line")
     if len(captions) < len(texts) and rank() == 0:
         logger.warning("%d empty captions of %s left out", len(texts) - len(captions), path)
     return captions
@@ -147,27 +148,29 @@ def _lines(path: Path, column: str, where: str) -> list[str]:
     first = lines[0] if lines else ""
     header = [part.strip().strip('"') for part in re.split("[,;\t|]", first)]
     if column in header or parse(first.encode()) is not None:
-        raise UserError(f"data.path={path} begins like a table; name it .csv or .jsonl, or remove its first line")
+        raise UserError(f"{where} begins like a table; name it .csv or .jsonl, or remove its first line")
     return lines
 
 
 def read_images(
-    path: Path, columns: Mapping[str, str] | None = None, *, images: Sequence[str]
+    path: Path, columns: Mapping[str, str] | None = None, *, images: Sequence[str], setting: str = "data.path="
 ) -> list[tuple[list[str], str]]:
-    """Return the images of each caption: the columns ``images`` and ``caption`` of a ``.csv`` or ``.jsonl`` file."""
+    """Return the images of each caption: the columns ``images`` and ``caption`` of a ``.csv`` or ``.jsonl`` file.
+    Messages name the path by ``setting``."""
+    where = f"{setting}{path}"
     names = column_names((*images, "caption"), columns)
     if path.suffix.lower() not in (".csv", ".jsonl") or not path.is_file():
         kind = f"a .csv or .jsonl file with the columns {','.join(names)}"
-        raise UserError(f"data.path={path} must be {kind}, since images condition (data.image)")
+        raise UserError(f"{where} must be {kind}, since images condition (data.image)")
     rows = []
-    for line, values in read_table(path, names, f"data.path={path}"):
+    for line, values in read_table(path, names, where):
         *files, caption = ((value or "").strip() for value in values)
         if not (all(files) and caption):
             lacks = f"lacks {' or '.join(names)} in line {line}"
-            raise UserError(f"data.path={path} {lacks}; fill them in, or remove the line")
+            raise UserError(f"{where} {lacks}; fill them in, or remove the line")
         rows.append((files, caption))
     if not rows:
-        raise UserError(f"data.path={path} has no rows; write an image and a caption in each")
+        raise UserError(f"{where} has no rows; write an image and a caption in each")
     return rows
 
 
