@@ -151,9 +151,9 @@ class PartSettings(Checked):
 class Method(ABC):
     """Base class of the methods. Roles take and return full latents on every mesh."""
 
-    required_roles: ClassVar[tuple[str, ...]]
+    required_roles: ClassVar[tuple[str, ...]] = ("teacher", "student")
     """Roles in the order in which they are built; see :meth:`roles_needed`."""
-    trained_roles: ClassVar[tuple[str, ...]]
+    trained_roles: ClassVar[tuple[str, ...]] = ("student",)
     guided_role: ClassVar[str] = "teacher"
     """Role that is sampled with guidance."""
     knows_experts: ClassVar[bool] = False
@@ -282,10 +282,14 @@ class Method(ABC):
         """Return the trained roles that backpropagation passes through at ``step`` without training them."""
         return ()
 
-    @abstractmethod
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        """Yield the losses of the role that trains at ``step``, each with its own backward. Only the closures call
-        roles or read tensors of the batch: a run also lists the losses of :data:`ANY_SAMPLE`."""
+        """Yield the losses of the role that trains at ``step``, each with its own backward; by default :meth:`loss`.
+        Only the closures call roles or read tensors of the batch: a run also lists the losses of :data:`ANY_SAMPLE`."""
+        yield Loss(self.settings.name, lambda: self.loss(step, batch, random))
+
+    def loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+        """Return the only loss of a method that does not define :meth:`losses`."""
+        raise NotImplementedError
 
     guidance_bands: ClassVar[Sequence[float]] = ()
     """Lower ends of the bands of time, up to 1, in which the guard measures :meth:`guidance_field`."""

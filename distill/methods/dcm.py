@@ -5,7 +5,6 @@ at a node is trained towards its prediction at the next node. The optimum is the
 Causal roles see the clean clip as their history, and each chunk has its own node.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.base import Batch, guided_velocity
 from distill.methods.common.chunks import chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import squared_error
@@ -37,8 +36,6 @@ class DcmSettings(StepListSettings):
 class Dcm(FewStepMethod):
     """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, j per chunk if causal."""
 
-    required_roles = ("teacher", "student")
-    trained_roles = ("student",)
     same_history = True
     settings: DcmSettings
 
@@ -47,10 +44,7 @@ class Dcm(FewStepMethod):
         if config.method.target == "ema" and not config.student.ema.enabled:
             raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
 
-    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("dcm", lambda: self._loss(batch, random))
-
-    def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
+    def loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.student
         node = chunk_integers(student, batch.frames, settings.grid_steps, random, "dcm/node")
         times = euler_times(settings.grid_steps, settings.shift)

@@ -118,7 +118,6 @@ class FlowMatching(Method):
     may need its base, the role ``teacher``; adapters share that network."""
 
     required_roles = ("student",)
-    trained_roles = ("student",)
     guided_role = "student"
     knows_experts = True
     settings: FlowMatchingSettings

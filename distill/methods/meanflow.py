@@ -4,7 +4,6 @@
 ``u = v - (t - r) du/dt`` (eq. 6). Its network gets the second time ``r`` from the addition ``second_time``.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.base import Batch, guided_velocity
 from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import per_sample_norm, squared_error
@@ -65,8 +64,6 @@ class MeanFlowSettings(StepListSettings):
 class MeanFlow(FewStepMethod):
     """MeanFlow; the student trains at every step. The loss is ``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``."""
 
-    required_roles = ("teacher", "student")
-    trained_roles = ("student",)
     check = staticmethod(check_exact)
     settings: MeanFlowSettings
 
@@ -83,10 +80,7 @@ class MeanFlow(FewStepMethod):
         """``None``: diffusers has no network with a second time."""
         return
 
-    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("meanflow", lambda: self._loss(step, batch, random))
-
-    def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+    def loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.student
         # Depends only on the step, the same on every rank: the derivative takes another forward.
         warmup = settings.tangent_warmup

@@ -5,7 +5,7 @@ Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2
 A causal student sees the set's clip as its history.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distill.data.settings import EncodedSettings
-from distill.methods.base import Batch, Loss
+from distill.methods.base import Batch
 from distill.methods.common.chunks import CausalRoles, check_same_chunks, chunk_integers, clean_history
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import squared_error
@@ -40,7 +40,6 @@ class OdeRegression(FewStepMethod):
     that each sample, or chunk of a causal student, draws."""
 
     required_roles = ("student",)
-    trained_roles = ("student",)
     settings_read = ("teacher",)
     settings: OdeRegressionSettings
 
@@ -81,10 +80,7 @@ class OdeRegression(FewStepMethod):
     def state_times(cls, settings: OdeRegressionSettings) -> Sequence[float]:
         return settings.step_list
 
-    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        yield Loss("ode_regression", lambda: self._loss(batch, random))
-
-    def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
+    def loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         times, student = self.settings.student_times(), self.student
         index = chunk_integers(student, batch.frames, len(times), random, "ode_regression/step")
         t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]

@@ -77,8 +77,6 @@ class PddSettings(FewStepSettings):
 class Pdd(FewStepMethod):
     """Parallel decoding distillation; the student trains at every step."""
 
-    required_roles = ("teacher", "student")
-    trained_roles = ("student",)
     knows_parts = True
     settings: PddSettings
 

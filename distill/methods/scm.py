@@ -82,8 +82,6 @@ class ScmSettings(FewStepSettings):
 class Scm(FewStepMethod):
     """Continuous-time consistency distillation; the student trains at every step."""
 
-    required_roles = ("teacher", "student")
-    trained_roles = ("student",)
     same_history = knows_experts = True
     check = staticmethod(check_exact)
     settings: ScmSettings
