@@ -50,9 +50,9 @@ class GanHead(Addition):
         super().__init__(family, config)
         layers = family.layers(config)
         self.blocks = default_blocks(layers) if blocks is None else list(blocks)
-        if self.blocks[-1] >= layers:
-            wanted = f"0 to {layers - 1}, or null for {default_blocks(layers)}"
-            raise UserError(f"method.gan_blocks={self.blocks} must be {wanted}")
+        if not self.blocks or self.blocks != sorted(set(self.blocks) & set(range(layers))):
+            wanted = f"ascend from 0 to {layers - 1}, or be null for {default_blocks(layers)}"
+            raise UserError(f"method.gan_blocks={self.blocks} must {wanted}")
         self.depth = (self.blocks[-1] + 1) / layers
         """Share of the blocks that the logits' gradient passes."""
         self.heads = nn.ModuleList(_TokenHead(family.width(config)) for _ in self.blocks)
