@@ -191,10 +191,7 @@ def _filtered(videos: Path, python: Path | None, device: str) -> tuple[Path, str
 
 def _run(words: Sequence[str], what: str) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, env=outside_of_torchrun() | offline)
-    except OSError as error:
-        raise UserError(f"{what} cannot be started ({error}); its command: {shlex.join(words)}") from error
+    done = subprocess.run(words, capture_output=True, text=True, env=outside_of_torchrun() | offline)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UserError(f"{what} failed ({last}); its command: {shlex.join(words)}")

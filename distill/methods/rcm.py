@@ -92,12 +92,13 @@ class Rcm(Scm):
         """Return steps with the longest, the shortest and no rollout: the cost is linear in a rollout's length."""
         first, own = self.settings.consistency_steps, [n for n in range(steps) if self.trained_role(n) == role]
         lengths = {step: self.rollout_steps(step) if step >= first else 0 for step in own}
-        rollouts, latest = [length for length in lengths.values() if length], {n: step for step, n in lengths.items()}
-        counts = {0: float(len(own) - len(rollouts))}
+        latest = {length: step for step, length in lengths.items()}
+        rollouts = [length for length in lengths.values() if length]
+        counts: dict[int, float] = {0: len(own) - len(rollouts)}
         if rollouts:
             shortest, longest = min(rollouts), max(rollouts)
-            upper = (sum(rollouts) / len(rollouts) - shortest) / (longest - shortest) if longest > shortest else 1.0
-            counts |= {shortest: (1 - upper) * len(rollouts), longest: upper * len(rollouts)}
+            upper = sum(length - shortest for length in rollouts) / max(1, longest - shortest)
+            counts |= {longest: upper, shortest: len(rollouts) - upper}
         return {latest[length]: count / len(own) for length, count in sorted(counts.items(), reverse=True) if count}
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
