@@ -5,7 +5,7 @@ A package adds a method without touching this one (docs/extending.md)::
     [project.entry-points."fsdp_cp.methods"]
     mine = "my_package.method:METHOD"
 
-``METHOD`` is ``(Mine, MineSettings)``, as in :data:`METHODS`; the package's YAML is in ``configs/`` next to the file.
+``METHOD`` is ``(Mine, MineSettings)``, as in each file here; the package's YAML is in ``configs/`` next to the file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.methods import dcm, dmd2, flow_matching, meanflow, ode_regression, pdd, rcm, scm, self_forcing
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.dcm import Dcm, DcmSettings
-from distill.methods.dmd2 import Dmd2, Dmd2Settings
-from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
-from distill.methods.meanflow import MeanFlow, MeanFlowSettings
-from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
-from distill.methods.pdd import Pdd, PddSettings
-from distill.methods.rcm import Rcm, RcmSettings
-from distill.methods.scm import Scm, ScmSettings
-from distill.methods.self_forcing import SelfForcing, SelfForcingSettings
 from fsdp_cp.choices import add_installed
 from fsdp_cp.errors import UserError
 
@@ -33,17 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Batch", "Loss", "Method", "add_installed_methods", "build_method"]
 
-METHODS: dict[str, tuple[type[Method], type]] = {
-    "flow_matching": (FlowMatching, FlowMatchingSettings),
-    "dmd2": (Dmd2, Dmd2Settings),
-    "scm": (Scm, ScmSettings),
-    "rcm": (Rcm, RcmSettings),
-    "meanflow": (MeanFlow, MeanFlowSettings),
-    "dcm": (Dcm, DcmSettings),
-    "pdd": (Pdd, PddSettings),
-    "ode_regression": (OdeRegression, OdeRegressionSettings),
-    "self_forcing": (SelfForcing, SelfForcingSettings),
-}
+_MODULES = (flow_matching, dmd2, scm, rcm, meanflow, dcm, pdd, ode_regression, self_forcing)
+METHODS: dict[str, tuple[type[Method], type]] = {module.METHOD[1].name: module.METHOD for module in _MODULES}
 """Class and settings of each method, by name."""
 INSTALLED: dict[str, Path] = {}
 """Folder with the YAML of each method from another package, by name."""

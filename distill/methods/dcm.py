@@ -64,3 +64,6 @@ class Dcm(FewStepMethod):
         self.observations.add_latents("prediction", prediction)
         self.observations.add_latents("data", batch.latents)
         return errors.mean()
+
+
+METHOD = (Dcm, DcmSettings)

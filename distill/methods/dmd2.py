@@ -403,3 +403,6 @@ class Dmd2(FewStepMethod):
         errors = self.total("loss", limited(errors, self.settings.max_error))
         self.observations.add_by_time("loss", errors, times.t)
         return errors.mean()
+
+
+METHOD = (Dmd2, Dmd2Settings)

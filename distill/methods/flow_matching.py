@@ -252,3 +252,6 @@ def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dty
     else:
         t = torch.sigmoid(settings.logit_mean + settings.logit_std * random.normal(purpose, (), dtype))
     return shift_time(t, shift)
+
+
+METHOD = (FlowMatching, FlowMatchingSettings)

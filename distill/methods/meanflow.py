@@ -125,3 +125,6 @@ class MeanFlow(FewStepMethod):
             t, r = (same_time(at, x) for at in (time, next_time))
             x = x - (time - next_time) * self.student.velocity(x, t, condition, r)
         return x
+
+
+METHOD = (MeanFlow, MeanFlowSettings)

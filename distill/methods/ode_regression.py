@@ -95,3 +95,6 @@ class OdeRegression(FewStepMethod):
         self.observations.add_latents("prediction", prediction)
         self.observations.add_latents("data", batch.latents)
         return errors.mean()
+
+
+METHOD = (OdeRegression, OdeRegressionSettings)

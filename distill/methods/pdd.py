@@ -188,3 +188,6 @@ class Pdd(FewStepMethod):
         for block in self.grid.blocks(len(times)):
             x = self._cross(x, block, condition)
         return x
+
+
+METHOD = (Pdd, PddSettings)

@@ -167,3 +167,6 @@ class Rcm(Scm):
         errors = (t.square() + (1 - t).square()) * errors
         self.observations.add_by_time("loss", errors, t)
         return errors.mean()
+
+
+METHOD = (Rcm, RcmSettings)

@@ -207,3 +207,6 @@ def trig_field(
 def trig_denoise(x: Sample, field: Sample, t: Tensor) -> Sample:
     """Return ``x0 = cos(t) x_t - sin(t) F``."""
     return per_sample(torch.cos(t), x) * x - per_sample(torch.sin(t), x) * field
+
+
+METHOD = (Scm, ScmSettings)

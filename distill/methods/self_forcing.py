@@ -133,3 +133,6 @@ class SelfForcing(Dmd2):
         for chunk in range(first, len(sizes)):
             value = rollout_loss if chunk == first else nothing
             yield Loss("dmd", partial(replayed, value))
+
+
+METHOD = (SelfForcing, SelfForcingSettings)
