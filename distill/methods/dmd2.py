@@ -12,7 +12,6 @@ clip, and in some batches the teacher's score of this clip instead of the sample
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -222,12 +221,16 @@ class Dmd2(FewStepMethod):
             yield from self._student_losses(batch, rollout, random)
             return
         last = self._last_step(batch, rollout)
+        made: list[Sample] = []
 
-        @cache
         def sample() -> Sample:
-            """Return the samples that one or two losses share."""
+            """Return the samples of one or two losses: the first makes them, the last takes them away."""
+            if made:
+                return made.pop()
             with torch.no_grad():
-                return self._rollout(batch, rollout, random)
+                clips = self._rollout(batch, rollout, random)
+            made.extend([clips] * self.settings.gan)
+            return clips
 
         if self.settings.gan:
             at_gan, weight = score_time(self, "dmd2/gan_time", batch, random, "fake"), self.settings.gan_weight_head
