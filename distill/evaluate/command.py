@@ -186,7 +186,7 @@ def evaluate(arguments: Namespace) -> None:
             sample_missing(plan, name, data=data, mesh=mesh, device=device)
             release_memory(device)
         with progress(len(plan.prompts), "measuring", "prompt") as advance:
-            found = Shares().run(len(plan.prompts), lambda i: measure_prompt(plan, data, i, device), advance)
+            found = Shares().run(range(len(plan.prompts)), lambda i: measure_prompt(plan, data, i, device), advance)
         on_first_rank(lambda: _write(plan, data, found, begun))
         data.release()
     if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait

@@ -80,7 +80,7 @@ def by_caption(data: ClipDataset, latents: Sample) -> dict[str, list[float]]:
         clips = data.decode(latents[SEEDS * i : SEEDS * (i + 1)].to("cpu", torch.float32)).numpy()
         return prompt_measures({"": clips}, {}, None)[""]
 
-    found = Shares().run(len(latents) // SEEDS, measured)
+    found = Shares().run(range(len(latents) // SEEDS), measured)
     return {name: [float(np.mean(of_caption[name])) for of_caption in found] for name in LIMITS if name != FIELD}
 
 
