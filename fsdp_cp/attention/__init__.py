@@ -103,7 +103,7 @@ def context_parallel_attention(
     if joint is not None:
         text = check_joint(joint, (q, k, v), segments, mesh)
         segments = (text[0].shape[1], *segments)
-        assert isinstance(mesh, Mesh)
+        mesh = cast(Mesh, mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     check_options(q, scale, backend, sum(segments), key_mask, mask)
     if sparse is not None or gate is not None:
@@ -117,10 +117,9 @@ def context_parallel_attention(
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if joint is None:
         return out
-    assert isinstance(mesh, Mesh)
-    local_text = local_token_count(segments[0], mesh.cp_size)
+    local_text = local_token_count(segments[0], groups.cp_size)
     out_text, out = out.split([local_text, out.shape[1] - local_text], dim=1)
-    return out, gather_tokens(out_text, mesh, total=segments[0], partial_grad=True)
+    return out, gather_tokens(out_text, cast(Mesh, mesh), total=segments[0], partial_grad=True)
 
 
 def cross_attention(
@@ -335,7 +334,7 @@ def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: An
 
 def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh | DeviceMesh) -> QKV:
     """Check the text that every rank holds in full; return its q, k and v."""
-    if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
+    if not isinstance(joint, (tuple, list)) or len(joint) != 3 or isinstance(mesh, DeviceMesh):
         raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")
     if len(segments) > 1:
         raise UserError("joint text takes no total_tokens of several segments")

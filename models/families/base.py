@@ -22,6 +22,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.causal_forward import CausalForward
+from models.families.operations import Flops, count_flops
 from models.files.scheduler import few_step_scheduler
 from models.sample import VIDEO, PartShapes, Sample
 
@@ -93,31 +94,6 @@ class Pipeline(NamedTuple):
     """Whether a call takes ``callback_on_step_end``, in which the noise of the next step can be seeded."""
     same_noise: bool = True
     """Whether a seeded call draws the noise of ``distill.sample``."""
-
-
-class Flops(NamedTuple):
-    """Floating-point operations of one forward of one sample."""
-
-    forward: int
-    """Matrix products and attention."""
-    tangent: int
-    """Additional operations of the forward-mode tangent."""
-    attention: int = 0
-    """Operations of attention within ``forward``, which selective recomputation does not repeat; 0 if not known."""
-    sparse: int = 0
-    """Operations of sparse attention within ``attention``, whose kernels are slower."""
-
-    @classmethod
-    def from_products(cls, pairs: int, others: int, still: int, attention: int) -> Flops:
-        """Return the operations of a network whose latents and time have tangents.
-
-        Args:
-            pairs: multiplications between two factors with tangents, as in self-attention.
-            others: multiplications by constants of factors that depend on latents or time.
-            still: multiplications that depend only on the condition.
-            attention: operations of attention.
-        """
-        return cls(2 * (pairs + others + still), 2 * (2 * pairs + others), attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +189,8 @@ class Family(ABC):
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
     causal: ClassVar[bool] = False
-    """Whether roles can be causal (``ROLE.causal.*``): the family then has :meth:`check_causal`, its
-    :meth:`outputs` and :meth:`flops` take a causal forward, and it accepts a time per latent frame."""
+    """Whether roles can be causal (``ROLE.causal.*``): the family then has :meth:`check_causal`, its :meth:`outputs`
+    take a causal forward, and it accepts a time per latent frame."""
 
     # Building
 
@@ -385,22 +361,14 @@ class Family(ABC):
         """Return S, the tokens of the video of one sample that passed :meth:`check_sample`."""
         return math.prod(self.token_grid(config, shapes))
 
-    @abstractmethod
     def flops(
-        self,
-        config: NetworkConfig,
-        shapes: PartShapes,
-        condition: Shapes,
-        pairs: int | None = None,
-        times: int | None = None,
-        /,
+        self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *, frame_times: bool = False
     ) -> Flops:
-        """Return the floating-point operations of one forward of one sample: matrix products and attention only.
+        """Return the floating-point operations of one forward of one sample, in which all tokens attend to all.
 
-        A linear map's tangent costs its own operations once more, that of a product of two factors with tangents twice.
-        A causal network gets the query-key ``pairs`` in a layer's self-attention, and the number of embedded ``times``,
-        1 or that of the tokens.
+        ``frame_times`` counts times per latent frame, if :attr:`frame_times`.
         """
+        return count_flops(self, config, shapes, condition, frame_times)
 
     passes_times: ClassVar[bool] = False
     """Whether diffusers' pipeline passes evenly spaced times to its scheduler: 1, 1 - 1/n, ..., 1/n."""

@@ -12,7 +12,6 @@ so the order of keys does not matter, and attention skips masked keys.
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L tokens of all texts.
 """
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,23 +30,20 @@ from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import (
     FamilyPlanning,
-    Flops,
     LatentShape,
     NetworkConfig,
     Outputs,
     Pipeline,
     Shape,
-    Shapes,
     config_of,
 )
 from models.families.diffusers_family import (
-    TIME_FEATURES,
     DiffusersFamily,
     first_frame_shape,
     insert_first_frame,
     token_positions,
 )
-from models.sample import VIDEO, PartShapes, Sample
+from models.sample import VIDEO, Sample
 
 RotaryTables = tuple[Tensor, Tensor, int]
 
@@ -160,30 +156,6 @@ class Hunyuan(DiffusersFamily):
     ) -> dict[str, Shape]:
         """Return the shapes of the first frame's latents, which have separate channels, and its features."""
         return {FIRST_FRAME: first_frame_shape(latent_shape), "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"])}
-
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
-        tokens, dim = self.tokens(config, shapes), self.width(config)
-        layers, refiners = config["num_layers"], config["num_refiner_layers"]
-        caption, text_dim = condition["text"]
-        glyphs, glyph_dim = condition["glyphs"]
-        images, image_dim = condition.get("image_embeds", (0, config["image_embed_dim"]))
-        both = tokens + caption + glyphs + images
-        inside = int(dim * config["mlp_ratio"])
-        # A block has four products of attention, two of the feed-forward, and two modulations of six parts.
-        block = both * dim * (4 * dim + 2 * inside) + 12 * dim * dim
-        refiner_attention = 2 * caption * caption * dim
-        refining = caption * dim * (4 + 8) * dim + 2 * dim * dim
-        # Inputs of the first refiner's attention do not depend on the time; those of later refiners do.
-        first = min(refiners, 1) * (4 * caption * dim * dim + refiner_attention)
-        still = first + text_dim * dim + dim * dim + caption * text_dim * dim
-        still += glyphs * (glyph_dim * GLYPH_HIDDEN + GLYPH_HIDDEN**2 + GLYPH_HIDDEN * dim)
-        still += images * image_dim * (image_dim + dim)
-        ends = tokens * dim * math.prod(self.patch_size(config)) * (config["in_channels"] + config["out_channels"])
-        embedders = 2 * (TIME_FEATURES * dim + dim * dim) + 2 * dim * dim  # two, and the last norm
-        attention = 2 * layers * both * both * dim
-        between = attention + max(refiners - 1, 0) * refiner_attention
-        others = layers * block + refiners * refining - min(refiners, 1) * 4 * caption * dim * dim + ends + embedders
-        return Flops.from_products(between, others, still, 2 * attention)
 
     def parallelize(
         self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh, backend: str, head_groups: int

@@ -23,10 +23,10 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
-from models.families.base import FamilyPlanning, Flops, LatentShape, NetworkConfig, Outputs, Pipeline, Shape, Shapes
-from models.families.diffusers_family import TIME_FEATURES, FrameFamily
-from models.sample import VIDEO, PartShapes, Sample
+from models.condition import Condition
+from models.families.base import FamilyPlanning, LatentShape, NetworkConfig, Outputs, Pipeline, Shape
+from models.families.diffusers_family import FrameFamily
+from models.sample import VIDEO, Sample
 from models.sparse import SparseCall, gates_of
 
 
@@ -68,8 +68,6 @@ class LTX(FrameFamily):
         yield "attention_head_dim", width % 2 == 0, "even, or the heads, for the rotary embedding"
         wanted = f"the network's width {width}, to which it projects the text"
         yield "cross_attention_dim", values["cross_attention_dim"] == width, wanted
-        is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
-        yield "activation_fn", is_plain, "gelu-approximate or gelu"
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return the published layout (norms without weights, linear layers with biases) and the opposite.
@@ -99,17 +97,6 @@ class LTX(FrameFamily):
         """Return the shapes of the text, its mask and the spacing of latents."""
         text = (text_tokens, config["caption_channels"])
         return {"text": text, "text_mask": (text_tokens,), "latent_spacing": (4,)}
-
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *_causal: int | None) -> Flops:
-        tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
-        dim, layers = self.width(config), config["num_layers"]
-        # Self-attention has four products of video tokens, cross-attention two, the feed-forward eight.
-        block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
-        still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["caption_channels"] + dim)
-        times = tokens if FIRST_FRAME in condition else 1
-        ends = tokens * dim * 2 * config["in_channels"] + times * dim * (TIME_FEATURES + 7 * dim)
-        attention = 4 * layers * tokens * (tokens + text_tokens) * dim
-        return Flops.from_products(2 * layers * tokens * tokens * dim, layers * block + ends, still, attention)
 
     def parallelize(self, network: LTXVideoTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank process its own tokens and compute rotary tables from their coordinates. The text stays whole.

@@ -31,7 +31,6 @@ from models.condition import FIRST_FRAME, Condition
 from models.families import ltx2_5
 from models.families.base import (
     FamilyPlanning,
-    Flops,
     GateLayer,
     LatentShape,
     NetworkConfig,
@@ -41,7 +40,7 @@ from models.families.base import (
     Shapes,
     config_of,
 )
-from models.families.diffusers_family import TIME_FEATURES, FrameFamily
+from models.families.diffusers_family import FrameFamily
 from models.families.ltx import SplitAttention, in_hidden_dtype
 from models.files.originals_ltx2 import PREFIX, own_names
 from models.sample import AUDIO, VIDEO, PartShapes, Sample
@@ -155,8 +154,6 @@ class LTX2(FrameFamily):
             yield "cross_attention_dim", values["cross_attention_dim"] == video, wanted
         modulated = values["cross_attn_mod"]
         yield "audio_cross_attn_mod", values["audio_cross_attn_mod"] == modulated, f"{modulated}, as cross_attn_mod"
-        is_plain = values["activation_fn"] in ("gelu", "gelu-approximate")  # flops() counts a plain feed-forward
-        yield "activation_fn", is_plain, "gelu-approximate or gelu"
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         if name in ("scale_shift_table", "audio_scale_shift_table"):
@@ -227,38 +224,6 @@ class LTX2(FrameFamily):
                 f"{setting} takes {config['audio_in_channels']} numbers of sound a row, but the data have"
                 f" {channels} channels of {bands} bands; use the encoders that the checkpoint is from"
             )
-
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
-        video, audio, text = self.tokens(config, shapes), shapes[AUDIO][1], condition["text"][0]
-        wide, narrow, layers = self.width(config), audio_width(config), config["num_layers"]
-        modulated = config["cross_attn_mod"]
-        text_moves = modulated and config["use_prompt_adaln_single"]  # by the time: so do its keys and values
-        pairs = video**2 if pairs is None else pairs
-        own = 2 * (pairs * wide + audio**2 * narrow) + 4 * video * audio * narrow
-        to_text = 2 * text * (video * wide + audio * narrow)
-        of_text = 2 * text * (config["cross_attention_dim"] * wide + config["audio_cross_attention_dim"] * narrow)
-        # Self-attention has four products of tokens, attention to the text two, and the feed-forward eight. Attention
-        # between the streams takes place in the audio's width, in both directions.
-        linear = 14 * (video * wide**2 + audio * narrow**2) + 4 * narrow * (video * wide + audio * narrow)
-        if config["gated_attn"]:
-            linear += video * wide * (2 * config["num_attention_heads"] + config["audio_num_attention_heads"])
-        if config["audio_gated_attn"]:
-            linear += audio * narrow * 3 * config["audio_num_attention_heads"]
-        ends = 2 * (video * wide * config["in_channels"] + audio * narrow * config["audio_in_channels"])
-        for width in (wide, narrow):
-            for modulations in [9 if modulated else 6, 4, 1] + [2] * text_moves:
-                ends += width * (TIME_FEATURES + width + modulations * width)
-        if FIRST_FRAME in condition:  # a time for each token of the video
-            ends += (video - 1) * wide * (TIME_FEATURES + wide + (9 if modulated else 6) * wide)
-        still = 0
-        if config["use_prompt_embeddings"]:
-            still = text * (config["caption_channels"] * (wide + narrow) + wide**2 + narrow**2)
-        moving, others = layers * own, layers * linear + ends
-        if text_moves:
-            moving, others = moving + layers * to_text, others + layers * of_text
-        else:
-            others, still = others + layers * to_text, still + layers * of_text
-        return Flops.from_products(moving, others, still, 2 * layers * (own + to_text))
 
     def original_name(self, layer: str) -> str:
         return own_names([layer])[layer].removeprefix(PREFIX)

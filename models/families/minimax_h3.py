@@ -61,7 +61,6 @@ from models.condition import (
 )
 from models.families.base import (
     FamilyPlanning,
-    Flops,
     GateLayer,
     LastLayer,
     LatentShape,
@@ -407,27 +406,6 @@ class MiniMaxH3(DiffusersFamily):
             raise UserError(f"{where} is the network for references; set data.references, or use {folder.parent}")
         if folder.name == "transformer" and is_wanted and of_references.is_dir():
             raise UserError(f"{where} takes no references (data.references); use {of_references}")
-
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
-        video, audio, text = self.tokens(config, shapes), SIDES * shapes[AUDIO][1], condition["text"][0]
-        given, sounds = self._reference_rows(config, condition)
-        if KEYFRAMES in condition:
-            given = self.tokens(config, {VIDEO: condition[KEYFRAMES]})
-        rows = video + audio + text + given + sounds
-        width, embedded = config["hidden_size"], config["time_embed_dim"]
-        heads, layers, refiners = super().width(config), config["num_layers"], config["num_refiner_layers"]
-        # A block has four products of attention and three of the gated feed-forward.
-        row = width * (4 * heads + 3 * config["ffn_dim"])
-        modulations = embedded * width * (6 * MINIMAX_H3_MODALITY_NUM * layers + 2)
-        embedder = config["time_embed_hidden_dim"] * (config["freq_dim"] + embedded)
-        video_row = config["in_channels"] * math.prod(self.patch_size(config))
-        # Both output layers run over all rows.
-        ends = width * ((video + given + rows) * video_row + (audio + sounds + rows) * config["audio_in_channels"])
-        times = 2 + bool(given) + bool(sounds)
-        own, of_text = 2 * (rows**2 if pairs is None else pairs) * heads * layers, 2 * text**2 * heads * refiners
-        others = layers * rows * row + times * (modulations + embedder) + ends
-        still = text * (config["text_dim"] * width + refiners * row) + of_text
-        return Flops.from_products(own, others, still, 2 * (own + of_text))
 
     def _reference_rows(self, config: NetworkConfig, condition: Shapes) -> tuple[int, int]:
         """Return the rows of the pictures and of the sounds of all references."""

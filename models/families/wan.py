@@ -27,7 +27,6 @@ from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import (
     FamilyPlanning,
-    Flops,
     GateLayer,
     LastLayer,
     LatentShape,
@@ -247,21 +246,6 @@ class Wan(FrameFamily):
                 raise UserError(f"{setting} has tokens of several frames, but a first frame is one; drop data.image")
         self.check_data(config, latent_shape, needed, condition, setting)
         self.check_patches(config, latent_shape, setting, most=config["rope_max_seq_len"])
-
-    def flops(self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, pairs=None, times=None, /) -> Flops:
-        tokens, text_tokens = self.tokens(config, shapes), condition["text"][0]
-        dim, layers = self.width(config), config["num_layers"]
-        image_tokens, image_dim = condition["image_embeds"] if takes_features(config) else (0, 0)
-        keys = text_tokens + image_tokens  # of cross-attention
-        if times is None:
-            times = tokens if FIRST_FRAME in condition else 1
-        block = 6 * tokens * dim * dim + 2 * tokens * keys * dim + 2 * tokens * dim * config["ffn_dim"]
-        still = layers * 2 * keys * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
-        still += image_tokens * image_dim * (image_dim + dim)
-        ends = tokens * dim * math.prod(config["patch_size"]) * (config["in_channels"] + self.latent_channels(config))
-        between = 2 * layers * (tokens * tokens if pairs is None else pairs) * dim
-        others = layers * block + times * dim * (config["freq_dim"] + 7 * dim) + ends
-        return Flops.from_products(between, others, still, 2 * between + 4 * layers * tokens * keys * dim)
 
     def parallelize(self, network: WanTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:
         """Let each rank embed, rotate and process its own tokens; set this family's processors on every attention.

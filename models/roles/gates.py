@@ -14,7 +14,8 @@ from torch import nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.tiles import sparse_tiles
-from models.families.base import Family, Flops, GateLayer, NetworkConfig, Shapes
+from models.families.base import Family, GateLayer, NetworkConfig, Shapes
+from models.families.operations import Flops
 from models.files.checkpoint_files import TransformerFolder
 from models.files.fastvideo import read_sparse_contract
 from models.owner import GATE, is_gate, owner
@@ -67,16 +68,15 @@ class SparsePlan:
     ) -> Flops:
         """Return the operations of one forward of one sample at a ``sparsity``: those of chosen tiles, of attention
         between tiles, and of gates."""
-        grid, layers = family.token_grid(config, shapes), family.layers(config)
+        grid = family.token_grid(config, shapes)
         segments = (*family.dense_rows(config, shapes, condition), math.prod(grid))
         tiles = self.settings.tiles(grid, family.given_frames(condition))
-        sparse_pairs = sum(tiles.pairs(segments, int(sparse_tiles(tiles, sparsity).kept)))
-        dense_layers = layers - len(self.gates)
-        pairs = (len(self.gates) * sparse_pairs + dense_layers * sum(segments) ** 2) // layers
-        flops = family.flops(config, shapes, condition, pairs)
+        pairs = sum(tiles.pairs(segments, int(sparse_tiles(tiles, sparsity).kept)))
+        of_pair = 4 * sum(gate.outputs for gate in self.gates)
+        flops = family.flops(config, shapes, condition).without(of_pair * (sum(segments) ** 2 - pairs))
         of_gates = 2 * sum(segments) * sum(gate.inputs * gate.outputs for gate in self.gates)
-        sparse = sum(4 * sparse_pairs * gate.outputs for gate in self.gates)
-        return flops._replace(forward=flops.forward + of_gates, tangent=flops.tangent + of_gates, sparse=sparse)
+        forward, tangent = flops.forward + of_gates, flops.tangent + of_gates
+        return flops._replace(forward=forward, tangent=tangent, sparse=of_pair * pairs)
 
 
 def plan_sparse(

@@ -23,8 +23,9 @@ from models.additions.heads import Heads, Rows
 from models.additions.time_conditioning import SecondTime
 from models.causal import CausalSettings
 from models.condition import FIRST_FRAME, Condition
-from models.families.base import Family, Flops, Outputs
+from models.families.base import Family, Outputs
 from models.families.causal_forward import CausalForward, History, Slots
+from models.families.operations import Flops
 from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
 from models.sample import VIDEO, PartShapes, Sample
@@ -61,16 +62,17 @@ class Call(NamedTuple):
     @property
     def flops(self) -> Flops:
         """Operations of one sample."""
-        tensors = self.condition.tensors
-        shapes = {name: tuple(value.shape[1:]) for name, value in tensors.items()}
+        family, config, tokens = self.network.family, self.network.config, self.tokens
+        shapes = {name: tuple(value.shape[1:]) for name, value in self.condition.tensors.items()}
         if (sparse := self.network.sparse.plans.get(self.role.name)) is not None:
-            sparsity = self.network.sparse.sparsity[self.role.name]
-            return sparse.flops(self.network.family, self.network.config, self.x.shapes, shapes, sparsity)
+            return sparse.flops(family, config, self.x.shapes, shapes, self.network.sparse.sparsity[self.role.name])
+        if self.causal is not None and 0 not in self.causal.positions:
+            shapes.pop(FIRST_FRAME, None)  # no frame of this chunk is given
+        flops = family.flops(config, self.x.shapes, shapes, frame_times=self.t.ndim == 2)
         if self.causal is None:
-            return self.network.family.flops(self.network.config, self.x.shapes, shapes)
-        by_token = self.t.ndim == 2 or (FIRST_FRAME in tensors and 0 in self.causal.positions)
-        pairs, times = self.causal.history.pairs(self.tokens), self.tokens if by_token else 1
-        return self.network.family.flops(self.network.config, self.x.shapes, shapes, pairs, times)
+            return flops
+        unseen = tokens**2 - self.causal.history.pairs(tokens)
+        return flops.without(4 * family.layers(config) * family.width(config) * unseen)
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from models.families.base import Family, Flops, Outputs
+from models.families.base import Family, Outputs
 from models.sample import VIDEO, Sample
 
 DEFAULTS = {
@@ -137,11 +137,6 @@ class OutsideFamily(Family):
     def check_guidance(self, scale, setting):
         if scale < 0:
             raise UserError(f"{setting}={scale} must be at least 0: this network was never trained away from its text")
-
-    def flops(self, config, shapes, condition, pairs=None, times=None):
-        tokens, dim = self.tokens(config, shapes), self.width(config)
-        forward = 2 * config["depth"] * (10 * tokens * dim * dim + 2 * tokens * tokens * dim)
-        return Flops(forward, forward)
 
     def parallelize(self, network, mesh, backend="auto", head_groups=1):
         parallelize_context(

@@ -138,18 +138,18 @@ def frames(count):
     return {"video": (4, count, 8, 8)}
 
 
-def test_operations_follow_the_mask():
-    """All pairs and one time: those of a network that attends to all frames. A clean history: rectangles alone."""
-    family, config = Wan(), Wan().defaults() | ARCHITECTURE
-    flops = family.flops(config, frames(3), CONDITION_SHAPES, 48 * 48, 1)
-    assert flops == family.flops(config, frames(3), CONDITION_SHAPES)
+def seen_pairs(count, pairs, **options):
+    """Return the operations of so many latent frames, of which queries and keys have ``pairs`` in each layer."""
+    flops = Wan().flops(Wan().defaults() | ARCHITECTURE, frames(count), CONDITION_SHAPES, **options)
+    return flops.forward - 4 * ARCHITECTURE["num_layers"] * 48 * ((16 * count) ** 2 - pairs)
+
+
+def test_operations_of_a_time_for_each_frame():
+    """A clean history attends in rectangles alone."""
     mask = CausalSettings(chunk=1).mask(3, 16, clean=True)
     assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
-    fewer = family.flops(config, frames(6), CONDITION_SHAPES, mask.pairs, 1)
-    left_out = ARCHITECTURE["num_layers"] * (96 * 96 - mask.pairs)
-    assert family.flops(config, frames(6), CONDITION_SHAPES).forward - fewer.forward == 4 * left_out * 48
-    by_token = family.flops(config, frames(6), CONDITION_SHAPES, mask.pairs, 96)
-    assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
+    by_token = seen_pairs(6, mask.pairs, frame_times=True)
+    assert by_token - seen_pairs(6, mask.pairs) == 2 * 95 * 48 * (16 + 7 * 48)
 
 
 @pytest.mark.long
@@ -185,11 +185,7 @@ def test_a_plan_counts_the_cache(cp):
     assert streamed == ARCHITECTURE["num_layers"] * of_layer * (3 * 32 // cp)
     tokens = [16, 32, 32, 32]
     pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
-    family, config = role.family, role.config
-    each = [
-        family.flops(config, frames(n // 16), CONDITION_SHAPES, p, 1).forward
-        for n, p in zip(tokens, pairs, strict=True)
-    ]
+    each = [seen_pairs(n // 16, p) for n, p in zip(tokens, pairs, strict=True)]
     assert of_chunks == 2 * (3 + 1) * sum(each)
     seen = 2 * sum(pairs)  # clean to clean, and noisy to clean and itself
-    assert role.flops == 2 * 3 * family.flops(config, frames(14), CONDITION_SHAPES, seen, 224).forward
+    assert role.flops == 2 * 3 * seen_pairs(14, seen, frame_times=True)

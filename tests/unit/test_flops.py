@@ -20,21 +20,15 @@ from tests.tiers import parametrize
 
 
 def wan_inputs(changes, batch, sizes, text_tokens, image=False):
-    """Return the family, a network and its inputs. Input and output channels differ, unlike in a role."""
-    network = WanTransformer3DModel(**tiny_wan.ARCHITECTURE | {"out_channels": 6} | changes)
+    """Return the family, a network and its inputs."""
+    network = WanTransformer3DModel(**tiny_wan.ARCHITECTURE | changes)
     tensors = {"text": torch.randn(batch, text_tokens, network.config.text_dim)}
     if image == "first_frame":
         tensors["first_frame"] = torch.randn(batch, 4, 1, *sizes[1:])
     elif image:
-        tensors["image_latents"], tensors["image_mask"] = torch.randn(batch, 6, *sizes), torch.ones(batch, 4, *sizes)
+        tensors["image_latents"], tensors["image_mask"] = torch.randn(batch, 4, *sizes), torch.ones(batch, 4, *sizes)
         tensors["image_embeds"] = torch.randn(batch, 257, network.config.image_dim)
-    return (
-        Wan(),
-        network,
-        torch.randn(batch, 6 if "image_latents" in tensors else 4, *sizes),
-        torch.full((batch,), 0.5),
-        Condition(tensors),
-    )
+    return Wan(), network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
 
 
 def ltx_inputs(changes, batch, sizes, text_tokens, image=False):
@@ -65,7 +59,7 @@ def hunyuan_inputs(changes, batch, sizes, text_tokens, image=False):
 
 
 LONG_TEXT = {"patch_size": (1, 4, 4), "text_dim": 40, "ffn_dim": 20, "num_layers": 1, "cross_attn_norm": False}
-WAN_IMAGE = {"in_channels": 16, "image_dim": 14, "added_kv_proj_dim": 48}
+WAN_IMAGE = {"in_channels": 12, "image_dim": 14, "added_kv_proj_dim": 48}
 NARROW_LTX = {"num_attention_heads": 2, "cross_attention_dim": 20, "caption_channels": 40, "num_layers": 1}
 NARROW_HUNYUAN = {"num_attention_heads": 2, "text_embed_dim": 40, "num_layers": 1, "num_refiner_layers": 1}
 UNREFINED = {"num_refiner_layers": 0, "mlp_ratio": 2.5, "text_embed_2_dim": 20}
@@ -96,14 +90,8 @@ def test_forward_flops_are_those_that_torch_counts(inputs, changes, batch, sizes
         family.outputs(network, video(x), t, condition)
     config, shapes = described(network, condition)
     ours = family.flops(config, video(x).shapes, shapes)
-    assert batch * ours.forward == pytest.approx(counter.get_total_flops(), rel=0.01)
-    blocks = "Global" if inputs is not hunyuan_inputs else "HunyuanVideo15Transformer3DModel.transformer_blocks."
-    of_attention = [
-        counts[torch.ops.aten.bmm]
-        for name, counts in counter.get_flop_counts().items()
-        if name.startswith(blocks) and name.count(".") == blocks.count(".")
-    ]
-    assert batch * ours.attention == sum(of_attention) > 0
+    assert batch * ours.forward == counter.get_total_flops()
+    assert batch * ours.attention == counter.get_flop_counts()["Global"][torch.ops.aten.bmm] > 0
 
 
 class _Counted(TorchDispatchMode):
@@ -140,7 +128,7 @@ def test_those_of_a_tangent_too(inputs, changes, sizes):
             family.outputs(network, video(dual_x), dual_t, condition)
     config, shapes = described(network, condition)
     ours = family.flops(config, video(x).shapes, shapes)
-    assert ours.forward + ours.tangent == pytest.approx(counter.flops, rel=0.01)
+    assert ours.forward + ours.tangent == pytest.approx(counter.flops, rel=0.001)
 
 
 def test_rates_by_the_device_s_name(monkeypatch):
