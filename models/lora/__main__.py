@@ -162,7 +162,7 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
     adapters = [inspect_for_base(place, base, network, family, name) for name, place in places.items()]
     refuse_input(out, "OUT", {name: Path(place) for name, place in places.items()} | {"BASE": base.path})
     student = adapters[0].file.parent
-    _check_gates(args, student, adapters[0].gates)
+    _check_gates(args, student, adapters[0].added)
     about: dict[str, Any] = {"stacked": places, "weights": args.weights}
     contract, other = (read_contract(one.file) for one in adapters)
     if (method := contract.get(METHOD) or description(student).get(METHOD)) is not None:
@@ -173,9 +173,9 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
         log.warning("ADAPTER was trained for %s; the sum is sampled as STUDENT says", in_words(other))
     if (causal := read_causal(student, "STUDENT")) is not None:
         about["causal"] = {**asdict(causal[0]), "frames": causal[1]}
-    if adapters[1].gates:
+    if adapters[1].added:
         raise UserError(f"ADAPTER {places['ADAPTER']} has gates of sparse attention, which cannot be added; drop them")
-    parts = stack(adapters, args.weights) | adapters[0].read_gates()
+    parts = stack(adapters, args.weights) | adapters[0].read_added()
     _write(args, out, base, parts, sparse=student, **about)
     print(f"{out}: adapters of rank {adapters[0].rank} + {adapters[1].rank}, times {args.weights[0]:g} and"
           f" {args.weights[1]:g}")  # fmt: skip

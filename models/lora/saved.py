@@ -75,10 +75,8 @@ class SavedAdapters:
     """Layers whose adapter has a bias (``.diff_b``)."""
     last_layers: Mapping[str, LastLayer]
     """Last layers of the base (:meth:`models.families.base.Family.last_layers`)."""
-    heads: Mapping[str, tuple[int, ...]]
-    """Shapes of the last layers that the file has for the role's heads, by the heads' names."""
-    gates: Mapping[str, tuple[int, ...]]
-    """Shapes of the gates of sparse attention that the file has, by public name."""
+    added: Mapping[str, tuple[int, ...]]
+    """Shapes of the whole tensors that the file has for the role's heads or gates, by public name."""
 
     @property
     def biased(self) -> bool:
@@ -98,13 +96,9 @@ class SavedAdapters:
                 weights[layer]["B.bias"] = scale * tensors[f"{layer}.lora_B.bias"].float()
         return weights
 
-    def read_heads(self) -> dict[str, Tensor]:
-        """Return the whole last layers for the role's heads, by the heads' names."""
-        return _read(self.file, self.family, self.last_layers).heads
-
-    def read_gates(self) -> dict[str, Tensor]:
-        """Return the gates by public name."""
-        return _read(self.file, self.family, self.last_layers).gates
+    def read_added(self) -> dict[str, Tensor]:
+        """Return the tensors of :attr:`added`: gates, or last layers in the place of heads."""
+        return _read(self.file, self.family, self.last_layers).added
 
 
 class _Contents(NamedTuple):
@@ -112,22 +106,19 @@ class _Contents(NamedTuple):
 
     adapters: dict[str, Tensor]
     """By diffusers' names: ``LAYER.lora_A.weight``, ``.lora_B.weight``, ``.lora_B.bias``, ``LAYER.alpha``."""
-    heads: dict[str, Tensor]
-    """Last layers for heads."""
-    gates: dict[str, Tensor]
-    """Gates by public name."""
+    added: dict[str, Tensor]
+    """Last layers for heads, or gates, by public name."""
 
 
 def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _Contents:
     """Return the tensors of ``file``."""
-    heads: dict[str, Tensor] = {}
-    gates: dict[str, Tensor] = {}
+    added: dict[str, Tensor] = {}
     try:
         tensors = _kohya_scaled(file, load_file(file))
-        for name in [name for name in tensors if is_gate(name) and ".lora_" not in name]:
-            gates[_PREFIX.sub("", name).replace(f".{WHOLE}", ".")] = tensors.pop(name)
         if videox.read_config(file):
-            tensors, heads = videox.split_heads(tensors, last_layers)
+            tensors, added = videox.split_heads(tensors, last_layers)
+        for name in [name for name in tensors if is_gate(name) and ".lora_" not in name]:
+            added[_PREFIX.sub("", name).replace(f".{WHOLE}", ".")] = tensors.pop(name)
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
@@ -143,7 +134,7 @@ def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _
         _PREFIX.sub("", name).replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): tensor
         for name, tensor in converted.items()
     }
-    return _Contents(adapters, heads, gates)
+    return _Contents(adapters, added)
 
 
 def _refuse_left_out(file: Path, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
@@ -180,7 +171,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     where = f"{setting}={file.parent}"
     linear, last_layers = linear_layers(network), family.last_layers(config_of(network))
     try:
-        tensors, heads, gates = _read(file, family, last_layers)
+        tensors, added = _read(file, family, last_layers)
         scale_of = _scales(file, tensors, family.adapter_alpha)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -201,8 +192,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         raise UserError(f"{where} has adapters with biases, but {unbiased} has no bias; it is for another base")
     return SavedAdapters(
         file=file, family=family, rank=max(ranks), scales=scales, biases=biases, last_layers=last_layers,
-        heads={name: tuple(tensor.shape) for name, tensor in heads.items()},
-        gates={name: tuple(tensor.shape) for name, tensor in gates.items()},
+        added={name: tuple(tensor.shape) for name, tensor in added.items()},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from fsdp_cp.errors import UserError
 from models.families.base import Family
 from models.files.checkpoint_files import TransformerFolder
 from models.lora.saved import SavedAdapters, find_adapters, inspect_adapters, refuse_other_base
+from models.owner import is_gate
 
 
 def inspect_for_base(
@@ -18,7 +19,7 @@ def inspect_for_base(
     if (file := find_adapters(given)) is None:
         raise UserError(f"{setting} {given} holds no adapters; give a file or a folder of them")
     found = inspect_adapters(file, network, family, setting)
-    if found.heads:
+    if not all(map(is_gate, found.added)):
         raise UserError(f"{setting} {given} has last layers of method=pdd, which cannot be added; give adapters alone")
     refuse_other_base(file, [base], setting)
     return found

@@ -18,11 +18,13 @@ from models.families.base import Family, GateLayer, NetworkConfig, Shapes
 from models.families.operations import Flops
 from models.files.checkpoint_files import TransformerFolder
 from models.files.fastvideo import read_sparse_contract
-from models.owner import GATE, is_gate, owner
+from models.owner import GATE, is_gate
 from models.sample import PartShapes
 from models.sparse import SparseSettings, read_sparse
 
 log = logging.getLogger(__name__)
+SET_SPARSITY = "set {role}.sparse_attention.sparsity (and .tile) to what it was trained with, as to 0.8 or 0.9"
+"""Advice for weights with gates."""
 
 
 class Gate(nn.Linear):
@@ -111,10 +113,8 @@ def saved_gates(role: str, folder: TransformerFolder, plan: SparsePlan | None) -
     """
     held = [name for name in folder.shapes if is_gate(name)]
     if held and plan is None:
-        advice = f"set {role}.sparse_attention.sparsity (and .tile) to what it was trained with, as to 0.8 or 0.9"
-        raise UserError(
-            f"{role}.checkpoint={folder.path} was trained with sparse attention (it has {held[0]}); {advice}"
-        )
+        trained = f"{role}.checkpoint={folder.path} was trained with sparse attention (it has {held[0]})"
+        raise UserError(f"{trained}; {SET_SPARSITY.format(role=role)}")
     return {} if plan is None else {name: shape for name, shape in plan.shapes.items() if name in held}
 
 
@@ -126,8 +126,3 @@ def attach_gates(network: nn.Module, role: str, plan: SparsePlan) -> None:
             if not hasattr(parent, GATE):
                 setattr(parent, GATE, nn.ModuleDict())
             parent.get_submodule(GATE)[role] = Gate(layer.inputs, layer.outputs, layer.bias)  # type: ignore[operator]
-
-
-def gate_stream(role: str, name: str) -> str | None:
-    """Return ``name`` if that module of a network is a gate of ``role``: only those get their first values."""
-    return name if is_gate(name) and owner(f"{name}.weight")[0] == role else None

@@ -24,8 +24,8 @@ from models.additions.base import attach_additions
 from models.families.base import Shape
 from models.lora.serving import Serving, training_adapter
 from models.lora.videox import base_names
-from models.owner import owner
-from models.roles.gates import attach_gates, gate_stream
+from models.owner import PREFIX, is_added, owner
+from models.roles.gates import attach_gates
 from models.roles.network import Network
 from models.roles.parallelize import parallelize
 from models.roles.role import Role
@@ -170,11 +170,8 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         base = {} if network.adapters else network.base_parameters()
         _load(network.base_parameters(), plans[0])
         for plan in plans:
-            if plan.additions:  # drawn, then replaced by those that the folder holds
-                initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
-            if plan.sparse is not None:
-                initialise(module, seed=seed, stream=partial(gate_stream, plan.name))
-            if plan.additions or plan.sparse is not None:
+            if plan.additions or plan.sparse is not None:  # drawn, then replaced by those that the folder holds
+                initialise(module, seed=seed, stream=partial(_stream_of_added, plan.name))
                 parameters = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:
@@ -187,8 +184,7 @@ def _fill_adapters(network: Network, plan: RolePlan, seed: int) -> None:
     if plan.lora is not None:
         plan.lora.fill(network.module, plan.name, seed)
         if plan.lora.saved is not None:
-            _fill_heads(network, plan)
-            _fill_gates(network, plan)
+            _fill_added(network, plan)
             parameters = network.named_parameters(plan.name)
             _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
     if plan.training is not None and plan.training.saved is not None:
@@ -196,22 +192,24 @@ def _fill_adapters(network: Network, plan: RolePlan, seed: int) -> None:
         _require_finite(filled, f"{plan.name}.training_adapter={plan.training.saved.file.parent}")
 
 
-def _fill_heads(network: Network, plan: RolePlan) -> None:
-    """Set the heads to the differences of the last layers in the adapters' file from the base's. A collective."""
+def _fill_added(network: Network, plan: RolePlan) -> None:
+    """Set heads and gates to those in the adapters' file, a head to the difference of its last layer from the base's. A
+    collective."""
     assert plan.lora is not None and plan.lora.saved is not None
     own, base = network.named_parameters(plan.name), network.base_parameters()
-    names = base_names(plan.lora.saved.last_layers)
-    for name, whole in plan.lora.saved.read_heads().items():
-        values = whole.float() - full_tensor(base[names[name]].detach()).cpu().float()
+    layers = base_names(plan.lora.saved.last_layers)
+    for name, values in plan.lora.saved.read_added().items():
+        values = values.float()
+        if name in layers:
+            values = values - full_tensor(base[layers[name]].detach()).cpu().float()
         copy_own_part(own[name].detach(), values, name)
 
 
-def _fill_gates(network: Network, plan: RolePlan) -> None:
-    """Set the gates to those in the adapters' file. A collective."""
-    assert plan.lora is not None and plan.lora.saved is not None
-    own = network.named_parameters(plan.name)
-    for name, gate in plan.lora.saved.read_gates().items():
-        copy_own_part(own[name].detach(), gate.float(), name)
+def _stream_of_added(role: str, name: str) -> str | None:
+    """Return the random stream of the module ``name`` if ``role`` added it to its network: the others keep their
+    values."""
+    owned_by, public = owner(f"{name}.weight")
+    return public.removeprefix(PREFIX).removesuffix(".weight") if owned_by == role and is_added(public) else None
 
 
 def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:

@@ -35,8 +35,8 @@ from models.files.checkpoint_files import (
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.saved import refuse_other_base
 from models.lora.settings import LoraSettings
-from models.owner import PREFIX
-from models.roles.gates import SparsePlan, plan_sparse, saved_gates
+from models.owner import PREFIX, is_gate
+from models.roles.gates import SET_SPARSITY, SparsePlan, plan_sparse, saved_gates
 from models.roles.role import EXPERTS
 from models.sample import VIDEO, PartShapes
 from models.sparse import SparseSettings
@@ -54,6 +54,11 @@ def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -
     return nn.ModuleDict(
         {name: ADDITION_CLASSES[name](family, config, **settings) for name, settings in arguments.items()}
     )
+
+
+def added_shapes(added: nn.ModuleDict) -> dict[str, Shape]:
+    """Return the shapes of the parameters of additions, by public name."""
+    return {PREFIX + name: tuple(p.shape) for name, p in added.named_parameters()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class RolePlan:
         network = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
         shapes = network if self.lora is None else self.lora.shapes(self.network)
         shapes |= {} if self.sparse is None else self.sparse.shapes
-        return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+        return shapes | added_shapes(self.added)
 
     def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
         """Return the plan for another network of its family, on the meta device, with weights in ``folders``."""
@@ -252,12 +257,9 @@ def _plan_training_adapter(
         whole = f"{where}={file.parent} is for a {name} that trains adapters, whose export lacks it"
         raise UserError(f"{whole}; set adapters=lora or {name}.lora.rank")
     planned = plan_lora(network, family, LoraSettings(), name, file, setting=where)
-    if planned.saved is not None and planned.saved.heads:
-        raise UserError(
-            f"{where}={file.parent} has last layers of method=pdd next to its adapters; give adapters alone"
-        )
-    if planned.saved is not None and planned.saved.gates:
-        raise UserError(f"{where}={file.parent} has gates of sparse attention, which are the {name}'s own; drop them")
+    if planned.saved is not None and planned.saved.added:
+        added = f"{where}={file.parent} has {min(planned.saved.added)} next to its adapters"
+        raise UserError(f"{added}, which is the {name}'s own; give adapters alone")
     refuse_other_base(file, folders, where)
     return planned
 
@@ -270,35 +272,19 @@ def _check_saved(
     sparse: SparsePlan | None,
 ) -> None:
     """Check that the role has the base, the heads and the gates of the file of its adapters."""
-    _check_saved_heads(name, adapters, added)
-    if adapters.saved is not None:
-        refuse_other_base(adapters.saved.file, folders, f"{name}.checkpoint", warn=True)
-    _check_saved_gates(name, adapters, sparse)
-
-
-def _check_saved_heads(name: str, adapters: LoraPlan, added: nn.ModuleDict) -> None:
-    """Check that the role has the heads that the file of its adapters holds."""
-    if adapters.saved is None or not (saved := adapters.saved.heads):
+    if adapters.saved is None:
         return
-    where, count = f"{name}.checkpoint={adapters.saved.file.parent}", next(iter(saved.values()))[0]
-    expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
-    if "heads" not in added:
-        raise UserError(f"{where} has last layers for {count} intervals of method=pdd; use that method")
-    if expected != {key: tuple(shape) for key, shape in saved.items()}:
-        raise UserError(f"{where} has last layers {dict(saved)}; set method.grid_steps={count}, and use its own base")
-
-
-def _check_saved_gates(name: str, adapters: LoraPlan, sparse: SparsePlan | None) -> None:
-    """Check that the role has the gates that the file of its adapters holds."""
-    if adapters.saved is None or not (saved := adapters.saved.gates):
+    refuse_other_base(adapters.saved.file, folders, f"{name}.checkpoint", warn=True)
+    if not (saved := adapters.saved.added):
         return
-    where, first = f"{name}.checkpoint={adapters.saved.file.parent}", next(iter(saved))
-    if sparse is None:
-        advice = f"set {name}.sparse_attention.sparsity (and .tile) to what it was trained with, as to 0.8 or 0.9"
-        raise UserError(f"{where} was trained with sparse attention (it has {first}); {advice}")
-    if other := {*saved.items()} ^ {*sparse.shapes.items()}:
-        advice = f"use its own base, and {name}.sparse_attention.dense_layers"
-        raise UserError(f"{where} has gates that the {name} has not, or lacks some, as {min(other)[0]}; {advice}")
+    first, wanted = min(saved), added_shapes(added)
+    advice = f"use method=pdd with method.grid_steps={saved[first][0]}"
+    if is_gate(first):
+        wanted, advice = {} if sparse is None else sparse.shapes, SET_SPARSITY.format(role=name)
+    if different := {*saved.items()} ^ {*wanted.items()}:
+        other, where = min(different)[0], f"{name}.checkpoint={adapters.saved.file.parent}"
+        needs = f"the {name} needs {wanted.get(other, 'none')}"
+        raise UserError(f"{where} has {other} of shape {saved.get(other)}, but {needs}; {advice}, and use its own base")
 
 
 def _trained_experts(name: str, experts: str, boundaries: Sequence[float], saved: Path | None) -> tuple[int, ...]:
@@ -363,7 +349,7 @@ def _check_files(
         if other != first:
             keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
             raise UserError(f"{setting}={folders[0].path.parent}: its two experts must not differ in {', '.join(keys)}")
-    expected = {PREFIX + key: tuple(value.shape) for key, value in added.state_dict().items()}
+    expected = added_shapes(added)
     chosen = named_additions(expected)
     for folder in folders:
         of_network = {key: tuple(value.shape) for key, value in networks[0].state_dict().items()}

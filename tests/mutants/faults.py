@@ -1210,7 +1210,7 @@ FAULTS = (
     Fault(
         "first_values_of_gates_reach_the_network",
         "a sparse role from a checkpoint: its network's own weights are drawn again from the seed",
-        'return name if is_gate(name) and owner(f"{name}.weight")[0] == role else None',
+        'return public.removeprefix(PREFIX).removesuffix(".weight") if owned_by == role and is_added(public) else None',
         "return name",
         "distributed/test_sparse_roles.py::test_wan_on_a_mesh_equals_attention_written_out[1-2]",
     ),
