@@ -14,10 +14,9 @@ Ways 2 and 3 compute the same function. docs/causal.md describes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fsdp_cp.choices import Bounds, Checked, NonNegativeInt, PositiveInt
 from fsdp_cp.errors import UserError, one_line, shown
@@ -106,8 +105,3 @@ def read_causal(folder: Path, where: str) -> tuple[CausalSettings, int] | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}: {file} is damaged ({one_line(error)}); copy it again") from error
     return settings, frames
-
-
-def write_causal(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write ``causal.json`` (:attr:`models.roles.role.Role.causal_file`)."""
-    (folder / FILE).write_text(json.dumps(contents, indent=2) + "\n")

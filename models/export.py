@@ -33,6 +33,7 @@ from fsdp_cp.launch import exit_code
 from models.additions.base import addition_tensors, named_additions
 from models.additions.heads import Grid
 from models.card import Base, Card, commit_of, extend_card, sample_clips, write_card
+from models.causal import FILE as CAUSAL_FILE
 from models.causal import NOTE as CAUSAL_NOTE
 from models.export_folder import SCHEDULERS, write_folder
 from models.export_heads import NOTE as HEADS_NOTE
@@ -50,6 +51,7 @@ from models.lora.saved import find_adapters
 from models.owner import is_gate
 from models.push import check_name, push
 from models.roles.role import EXPERTS
+from models.sparse import FILE as SPARSE_FILE
 from models.sparse import NOTE as SPARSE_NOTE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -157,16 +159,16 @@ class RoleExport:
         ``folder``, ``about`` and ``options`` are as for :func:`models.export_folder.write_folder`. ``card`` has what
         :meth:`_write_card` takes.
         """
-        about = {"dtype": str(dtype), **about, **self._described(kind, about)}
-        options = {"causal": self.causal, **options}
+        about = {"dtype": str(dtype), **self._described(kind, about), **about}
+        options = {"texts": {CAUSAL_FILE: self.causal, SPARSE_FILE: self.sparse}, **options}
         card = {"schedulers": options.get("schedulers") or {}, **(card or {})}
         options["finish"] = partial(self._write_card, kind, about, **card)
         if self.sparse is not None or self._additions:
             log.warning("%s has parts that a plain diffusers pipeline drops; see its README.md", folder)
         if kind in FORMATS:
             tensors, config = self._file(kind, dtype)
-            options |= {"name": NAMES.get(kind, LORA_NAME), "config": config, "sparse": self.sparse}
-            write_file(folder, tensors, about, family=self.family.name, **options)
+            options |= {"name": NAMES.get(kind, LORA_NAME), "config": config, "family": self.family.name}
+            write_file(folder, tensors, about, **options)
             return
         networks, config = self._merged(), self.config
         if self.grid is not None:
@@ -186,8 +188,7 @@ class RoleExport:
             options["in_pipeline"] = True
             if self.few_steps is not None:  # refuse what its file cannot hold
                 self.family.contract(self.few_steps["times"], options["schedulers"], self.sparse)
-        options |= {"sparse": self.sparse, "boundaries": self.boundaries, "about": about}
-        write_folder(folder, networks, config, dtype=dtype, **options)
+        write_folder(folder, networks, config, dtype=dtype, about=about, boundaries=self.boundaries, **options)
 
     def _merged(self) -> list[Weights]:
         """Return the networks with the weights that trained in them; adapters are merged."""

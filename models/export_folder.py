@@ -1,8 +1,7 @@
 """Writers of diffusers folders: transformers and schedulers."""
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from fsdp_cp.files.atomic_folder import atomic_folder, withdraw
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import full_tensor, on_all_ranks
+from fsdp_cp.reduce import full_tensor
 from models.additions.base import addition_tensors, network_tensors
-from models.causal import write_causal
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, HEADS_FILE
-from models.files.save import refuse_unwritten, save_tensors
+from models.files.save import write_export
 from models.lora.merge import Weights
-from models.sparse import write_sparse
 
 NAME = "diffusion_pytorch_model"
 MAX_BYTES = 5 * 10**9
@@ -51,36 +48,28 @@ def write_folder(
     config: dict[str, Any],
     *,
     dtype: torch.dtype,
+    about: Mapping[str, Any] | None = None,
     boundaries: Sequence[float] = (),
     max_bytes: int = MAX_BYTES,
     header: Mapping[str, str] | None = None,
-    about: Mapping[str, Any] | None = None,
-    causal: Mapping[str, Any] | None = None,
-    sparse: Mapping[str, Any] | None = None,
+    texts: Mapping[str, Mapping[str, Any] | None] | None = None,
     schedulers: Mapping[str, SchedulerMixin] | None = None,
     heads: Weights | None = None,
     in_pipeline: bool = False,
-    finish: Callable[[Path], object] = lambda folder: None,
-    move_aside: bool = False,
+    **options: Any,
 ) -> None:
-    """Write a diffusers folder, with additions in a separate file. All ranks must call it; rank 0 writes.
+    """Write a diffusers folder, with additions in a separate file: :func:`models.files.save.write_export`.
 
     One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
     boundary in ``model_index.json`` as in pipelines.
 
-    Each tensor is read once, on every rank. ``config``, ``causal`` and ``sparse`` are the contents of ``config.json``,
-    ``causal.json`` and ``sparse.json``; ``schedulers`` are written by folder, ``header`` into the files of weights, and
-    ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), into a file of their own. With
-    ``in_pipeline`` one network is in ``transformer/`` too. ``finish`` adds files to the unfinished folder, as the card
-    does. For ``about`` and ``move_aside`` see
-    :func:`fsdp_cp.files.atomic_folder.atomic_folder`.
-
-    Raises:
-        UserError: the folder cannot be written; on every rank, after the last tensor is read.
+    Each tensor is read once, on every rank. ``config`` is the contents of ``config.json``, ``texts`` those of other
+    files next to it, and ``heads``, the last layers of each step (:func:`models.export_heads.fused_heads`), go into a
+    file of their own. With ``in_pipeline`` one network is in ``transformer/`` too.
     """
     assert len(networks) == len(boundaries) + 1
     is_pipeline = bool(boundaries) or in_pipeline
-    places, writes = EXPERT_FOLDERS[: len(networks)] if is_pipeline else ("",), rank() == 0
+    places = EXPERT_FOLDERS[: len(networks)] if is_pipeline else ("",)
     splits = [  # without additions, which have a file of their own
         split_state_dict_into_shards_factory(
             network_tensors(weights.shapes),
@@ -90,30 +79,25 @@ def write_folder(
         )
         for weights in networks
     ]
-    files = _read_files(places, splits, networks, heads, dtype if writes else None)
+    files = _read_files(places, splits, networks, heads, dtype if rank() == 0 else None)
+    config = _public(config)
+    texts = {**(texts or {}), "config.json": config}
+    in_places = {str(Path(place, file)): contents for place in places for file, contents in texts.items()}
+    for place, split in zip(places, splits, strict=True):
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            in_places[str(Path(place, f"{NAME}.safetensors.index.json"))] = index
+    if boundaries:
+        experts = {place: ["diffusers", config["_class_name"]] for place in places}
+        in_places["model_index.json"] = {"boundary_ratio": boundaries[0], **experts}
+    write_export(folder, about or {}, files, in_places, header=header or {}, schedulers=schedulers or {}, **options)
 
-    def write_parts(unfinished: Path) -> None:
-        for file, tensors in files:
-            (unfinished / file).parent.mkdir(exist_ok=True)
-            save_tensors(tensors, unfinished / file, header or {})
-        for place, split in zip(places, splits, strict=True):
-            _write_texts(unfinished / place, config, split, causal, sparse)
-        if boundaries:
-            _write_index(unfinished, config["_class_name"], boundaries[0])
-        for name, scheduler in (schedulers or {}).items():
-            scheduler.save_pretrained(unfinished / name)
-        finish(unfinished)
 
-    def write() -> None:
-        try:
-            if writes:
-                with refuse_unwritten(folder), atomic_folder(folder, about or {}, move_aside=move_aside) as unfinished:
-                    write_parts(unfinished)
-        finally:
-            for _ in files:  # if this rank left the collectives, the others would block in them
-                pass
-
-    on_all_ranks(write)
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of ``config.json``."""
+    name = config.get("_class_name", "WanTransformer3DModel")  # old checkpoints lack it
+    header = {"_class_name": name, "_diffusers_version": diffusers_version}
+    return header | {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def _read_files(
@@ -136,31 +120,3 @@ def _read_files(
     if heads is not None:
         read = {name: heads.read(name) for name in heads.shapes}
         yield Path(HEADS_FILE), {} if dtype is None else {name: full.cpu().contiguous() for name, full in read.items()}
-
-
-def _write_texts(
-    unfinished: Path,
-    config: dict[str, Any],
-    split: StateDictSplit,
-    causal: Mapping[str, Any] | None,
-    sparse: Mapping[str, Any] | None,
-) -> None:
-    """Write ``config.json``, ``causal.json``, ``sparse.json`` and an index of files."""
-    if causal is not None:
-        write_causal(unfinished, causal)
-    if sparse is not None:
-        write_sparse(unfinished, sparse)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    public = {key: value for key, value in config.items() if not key.startswith("_")}
-    name = config.get("_class_name", "WanTransformer3DModel")  # old checkpoints lack it
-    header = {"_class_name": name, "_diffusers_version": diffusers_version}
-    (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
-
-
-def _write_index(unfinished: Path, network: str, boundary: float) -> None:
-    """Write the ``model_index.json`` of two experts of class ``network``."""
-    index: dict[str, Any] = {"boundary_ratio": boundary}
-    index |= {name: ["diffusers", network] for name in EXPERT_FOLDERS}
-    (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -186,8 +186,3 @@ def read_sparse(folder: Path, where: str) -> SparseSettings | None:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: {file} is damaged ({one_line(error)}); copy it again") from error
     return settings
-
-
-def write_sparse(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write ``sparse.json`` (:func:`file_contents`)."""
-    (folder / FILE).write_text(json.dumps(contents, indent=2) + "\n")

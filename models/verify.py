@@ -51,6 +51,7 @@ from models.roles.load import build_role
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
 from models.sample import VIDEO, PartShapes, Sample
+from models.sparse import FILE as SPARSE_FILE
 from models.sparse import SparseSettings, file_contents
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
@@ -375,8 +376,8 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any], sparse: 
             tensors[name] = 0.3 * torch.randn(shape)
     weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
     named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
-    marked = None if sparse is None else file_contents(sparse, sparse.sparsity or 0.0)
-    write_folder(folder, [weights], named, dtype=torch.float32, sparse=marked)
+    texts = {} if sparse is None else {SPARSE_FILE: file_contents(sparse, sparse.sparsity or 0.0)}
+    write_folder(folder, [weights], named, dtype=torch.float32, texts=texts)
 
 
 def run(target: str, family: str | None, ranks: int, *, sparse: bool = False) -> bool:

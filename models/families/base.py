@@ -373,13 +373,6 @@ class Family(ABC):
     passes_times: ClassVar[bool] = False
     """Whether diffusers' pipeline passes evenly spaced times to its scheduler: 1, 1 - 1/n, ..., 1/n."""
 
-    def pipeline_times(self, steps: int) -> list[float] | None:
-        """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
-
-        ``None`` means that the scheduler chooses them. A ``UserError`` says why no scheduler can be exported.
-        """
-        return [1 - i / steps for i in range(steps)] if self.passes_times else None
-
     def schedulers(
         self, *, shifts: Mapping[str, float] | None = None, listed: bool = False, **steps: Any
     ) -> dict[str, SchedulerMixin]:
@@ -397,7 +390,9 @@ class Family(ABC):
             raise UserError(
                 f"{self.name}'s pipeline samples parts with the shifts {dict(self.parts)}, not {dict(shifts)}"
             )
-        return {"scheduler": few_step_scheduler(**steps, sigmas=self.pipeline_times(len(steps["times"])))}
+        count = len(steps["times"])
+        evenly = [1 - i / count for i in range(count)] if self.passes_times else None
+        return {"scheduler": few_step_scheduler(**steps, sigmas=evenly)}
 
     def contract(
         self, times: Sequence[float], schedulers: Mapping[str, Any], sparse: Mapping[str, Any] | None

@@ -19,22 +19,22 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.files.atomic_folder import description, refuse_input, refuse_occupied
 from fsdp_cp.launch import exit_code
-from models.card import Base, Card, write_card
 from models.causal import read_causal
+from models.export import DTYPES, RoleExport
 from models.families.base import Family
 from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import TransformerFolder, fingerprint, inspect_transformer
 from models.lora import videox
-from models.lora.contract import BASE, BASE_NAME, METHOD, SAMPLING, SHOWN, in_words, read_contract
+from models.lora.contract import BASE, METHOD, SAMPLING, SHOWN, in_words, read_contract
 from models.lora.extract import extract
-from models.lora.files import FASTVIDEO, FORMATS, NAME, NAMES, file_tensors, write_file
+from models.lora.files import FASTVIDEO, FORMATS
+from models.lora.merge import Weights
 from models.lora.settings import LoraSettings
 from models.lora.stack import inspect_for_base, stack
 from models.owner import is_gate
 from models.sparse import read_sparse
 
 log = logging.getLogger(__name__)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,39 +91,32 @@ def _check_gates(args: argparse.Namespace, where: Path, names: Iterable[str]) ->
         raise UserError(f"{where} has gates of sparse attention; use --format {FASTVIDEO}, which has them")
 
 
-def _write(args: argparse.Namespace, out: Path, base: TransformerFolder, adapters: dict[str, Tensor], **more) -> None:
-    """Write ``adapters``, and gates, of the folder ``base``; ``more`` are the rest of the description, ``causal``, and
-    the folder ``sparse`` of a network with gates."""
-    causal, family, sparse = more.pop("causal", None), family_of(args.family, "--family"), more.pop("sparse")
-    settings = read_sparse(sparse, str(sparse))
-    tensors = file_tensors(
-        args.format, adapters, adapters.__getitem__, family=family, scale=1.0, dtype=DTYPES[args.dtype]
-    )
-    about: dict[str, Any] = {"made by": f"models.lora {args.command}", "base": str(base.path), BASE: fingerprint(base)}
-    card_base = Base.of(str(base.path.resolve()), None)
-    about |= {BASE_NAME: card_base.repository or card_base.name, **more, "format": args.format}
-    rank = max(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A.weight"))
-    sampled = about.get(SAMPLING) or {}
-    card = Card(
-        family=family,
+def _write(
+    args: argparse.Namespace,
+    out: Path,
+    base: TransformerFolder,
+    parts: dict[str, Tensor],
+    sparse: Path,
+    causal: dict[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Write adapters and gates, the ``parts``, of the folder ``base``; ``more`` is the rest of the description.
+    ``sparse`` is the folder of a network with gates."""
+    settings, sampled = read_sparse(sparse, str(sparse)), more.get(SAMPLING)
+    exported = RoleExport(
+        family=family_of(args.family, "--family"),
         config=base.config,
-        about={**about, "weights": about["made by"]},
-        settings={"method": about.get(METHOD)},
-        base=card_base,
+        causal=causal,
+        sparse=None if settings is None else asdict(settings),
+        scale=1.0,
+        trained={0: Weights({name: tuple(tensor.shape) for name, tensor in parts.items()}, parts.__getitem__)},
+        bases=tuple,
         few_steps={"times": sampled["times"], "stochastic": sampled["sampler"] == "renoise"} if sampled else None,
-        adapters={"rank": rank, "alpha": float(rank)},
-        has_code=False,
+        settings={"method": more.get(METHOD), "teacher": {"checkpoint": str(base.path.resolve())}},
     )
-    write_file(
-        out,
-        tensors,
-        about,
-        causal,
-        None if settings is None else asdict(settings),
-        family=family.name,
-        name=NAMES.get(args.format, NAME),
-        finish=lambda unfinished: write_card(unfinished, card.text()),
-    )
+    maker = f"models.lora {args.command}"
+    about = {"made by": maker, "weights": maker, "base": str(base.path), BASE: fingerprint(base), **more}
+    exported.write(out, args.format, dtype=DTYPES[args.dtype], about=about)
 
 
 def _extract(args: argparse.Namespace, out: Path) -> None:

@@ -6,7 +6,6 @@ If a format has no field for ``alpha / rank`` that all its readers support, the 
 then reproduces the trained network.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from fsdp_cp.files.atomic_folder import atomic_folder
-from fsdp_cp.reduce import on_first_rank
-from models.causal import write_causal
 from models.families.base import Family
-from models.files.save import refuse_unwritten, save_tensors
+from models.files.save import write_export
 from models.lora import videox
 from models.lora.contract import contract_of, header
 from models.owner import is_gate
-from models.sparse import write_sparse
 
 FASTVIDEO = "fastvideo-lora"
 FORMATS = ("diffusers-lora", "wan-lora", videox.KIND, FASTVIDEO)
@@ -73,35 +68,19 @@ def write_file(
     folder: Path,
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
-    causal: Mapping[str, Any] | None = None,
-    sparse: Mapping[str, Any] | None = None,
-    schedulers: Mapping[str, SchedulerMixin] | None = None,
     *,
     family: str,
     name: str = NAME,
     config: Mapping[str, Any] | None = None,
-    finish: Callable[[Path], object] = lambda folder: None,
-    move_aside: bool = False,
+    texts: Mapping[str, Mapping[str, Any] | None],
+    schedulers: Mapping[str, SchedulerMixin] | None = None,
+    **options: Any,
 ) -> None:
-    """Write an adapter file, with arguments as :func:`models.export_folder.write_folder`. A collective.
+    """Write an adapter file, with arguments as :func:`models.files.save.write_export`. A collective.
     VideoX-Fun's has a ``name`` and a ``config`` of its own. ``about`` is in the file's header too
     (:mod:`models.lora.contract`), with the name of the ``family``."""
-
-    def write() -> None:
-        with refuse_unwritten(folder), atomic_folder(folder, about, move_aside=move_aside) as unfinished:
-            has_alphas = config is not None or any(key.endswith(".alpha") for key in tensors)
-            contract = contract_of(about, tensors)
-            metadata = {key: str(value) for key, value in (config or {}).items()}
-            metadata |= header(contract, family=family, step=about.get("step"), has_alphas=has_alphas)
-            save_tensors(tensors, unfinished / name, metadata)
-            if config is not None:
-                (unfinished / videox.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            if causal is not None:
-                write_causal(unfinished, causal)
-            if sparse is not None:
-                write_sparse(unfinished, sparse)
-            for folder_name, scheduler in (schedulers or {}).items():
-                scheduler.save_pretrained(unfinished / folder_name)
-            finish(unfinished)
-
-    on_first_rank(write)
+    has_alphas = config is not None or any(key.endswith(".alpha") for key in tensors)
+    about_file = header(contract_of(about, tensors), family=family, step=about.get("step"), has_alphas=has_alphas)
+    metadata = {key: str(value) for key, value in (config or {}).items()} | about_file
+    files, texts = iter([(Path(name), tensors)]), {videox.CONFIG: config, **texts}
+    write_export(folder, about, files, texts, header=metadata, schedulers=schedulers or {}, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,15 +16,8 @@ from models.condition import Condition
 from models.families.causal_forward import CausalForward, Chunks, History, Slots, WholeClip
 from models.sample import Sample
 
-
-class CausalRole(Protocol):
-    """Part of a :class:`models.roles.role.Role` that a cache needs."""
-
-    name: str
-    causal: CausalSettings | None
-    trained_frames: int
-
-    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, history: History | None = None) -> Sample: ...
+if TYPE_CHECKING:
+    from models.roles.role import Role
 
 
 def whole_clip(
@@ -49,7 +42,7 @@ def whole_clip(
 class Cache(ABC):
     """Chunks so far of B samples of a causal role, as their keys and values on this rank."""
 
-    role: CausalRole
+    role: Role
     """Role that fills the cache."""
     condition: Condition
     """Condition of the B samples."""

@@ -36,10 +36,8 @@ def exported(tmp_path_factory):
     network, folder = WanTransformer3DModel(**ARCHITECTURE), tmp_path_factory.mktemp("exported") / "student"
     weights = {name: p.detach() for name, p in network.named_parameters()}
     shapes = {name: tuple(p.shape) for name, p in weights.items()}
-    causal = asdict(CAUSAL) | {"frames": 7}
-    write_folder(
-        folder, [Weights(shapes, weights.__getitem__)], dict(network.config), dtype=torch.float32, causal=causal
-    )
+    texts = {"causal.json": asdict(CAUSAL) | {"frames": 7}}
+    write_folder(folder, [Weights(shapes, weights.__getitem__)], dict(network.config), dtype=torch.float32, texts=texts)
     return folder
 
 

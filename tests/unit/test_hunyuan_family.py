@@ -22,7 +22,6 @@ from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
 from models.families.hunyuan import Hunyuan, own_forward, own_rotary_tables
 from models.families.ltx import LTX
-from models.files.scheduler import few_step_scheduler
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from tests.oracles.samples import video
@@ -99,9 +98,8 @@ def test_it_runs_on_fake_tensors(without_attention):
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])
 def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(sampler):
     """HunyuanVideo15Pipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``."""
-    assert diffusers.__version__.startswith("0.42"), "look at HunyuanVideo15Pipeline.__call__: pipeline_times is its"
-    sigmas = HUNYUAN.pipeline_times(len(STUDENT))
-    scheduler = few_step_scheduler(STUDENT, stochastic=sampler == "renoise", sigmas=sigmas)
+    assert diffusers.__version__.startswith("0.42"), "look at HunyuanVideo15Pipeline.__call__: passes_times is its"
+    scheduler = HUNYUAN.schedulers(times=STUDENT, stochastic=sampler == "renoise")["scheduler"]
     _, network, *_ = hunyuan_inputs({}, 1, (1, 1, 1), 3)
     seen = []
     network.time_embed.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0].item() / 1000))
