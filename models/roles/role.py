@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -104,10 +104,6 @@ class Role:
     """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
     """Distance by which a time may lie outside its expert's range, within :meth:`reaching`."""
-    second_times: dict[Network, SecondTime] = field(init=False)
-    """Addition of the role that embeds a second time, of each network with one."""
-    heads: dict[Network, Heads] = field(init=False)
-    """Heads of the role, of each network with some."""
     flops: int = 0
     """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
     sparse_flops: int = 0
@@ -123,9 +119,6 @@ class Role:
             self.trained_experts = tuple(range(len(self.networks)))
         modules = [network.module for network in self.networks]
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        added = [(n, addition) for n in self.networks for addition in additions_of(n.module, self.name).values()]
-        self.second_times = {network: addition for network, addition in added if isinstance(addition, SecondTime)}
-        self.heads = {network: addition for network, addition in added if isinstance(addition, Heads)}
 
     @property
     def family(self) -> Family:
@@ -250,15 +243,14 @@ class Role:
         self, network: Network, t: Tensor, second_time: Tensor | None, heads: Rows | None = None
     ) -> Iterator[None]:
         """Run calls of ``network`` within this context at ``t`` and ``second_time``, with these means of ``heads``."""
-        second, last = self.second_times.get(network), self.heads.get(network)
-        for name, addition, value in (("a second time", second, second_time), ("heads", last, heads)):
-            if (addition is None) != (value is None):
-                raise RuntimeError(f"{self.name}: a role with {name} must get the call's, and no other role")
+        added: Collection[Any] = additions_of(network.module, self.name).values()
         with ExitStack() as stack:
-            if second is not None and second_time is not None:
-                stack.enter_context(second.at(t, second_time))
-            if last is not None and heads is not None:
-                stack.enter_context(last.at(heads))
+            for kind, told in ((SecondTime, (t, second_time)), (Heads, (heads,))):
+                additions = [addition for addition in added if isinstance(addition, kind)]
+                if len(additions) != (told[-1] is not None):
+                    raise RuntimeError(f"{self.name}: a role with {kind.__name__} must get the call's, and no other")
+                for addition in additions:
+                    stack.enter_context(addition.at(*told))
             yield
 
     def cache(self, condition: Condition, *, training: bool = False) -> Cache:
