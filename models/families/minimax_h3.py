@@ -27,9 +27,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from diffusers import MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel, SchedulerMixin
 from diffusers.models.transformers.transformer_minimax_h3 import (
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
+from fsdp_cp.measure.fake_world import real_tensors
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sequence_lengths import split_names
@@ -98,10 +99,6 @@ CHUNK, CHUNK_LATENTS = 17, 5
 FRAMES = 124, 345
 """Frames of the shortest and of the longest clip that diffusers' pipeline samples: 5 to 15 seconds."""
 RELEASED_SHIFT = 12.0
-FRAME_TIME = AUDIO_RATE / FRAME_RATE
-"""Rotary time of a frame. The distance of audio latents is 1."""
-SPATIAL_SCALE = 32.0
-"""Rotary height and width of a square clip."""
 _ORIGINAL_NAMES = (
     (r"^token_refiner\.refiner_blocks\.", "token_refiner.blocks."),
     (r"^transformer_blocks\.", "blocks."),
@@ -551,7 +548,10 @@ def packed_streams(
         patch: height and width of a patch in latents.
     """
     video, audio, text = sample.video, sample.parts[AUDIO], tensors["text"]
-    anchors = tensors[KEYFRAME_ANCHORS][0] if KEYFRAMES in tensors else None
+    anchors: Sequence[int] = ()
+    if KEYFRAMES in tensors:  # fake tensors of a plan have no values
+        given_at = tensors[KEYFRAME_ANCHORS][0]
+        anchors = given_at.tolist() if type(given_at) is Tensor else [0] * len(given_at)
     references = sizes_of_references(tensors, patch)
     grid = tuple(video.shape[2:])
     positions = stream_positions(text.shape[1], audio.shape[2], grid, patch, video.device, anchors, references)
@@ -638,15 +638,10 @@ def stream_positions(
     grid: tuple[int, ...],
     patch: tuple[int, int],
     device: torch.device,
-    anchors: Tensor | None = None,
+    anchors: Sequence[int] = (),
     references: Sequence[ReferenceSize] = (),
 ) -> dict[str, Tensor]:
-    """Return time, height and width ``(rows, 3)``, fp64, of the rows of each stream, in order, as diffusers packs them.
-
-    A text row takes one unit of time, and sound and video begin after the text and the references. Of five latent
-    frames the first stands for one frame, the others for four each. An audio row is at the left or right edge of its
-    video. A keyframe has the time of the first frame or of the last one. Of references, a picture takes one unit,
-    others the longer of sound and clip.
+    """Return time, height and width ``(rows, 3)``, fp64, of the rows of each stream, in order, by diffusers' layouts.
 
     Args:
         text: number of text rows.
@@ -654,53 +649,36 @@ def stream_positions(
         grid: frames, height and width of the video's latents.
         patch: height and width of a patch in latents.
         device: device of the positions.
-        anchors: ``(K,)``, 0 for a keyframe at the first frame and 1 for one at the last; ``None`` without keyframes.
+        anchors: 0 for a keyframe at the first frame and 1 for one at the last.
         references: sizes of the references in their order.
     """
+    from diffusers.modular_pipelines.minimax_h3 import before_denoise
 
-    def count(size: int) -> Tensor:
-        return torch.arange(size, dtype=torch.float64, device=device)
-
-    def joined(times: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
-        return torch.stack(torch.broadcast_tensors(times, heights, widths), dim=-1).flatten(0, -2)
-
-    def axes(*sizes: int) -> Iterator[Tensor]:
-        for size, side in zip(sizes, patch, strict=True):
-            ratio, steps = size / math.sqrt(math.prod(sizes)), size // side
-            yield ((1 - ratio) / 2 + count(steps) * (ratio / steps)) * SPATIAL_SCALE
-
-    def picture(begin: float, frames: int, heights: Tensor, widths: Tensor) -> Tensor:
-        latents = count(frames)
-        starts = begin + FRAME_TIME * (17 * (latents // 5) + (4 * (latents % 5) - 3).clamp_min(0))
-        return joined(starts[:, None, None], heights[:, None], widths)
-
-    def sound(begin: float, latents: int, widths: Tensor) -> Tensor:
-        return joined(begin + count(latents)[None], zero, torch.stack([widths[0], widths[-1]])[:, None])
-
-    zero, begin = count(1), float(text)
-    heights, widths = axes(*grid[1:])
-    streams = {TEXT: joined(count(text), zero, zero)}
-    given: dict[str, list[Tensor]] = {GIVEN: [], GIVEN_SOUND: []}
-    for frames, *sides, latents in references:
-        own = tuple(axes(*sides)) if frames else (heights, widths)
-        if frames:
-            given[GIVEN].append(picture(begin, frames, *own))
-        if latents:
-            given[GIVEN_SOUND].append(sound(begin, latents, own[1]))
-        span = sum(FRAME_TIME * (4 if i % CHUNK_LATENTS else 1) for i in range(frames))
-        begin += 1.0 if (frames, latents) == (1, 0) else max(float(latents), span)
-    streams |= {name: torch.cat(each) for name, each in given.items() if each}
-    if anchors is not None:
-        start, end = (zero.new_tensor(time) for time in (text, text + video_time(grid[0]) - FRAME_TIME))
-        times = torch.where(anchors.to(device) == 0, start, end)
-        streams[GIVEN] = joined(times[:, None, None], heights[:, None], widths)
-    return {**streams, AUDIO: sound(begin, audio, widths), VIDEO: picture(begin, grid[0], heights, widths)}
+    layout = (*grid, audio, (1, *patch), SIDES, AUDIO_TAG, VIDEO_TAG)
+    with real_tensors():  # positions are values, which those of a plan have not
+        tags = torch.ones(text)
+        if references:
+            kinds = [_reference(size) for size in references]
+            pictures = [torch.empty(1, 0, *size[:3]) for size in references if size[0]]
+            sounds = [torch.empty(SIDES * size[3], 0) for size in references if size[3]]
+            build = before_denoise.MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence
+            packed = build(tags, kinds, pictures, sounds, *layout)
+        else:
+            names = tuple(("first", "last")[anchor] for anchor in anchors)
+            packed = before_denoise.MiniMaxH3PrepareLayoutStep.build_packed_sequence(tags, *layout, names)
+        positions, _, videos, audios, texts, given, given_sounds = packed
+        # diffusers packs the sound of each reference before its picture; here are all pictures before all sounds.
+        places = {TEXT: texts, GIVEN: videos[:given], GIVEN_SOUND: audios[:given_sounds]}
+        places |= {AUDIO: audios[given_sounds:], VIDEO: videos[given:]}
+        rows = {name: positions[place] for name, place in places.items() if len(place)}
+    return {name: of_stream.to(device) for name, of_stream in rows.items()}
 
 
-def video_time(frames: int) -> float:
-    """Return the rotary time of ``frames`` latent frames, in numpy's pairwise order of summation, which diffusers uses
-    for the last keyframe alone. The order of the frames' own times differs in the last digit."""
-    return float((FRAME_TIME * np.where(np.arange(frames) % 5, 4.0, 1.0)).sum())
+def _reference(size: ReferenceSize) -> Any:
+    """Return what diffusers' layout reads of a reference."""
+    frames, _, _, sound = size
+    kind = "audio" if not frames else "image" if (frames, sound) == (1, 0) else "video"
+    return SimpleNamespace(kind=kind, has_audio=sound > 0)
 
 
 class MiniMaxH3SplitAttention:

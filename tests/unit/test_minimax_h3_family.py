@@ -39,8 +39,7 @@ TINY = ["adapters=none", "plan=true", "world=8", *LAYERS]
 )
 def test_positions_are_those_of_diffusers(text, audio, grid):
     for anchors in ([], [0], [1], [0, 1]):
-        given = torch.tensor(anchors) if anchors else None
-        ours = torch.cat([*stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), given).values()])
+        ours = torch.cat([*stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), anchors).values()])
         theirs = packed(torch.ones(text), audio, grid, (1, 2, 2), anchors)[0]
         assert torch.equal(ours.float(), theirs.float()) and torch.allclose(ours, theirs, rtol=1e-14, atol=1e-12)
     given = slice(text, text + grid[1] * grid[2] // 2)
@@ -50,7 +49,7 @@ def test_positions_are_those_of_diffusers(text, audio, grid):
     tensors = {"reference_sizes": sizes, "reference_sounds": torch.zeros(1, 1000, 1)}
     tensors |= dict.fromkeys(("references", "reference_noise"), torch.zeros(1, 300_000, 1))
     kinds, pictures, _, sounds = references_of(tensors, 0)
-    ours = stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), None, sizes[0].tolist())
+    ours = stream_positions(text, audio, grid, (2, 2), torch.device("cpu"), (), sizes[0].tolist())
     theirs, tags, videos, audios, *_ = packed_with_references(
         torch.ones(text), audio, grid, (1, 2, 2), kinds, pictures, sounds
     )
