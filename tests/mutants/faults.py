@@ -803,9 +803,9 @@ FAULTS = (
     ),
     Fault(
         "reference_time",
-        "the rotary clock does not advance by a reference's sound",
-        "else max(float(latents), span)",
-        "else span",
+        "the rotary clock does not advance by a clip's sound",
+        "has_audio=sound > 0",
+        "has_audio=False",
         "unit/test_minimax_h3_family.py::test_positions_are_those_of_diffusers[300-207-grid0]",
     ),
     Fault(
