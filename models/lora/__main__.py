@@ -172,8 +172,8 @@ def _stack(args: argparse.Namespace, out: Path) -> None:
     _write(args, out, base, parts, sparse=student, **about)
     print(f"{out}: adapters of rank {adapters[0].rank} + {adapters[1].rank}, times {args.weights[0]:g} and"
           f" {args.weights[1]:g}")  # fmt: skip
-    if adapters[0].gates:
-        print(f"{out}: {len(adapters[0].gates)} tensors of STUDENT's gates of sparse attention, without a weight")
+    if adapters[0].added:
+        print(f"{out}: {len(adapters[0].added)} tensors of STUDENT's gates of sparse attention, without a weight")
 
 
 if __name__ == "__main__":
