@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, OneRank
 from models.families.base import config_of
-from models.families.registry import family_names, family_of
+from models.families.registry import family_of_class
 from models.files.checkpoint_files import check_tensors, inspect_transformer, tensor_reader
 from models.owner import is_gate, owner
 from models.roles.gates import attach_gates, plan_sparse
@@ -34,8 +34,7 @@ def use_sparse_attention(transformer: nn.Module, folder: str | Path, **settings:
         UserError: the folder has no sparse attention, or gates of another network.
     """
     files = inspect_transformer(str(folder), "folder")
-    families = [family_of(name, _ROLE) for name in family_names()]
-    family = next((family for family in families if family.class_name == type(transformer).__name__), None)
+    family = family_of_class(type(transformer).__name__)
     if family is None:
         raise UserError(f"transformer is a {type(transformer).__name__}, which has no sparse attention here")
     plan = plan_sparse(_ROLE, SparseSettings(**settings), [files.path], family, config_of(transformer))

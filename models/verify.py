@@ -42,7 +42,7 @@ from models.causal import CausalSettings
 from models.condition import KEYFRAME_ANCHORS, KEYFRAMES, REFERENCE_SIZES, TEXT_LENGTH, TEXT_TAGS, Condition
 from models.export_folder import sharded, write_folder
 from models.families.base import Shape, config_of
-from models.families.registry import family_names, family_of
+from models.families.registry import family_names, family_of, family_of_class
 from models.files.checkpoint_files import EXPERT_FOLDERS, TransformerFolder, defining, inspect_checkpoint, tensor_reader
 from models.files.hub import network_files, resolve_path
 from models.lora.merge import Weights
@@ -387,7 +387,8 @@ def run(target: str, family: str | None, ranks: int, *, sparse: bool = False) ->
         if name is not None and name not in family_names():
             raise UserError(f"{name} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
     if folder.is_dir():
-        family = family or _family_of(folder)
+        made = family_of_class(str(inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")))
+        family = family or (family_names()[0] if made is None else made.name)  # the check of its class reports it
         planned(folder, family)  # raises before anything is printed
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
     print(f"python -m models.verify {target}: largest relative differences from the plain network in one process,")
@@ -402,17 +403,6 @@ def run(target: str, family: str | None, ranks: int, *, sparse: bool = False) ->
             write_example(folder, target, config, EXAMPLE if sparse else None)
             good &= report(f"{target} {name}{', sparse' if sparse else ''}", folder, target, ranks)
     return good
-
-
-def _family_of(folder: Path) -> str:
-    """Return the family of the folder's network class; if none matches, the first, whose check then reports it."""
-    class_name = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
-    names = family_names()
-    for name in names:
-        with suppress(UserError):  # skip a family of another package that cannot be imported
-            if family_of(name, "FOLDER").class_name == class_name:
-                return name
-    return names[0]
 
 
 def main(argv: list[str] | None = None) -> int:

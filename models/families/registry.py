@@ -8,6 +8,7 @@ A package adds a family without changes here::
 ``Mine`` is a subclass of :class:`models.families.base.Family`, and ``ROLE.family=mine`` chooses it.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from fsdp_cp.choices import installed_names, load_installed
@@ -35,6 +36,15 @@ def family_of(name: str, setting: str) -> Family:
     if name not in installed_names(ENTRY_POINTS):
         raise UserError(f"{setting}.family={name} is unknown; use {' or '.join(family_names())}")
     return load_installed(ENTRY_POINTS, name, f"{setting}.family={name}", _family)
+
+
+def family_of_class(class_name: str) -> Family | None:
+    """Return the family whose networks are of this class; ``None`` if no installed one can be imported that has it."""
+    for name in family_names():
+        with suppress(UserError):
+            if (family := family_of(name, "family")).class_name == class_name:
+                return family
+    return None
 
 
 def _family(kind: Any) -> Family:
