@@ -548,7 +548,7 @@ def packed_streams(
         patch: height and width of a patch in latents.
     """
     video, audio, text = sample.video, sample.parts[AUDIO], tensors["text"]
-    anchors: Sequence[int] = ()
+    anchors: Sequence[float] = ()
     if KEYFRAMES in tensors:  # fake tensors of a plan have no values
         given_at = tensors[KEYFRAME_ANCHORS][0]
         anchors = given_at.tolist() if type(given_at) is Tensor else [0] * len(given_at)
@@ -638,7 +638,7 @@ def stream_positions(
     grid: tuple[int, ...],
     patch: tuple[int, int],
     device: torch.device,
-    anchors: Sequence[int] = (),
+    anchors: Sequence[float] = (),
     references: Sequence[ReferenceSize] = (),
 ) -> dict[str, Tensor]:
     """Return time, height and width ``(rows, 3)``, fp64, of the rows of each stream, in order, by diffusers' layouts.
@@ -664,7 +664,7 @@ def stream_positions(
             build = before_denoise.MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence
             packed = build(tags, kinds, pictures, sounds, *layout)
         else:
-            names = tuple(("first", "last")[anchor] for anchor in anchors)
+            names = tuple("last" if anchor else "first" for anchor in anchors)
             packed = before_denoise.MiniMaxH3PrepareLayoutStep.build_packed_sequence(tags, *layout, names)
         positions, _, videos, audios, texts, given, given_sounds = packed
         # diffusers packs the sound of each reference before its picture; here are all pictures before all sounds.

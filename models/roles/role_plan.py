@@ -275,14 +275,22 @@ def _check_saved(
     if adapters.saved is None:
         return
     refuse_other_base(adapters.saved.file, folders, f"{name}.checkpoint", warn=True)
-    if not (saved := adapters.saved.added):
-        return
-    first, wanted = min(saved), added_shapes(added)
-    advice = f"use method=pdd with method.grid_steps={saved[first][0]}"
-    if is_gate(first):
-        wanted, advice = {} if sparse is None else sparse.shapes, SET_SPARSITY.format(role=name)
+    heads = {key: shape for key, shape in adapters.saved.added.items() if not is_gate(key)}
+    gates = {key: shape for key, shape in adapters.saved.added.items() if is_gate(key)}
+    where = f"{name}.checkpoint={adapters.saved.file.parent}"
+    if heads:
+        count = heads[min(heads)][0]
+        _check_added(where, name, heads, added_shapes(added), f"use method=pdd with method.grid_steps={count}")
+    if gates:
+        dense_layers = f"set {name}.sparse_attention.dense_layers to those that it was trained with"
+        advice = SET_SPARSITY.format(role=name) if sparse is None else dense_layers
+        _check_added(where, name, gates, {} if sparse is None else sparse.shapes, advice)
+
+
+def _check_added(where: str, name: str, saved: dict[str, Shape], wanted: dict[str, Shape], advice: str) -> None:
+    """Refuse ``saved`` tensors next to adapters other than those that the role ``name`` has."""
     if different := {*saved.items()} ^ {*wanted.items()}:
-        other, where = min(different)[0], f"{name}.checkpoint={adapters.saved.file.parent}"
+        other = min(different)[0]
         needs = f"the {name} needs {wanted.get(other, 'none')}"
         raise UserError(f"{where} has {other} of shape {saved.get(other)}, but {needs}; {advice}, and use its own base")
 

@@ -79,14 +79,14 @@ def test_operations(family, example, frame):
     """Operations are those of chosen tiles, of attention between tiles, and of gates; a dense layer has as before. A
     given frame of LTX-2 is dense."""
     family = family_of(family, "student")
-    side = 16 if family.name == "wan" else 8  # patches of 2
-    shapes, condition = {"video": (4, 4, side, side), "audio": (2, 11, 2)}, {"text": (5, 10), **frame}
     tokens, given, tiles = 4 * 8 * 8, 64 * len(frame), 64
     for dense_layers in ([], [1]):
         plan = plan_role(
             "student", checkpoint=None, architecture=family.examples()[example], family=family.name,
             sparse=SparseSettings(sparsity=0.75, tile=[1, 2, 2], dense_layers=dense_layers),
         )  # fmt: skip
+        shapes, condition = verify.sample_shapes(plan, (4, 8, 8))
+        condition |= frame
         dense = family.flops(plan.config, shapes, condition)
         ours = plan.sparse.flops(family, plan.config, shapes, condition, 0.75)
         width, layers = family.width(plan.config), 2 - len(dense_layers)

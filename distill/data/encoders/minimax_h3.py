@@ -142,7 +142,7 @@ class MiniMaxH3TextEncoder(TextEncoder):
 
     class_name, stored_class = "Qwen3VLTextModel", "Qwen3VLForConditionalGeneration"
     dropped, prefix = r"^model\.language_model\.", ""
-    """What the names of weights begin with in the folder alone, and those of the language model in what is loaded."""
+    """Beginnings of names of weights: of those in the folder alone, and of the language model in the loaded one."""
 
     def _load(self, model_class: Any, folder: EncoderFolder, **options: Any) -> Any:
         settings = part_settings(folder.path, "text_encoder", f"data.encoders={folder.path}")
