@@ -149,7 +149,7 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
     """
     on_gpu = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    dual = fsdp_cp.attention.ring_dual
+    dual = fsdp_cp.attention.ring_attention
 
     def named(*args: Any) -> Any:
         with record_function(DUAL):
@@ -157,7 +157,7 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
 
     shares = {}
     for role in cycle:
-        with profile(activities=activities) as profiler, mock.patch.object(fsdp_cp.attention, "ring_dual", named):
+        with profile(activities=activities) as profiler, mock.patch.object(fsdp_cp.attention, "ring_attention", named):
             trainer._train_step(data)
         events = profiler.key_averages()
         # Named ranges (phases, DUAL) appear twice, since the GPU's timeline has them too. Kernels appear once.

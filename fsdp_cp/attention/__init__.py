@@ -6,23 +6,20 @@ derivatives. See docs/library.md.
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.kernels.choose import check_sparse_backend, choose_dual, choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
-from fsdp_cp.attention.pass_q import attend_by_passing_queries, pass_q_dual
-from fsdp_cp.attention.ring import make_ring, ring_dual
+from fsdp_cp.attention.pass_q import attend_by_passing_queries, pass_q_attention
+from fsdp_cp.attention.ring import make_ring, ring_attention
 from fsdp_cp.attention.sparse import MAX_HEAD_DIM, attend_to_tiles
 from fsdp_cp.attention.ulysses import with_all_tokens
-from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, OneRank, check_mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, is_count, local_token_count, split_tokens
@@ -111,7 +108,6 @@ def context_parallel_attention(
         gate = _checked_sparse(sparse, gate, q, k, segments, backend, groups, masked)
         assert sparse is not None and joint is None
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        q, k, v = contiguous_rows(q, k, v)
         return attend_to_tiles(q, k, v, gate, sparse, segments, factor, backend, groups, head_groups)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
@@ -223,32 +219,20 @@ def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, 
 
 def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups, pass_q=False):
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if may_be_dual(q):
-        primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
-        if tangents is not None:
-            attention_dual = choose_dual(backend, primals[0], groups)
-            if groups.cp_size > 1:  # one buffer travels, so missing tangents need zeros
-                pairs = zip(primals, tangents, strict=True)
-                tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
-            ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-
-            def attend_dual(x: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
-                if pass_q:
-                    return pass_q_dual(x, scale, ring, attention_dual)
-                return ring_dual(x, key_mask, scale, ring, attention_dual)
-
-            # Tangents may be None only on one rank, where nothing packs them.
-            inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
-            return forward_ad.make_dual(*with_all_tokens(inputs, attend_dual, 2, groups, head_groups))
-    q, k, v = contiguous_rows(q, k, v)
     settings = (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
-    attend = partial(attend_by_passing_queries, []) if pass_q else partial(attend_in_ring, key_mask)
-    return with_all_tokens((q, k, v), partial(attend, settings), 1, groups, head_groups)[0]
 
+    def attend(tensors: Sequence[Any], _part: int) -> Sequence[Tensor]:
+        if len(tensors) == 3:
+            if pass_q:
+                return attend_by_passing_queries([], settings, tensors)
+            return attend_in_ring(key_mask, settings, tensors)
+        ring = make_ring(layout, groups.ring_rank, groups.ring_group)
+        attention_dual = choose_dual(backend, tensors[0], groups)
+        if pass_q:
+            return pass_q_attention(tensors, [], scale, ring, attention_dual)
+        return ring_attention(tensors, key_mask, scale, ring, attention_dual)
 
-def contiguous_rows(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors with contiguous rows of a head: kernels assume them, and would read the wrong memory otherwise."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return with_all_tokens((q, k, v), attend, groups, head_groups)
 
 
 def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention import QKV, check_options, check_split, check_tensors, contiguous_rows, summary
+from fsdp_cp.attention import QKV, check_options, check_split, check_tensors, summary
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import is_observed
 from fsdp_cp.attention.pass_q import attend_by_passing_queries, attend_in_buffer, attend_in_buffer_operator
@@ -98,7 +98,7 @@ def cached_attention(
         heads = _heads(k, group)
         return attend_by_passing_queries([x[:, :, heads] for entry in past for x in (entry.k, entry.v)], settings, x)
 
-    (out,) = with_all_tokens(qkv, attend, 1, groups, head_groups)
+    out = with_all_tokens(qkv, attend, groups, head_groups)
     keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too
     return out, KeyValues(keys, values, tokens)
 
@@ -143,7 +143,7 @@ def buffered_attention(
         compute = attend_in_buffer_operator if is_observed(*inputs) else attend_in_buffer
         return [compute(*inputs, place, *settings, False)]
 
-    return with_all_tokens(qkv, attend, 1, groups, head_groups)[0]
+    return with_all_tokens(qkv, attend, groups, head_groups)
 
 
 def held_tokens(tokens: int, groups: ContextGroups) -> int:
@@ -176,7 +176,6 @@ def _checked(
         raise UserError(f"total_tokens must be one number in attention to a cache, got {segments}")
     if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
-    q, k, v = contiguous_rows(q, k, v)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return (q, k, v), segments[0], (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)

@@ -8,7 +8,7 @@ belong to the sequence of the queries or to another one, and each rank may hold 
 Source: Context Parallelism for Scalable Million-Token Inference, arXiv:2411.01783. Shapes as in the module ``ring``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, accumulation_dtype
 from fsdp_cp.attention.operators import SETTINGS, AttentionOperator, ring_and_kernel
-from fsdp_cp.attention.ring import Merged, Ring
+from fsdp_cp.attention.ring import Attend, Merged, Ring, padded
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def pass_q_forward(
     q: Tensor, k: Tensor, v: Tensor, past: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
+    """Compute :func:`pass_q_attention` without tangents."""
+    return pass_q_attention((q, k, v), past, scale, ring, kernel.forward)
+
+
+def pass_q_attention(
+    tensors: Sequence[Tensor], past: Sequence[Tensor], scale: float, ring: Ring, attend: Attend
+) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's queries to the keys ``k`` and ``past`` of all ranks.
 
-    ``past`` has the keys and values ``(B, tokens without pads, Hk, D)`` of each cached chunk, in turn. Results are
-    those of :func:`fsdp_cp.attention.ring.ring_forward`.
+    ``past`` has the keys and values ``(B, tokens without pads, Hk, D)`` of each cached chunk, in turn; it has no
+    tangents. Other arguments and results are those of :func:`fsdp_cp.attention.ring.ring_attention`.
     """
-    return _attend(q, _held(ring, k, v, past), scale, ring, kernel)
+    q, k, v, *tangents = tensors
+    held = _held(ring, (k, v, *tangents[1:]), past)
+    return _attend([q, *tangents[:1]], held, scale, ring, attend)
 
 
 def attend_in_buffer(q, k, v, k_slots: Tensor, v_slots: Tensor, place: Tensor, scale: float, *settings: Any) -> Tensor:
@@ -46,7 +55,7 @@ def attend_in_buffer(q, k, v, k_slots: Tensor, v_slots: Tensor, place: Tensor, s
     for buffer, x in ((k_slots, k), (v_slots, v)):
         buffer[:, at : at + chunk.size] = chunk.take(x)
     seen = [(k_slots[:, start:stop], v_slots[:, start:stop])] if stop > start else []
-    return _attend(q, seen, scale, ring, kernel)[0]
+    return _attend([q], seen, scale, ring, kernel.forward)[0]
 
 
 attend_in_buffer_operator = torch.library.custom_op(
@@ -61,16 +70,17 @@ attend_in_buffer_operator.register_fake(lambda q, *_: torch.empty_like(q, memory
 
 
 def _attend(
-    q: Tensor, held: Sequence[tuple[Tensor, Tensor]], scale: float, ring: Ring, kernel: Kernel
+    queries: Sequence[Tensor], held: Sequence[Sequence[Tensor]], scale: float, ring: Ring, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to the keys and values that each rank holds, with one kernel call for each pair of them."""
+    """Compute attention to the keys and values that each rank holds, with one call of ``attend`` for each of them.
+
+    With tangents, ``queries`` are q and its tangent, and each of ``held`` is k, v and theirs.
+    """
+    merged = Merged(_from_all(ring, *queries))
+    for keys in held:
+        merged.attend(attend, slice(0, merged.q.shape[1]), keys, None, scale)
     chunk = ring.layout.chunk(ring.rank)
-    (queries,) = _from_all(ring, q)
-    merged = Merged(queries)
-    for keys, values in held:
-        merged.add(slice(0, queries.shape[1]), Dual(*kernel.forward(queries, keys, values, None, scale)))
-    out, lse, *_ = _merge_returned(ring, chunk.take(q), merged.result())
-    return chunk.put(out).contiguous(), chunk.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
+    return padded(chunk, _merge_returned(ring, [chunk.take(x) for x in queries], merged.result()))
 
 
 def pass_q_backward(
@@ -85,7 +95,7 @@ def pass_q_backward(
     grads, queries, outputs, rows = _from_all(ring, grad_out, q, out, _as_features(lse, q.dtype))
     lse = _as_rows(rows, sums)
     dq: Tensor | None = None
-    for keys, values in _held(ring, k, v, past):  # k and v come last
+    for keys, values in _held(ring, (k, v), past):  # k and v come last
         dq_part, dk, dv = kernel.backward(grads, queries, keys, values, outputs, lse, None, scale)
         dq = dq_part if dq is None else dq.to(sums).add_(dq_part)
     if not key_chunk.size:
@@ -95,28 +105,11 @@ def pass_q_backward(
     return dq.to(q.dtype), key_chunk.put(dk), key_chunk.put(dv)
 
 
-def pass_q_dual(
-    duals: Sequence[Tensor], scale: float, ring: Ring, attention_dual: Callable[..., Dual]
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`pass_q_forward` without ``past``, as :func:`fsdp_cp.attention.ring.ring_dual` without a mask."""
-    q, k, v, t_q, t_k, t_v = duals
-    chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
-    queries, t_queries = _from_all(ring, q, t_q)
-    merged = Merged(queries, moves=True)
-    if key_chunk.size:
-        keys, values, t_keys, t_values = (key_chunk.take(x) for x in (k, v, t_k, t_v))
-        dual = attention_dual(queries, keys, values, t_queries, t_keys, t_values, None, scale)
-        merged.add(slice(0, queries.shape[1]), dual)
-    out, _, t_out, _ = _merge_returned(ring, chunk.take(q), merged.result())
-    assert t_out is not None
-    return chunk.put(out), chunk.put(t_out.to(q.dtype))
-
-
-def _held(ring: Ring, k: Tensor, v: Tensor, past: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values that this rank holds, without pads: ``past``, then its share of ``k`` and ``v``."""
+def _held(ring: Ring, new: Sequence[Tensor], past: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the keys and values that this rank holds, without pads: ``past``, then its share of the ``new`` ones."""
     chunk = ring.layout.key_chunk(ring.rank)
-    pairs = [*zip(past[::2], past[1::2], strict=True), (chunk.take(k), chunk.take(v))]
-    return [pair for pair in pairs if pair[0].shape[1]]
+    held = [*zip(past[::2], past[1::2], strict=True), [chunk.take(x) for x in new]]
+    return [tensors for tensors in held if tensors[0].shape[1]]
 
 
 def _as_features(lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,19 +141,19 @@ def _for_all(ring: Ring, x: Tensor) -> Tensor:
     return torch.stack([chunk.put(piece) for chunk, piece in zip(chunks, pieces, strict=True)])
 
 
-def _merge_returned(ring: Ring, queries: Tensor, partial: Dual) -> Dual:
+def _merge_returned(ring: Ring, queries: Sequence[Tensor], partial: Dual) -> Dual:
     """Send each rank the results of its queries; merge the received results of the rank's own ``queries``."""
     if ring.size == 1:
         return partial
     out, lse, t_out, t_lse = partial
     features = [out, _as_features(lse, out.dtype)]
     if t_out is not None and t_lse is not None:
-        features += [t_out.to(out.dtype), _as_features(t_lse, out.dtype)]
+        features += [t_out, _as_features(t_lse, out.dtype)]
     widths = [x.shape[-1] for x in features]
     sent = _for_all(ring, torch.cat(features, dim=-1))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ring.processes)
-    chunk, merged = ring.layout.chunk(ring.rank), Merged(queries, moves=t_out is not None)
+    chunk, merged = ring.layout.chunk(ring.rank), Merged(queries)
     for x in received:
         pieces = list(chunk.take(x).split(widths, dim=-1))
         pieces[1::2] = [_as_rows(features, lse.dtype) for features in pieces[1::2]]

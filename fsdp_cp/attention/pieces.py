@@ -55,19 +55,9 @@ class TilePieces:
         return len(self.of_rank[0].tiles)
 
 
+@lru_cache(maxsize=64)
 def cut(layout: Layout, device: torch.device) -> TilePieces:
     """Return the pieces of a layout with tiles, as tensors on ``device``."""
-    return _cut(layout, device)
-
-
-def counts(layout: Layout) -> tuple[int, int]:
-    """Return the numbers of slots for pieces and of tiles."""
-    pieces = _cut(layout, torch.device("cpu"))
-    return pieces.slots, len(pieces.sizes)
-
-
-@lru_cache(maxsize=64)
-def _cut(layout: Layout, device: torch.device) -> TilePieces:
     assert layout.tiles is not None
     tile_of, dense = layout.tiles.tile_of(layout.segments), layout.tiles.dense_tiles(layout.segments)
     held = []
@@ -108,6 +98,12 @@ def _cut(layout: Layout, device: torch.device) -> TilePieces:
         of_rank.append(pieces)
     total = numpy.bincount(tile_of, minlength=dense + layout.tiles.count).astype(numpy.float64)
     return TilePieces(tuple(of_rank), on_device(total), dense)
+
+
+def counts(layout: Layout) -> tuple[int, int]:
+    """Return the numbers of slots for pieces and of tiles."""
+    pieces = cut(layout, torch.device("cpu"))
+    return pieces.slots, len(pieces.sizes)
 
 
 @dataclass(frozen=True)

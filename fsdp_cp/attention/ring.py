@@ -28,6 +28,9 @@ from fsdp_cp.mesh import group_by_name
 T = TypeVar("T", Tensor, Tensor | None)
 Mask = Tensor | Choice | None
 """Keys that queries see, in addition to the mask of the layout."""
+Attend = Callable[..., tuple[Any, ...]]
+"""Attention of one rectangle: ``forward`` of a :class:`Kernel`, or with tangents a function like
+:func:`fsdp_cp.attention.kernels.kernel.attention_dual`."""
 Grads = list[tuple[int, Tensor, Tensor]]
 """First key, dK and dV of each rectangle of a chunk of keys."""
 _KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
@@ -101,19 +104,28 @@ class _Travelling:
 
 
 class Merged:
-    """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64); with tangents if ``moves``."""
+    """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64).
 
-    def __init__(self, q: Tensor, moves: bool = False):
-        self.q, self.moves = q, moves
+    ``queries`` are q, and its tangent if results have tangents.
+    """
+
+    def __init__(self, queries: Sequence[Any]):
+        self.queries, self.q, self.moves = queries, queries[0], len(queries) > 1
         self.sum: Dual | None = None
 
-    def add(self, rows: slice, other: Dual, mask: Any = None) -> None:
-        """Merge the attention of some ``rows`` of the queries to further keys; a mask ``(B, Sk)`` is theirs."""
-        if isinstance(mask, Tensor):
+    def attend(self, attend: Attend, rows: slice, keys: Sequence[Any], mask: Any, scale: float) -> None:
+        """Merge the attention of some ``rows`` to ``keys``: K, V, and their tangents if results have tangents."""
+        queries = [None if x is None else x[:, rows] for x in self.queries]
+        found = Dual(*attend(*queries[:1], *keys[:2], *queries[1:], *keys[2:], mask, scale))
+        if isinstance(mask, Tensor) and not self.moves:
             # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
             empty = ~mask.any(1)[:, None, None]
-            lse, out = other.lse.masked_fill(empty, -torch.inf), other.out.masked_fill(empty[..., None], 0)
-            other = other._replace(out=out, lse=lse)
+            lse, out = found.lse.masked_fill(empty, -torch.inf), found.out.masked_fill(empty[..., None], 0)
+            found = Dual(out, lse)
+        self.add(rows, found)
+
+    def add(self, rows: slice, other: Dual) -> None:
+        """Merge the attention of some ``rows`` of the queries to further keys."""
         if self.sum is None and other.out.shape[1] == self.q.shape[1]:
             # Cast to fp32 only at a merge: a ring of one never needs it.
             self.sum = other
@@ -144,9 +156,10 @@ class Merged:
         return self.sum
 
     def result(self) -> Dual:
-        """Return the merged attention, the output in the dtype of the queries."""
+        """Return the merged attention, the output and its tangent in the dtype of the queries."""
         merged = self._widened() if self.sum is None else self.sum
-        return merged._replace(out=merged.out.to(self.q.dtype))
+        t_out = None if merged.t_out is None else merged.t_out.to(self.q.dtype)
+        return merged._replace(out=merged.out.to(self.q.dtype), t_out=t_out)
 
 
 def _weight(lse: Tensor, other: Tensor) -> Tensor:
@@ -192,56 +205,75 @@ def _prefers_heads_first(x: Tensor, backward: bool) -> bool:
     return x.device.type == "cpu" and (backward or x.dtype != torch.bfloat16)
 
 
-def _visited(tensors: tuple[T, ...], ring: Ring) -> Generator[tuple[int, Sequence[T]]]:
-    """Yield the number and the padded ``tensors`` of each chunk that this rank attends to, its own chunk first.
+def _visited(tensors: tuple[T, ...], ring: Ring, own_last: bool = False) -> Generator[tuple[int, Sequence[T]]]:
+    """Yield the number and the padded ``tensors`` of each chunk: the rank's own chunk first, or last for a backward.
 
-    In a ring of one, tensors may be ``None``. The next chunk is in flight while the caller works on this one.
+    A chunk that this rank does not attend to has no tensors. In a ring of one, tensors may be ``None``. The next chunk
+    is in flight while the caller works on this one.
     """
     layout, me = ring.layout, ring.rank
     if ring.size == 1:
         yield me, list(tensors)
         return
     whole = cast("tuple[Tensor, ...]", tensors)
-    heads_first = _prefers_heads_first(whole[0], backward=False)
+    heads_first = _prefers_heads_first(whole[0], backward=own_last)
     held: Tensor | None
     held = _packed(whole, heads_first)
     empty = partial(torch.empty, held.shape, dtype=held.dtype, device=held.device)
     with _Travelling(ring, _KEYS_TAG, layout.keys_travel, empty) as travelling:
-        for step in range(ring.size):
-            chunk = (me - step) % ring.size
-            if step < ring.size - 1:
-                travelling.start(held, chunk, step)
-            if layout.rectangles(me, chunk):
-                yield chunk, _unpacked(held, heads_first)
-            if step < ring.size - 1:
-                held = travelling.wait()
+        for hop in range(ring.size):
+            chunk = (me - hop) % ring.size
+            if hop > 0:
+                held = travelling.wait()  # overwrite the sent chunk, or a third one would stay in memory
+            if hop < ring.size - 1:
+                travelling.start(held, chunk, hop)
+            if hop > 0 or not own_last:
+                yield chunk, _unpacked(held, heads_first) if layout.rectangles(me, chunk) else []
+    if own_last:
+        held = None
+        yield me, list(tensors)
+
+
+def ring_attention(
+    tensors: Sequence[Any], mask: Mask, scale: float, ring: Ring, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of the rank's chunk of queries to all keys, in one turn of the ring.
+
+    Args:
+        tensors: q ``(B, S, H, D)``, k and v ``(B, S, Hk, D)``, and for the derivative their tangents; in a ring of one,
+            ``None`` stands for a tangent of 0. Pads of all tensors are ignored and give 0.
+        mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks; or the rank's choice
+            of tiles.
+
+    Returns:
+        Results of :func:`padded`.
+    """
+    q, k, v, *tangents = tensors
+    local = ring.layout.chunk(ring.rank)
+    merged = Merged([None if x is None else local.take(x) for x in (q, *tangents[:1])])
+    with closing(_visited((k, v, *tangents[1:]), ring)) as visited:
+        for chunk, keys in visited:
+            for rectangle, seen_keys, seen in _rectangles(ring, chunk, keys, mask):
+                merged.attend(attend, slice(*rectangle.queries), seen_keys, seen, scale)
+                del seen_keys
+            del keys  # otherwise three chunks are in memory while the next one arrives
+    return padded(local, merged.result())
+
+
+def padded(chunk: Chunk, merged: Dual) -> tuple[Tensor, Tensor]:
+    """Return the output of a chunk's tokens with pads, ``(B, S, H, D)`` in the dtype of ``q``, and its tangent; without
+    one, the log-sum-exp ``(B, H, S)`` in fp32 or fp64, -inf for a row without a key."""
+    out = chunk.put(merged.out)
+    if merged.t_out is not None:
+        return out, chunk.put(merged.t_out)
+    return out.contiguous(), chunk.put(merged.lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of the rank's chunk of queries to all keys.
-
-    Args:
-        q: ``(B, S, H, D)``. Pads of all tensors are ignored and give 0.
-        k, v: ``(B, S, Hk, D)``.
-        mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks; or the rank's choice
-            of tiles.
-
-    Returns:
-        ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 or fp64, -inf without a key.
-    """
-    local = ring.layout.chunk(ring.rank)
-    merged = Merged(local.take(q))
-    with closing(_visited((k, v), ring)) as visited:
-        for chunk, tensors in visited:
-            for rectangle, (keys, values), seen in _rectangles(ring, chunk, tensors, mask):
-                rows = slice(*rectangle.queries)
-                merged.add(rows, Dual(*kernel.forward(merged.q[:, rows], keys, values, seen, scale)), seen)
-                del keys, values
-            del tensors  # otherwise three chunks are in memory while the next one arrives
-    out, lse, *_ = merged.result()
-    return local.put(out).contiguous(), local.put(lse.transpose(1, 2)).transpose(1, 2).contiguous()
+    """Compute :func:`ring_attention` without tangents."""
+    return ring_attention((q, k, v), mask, scale, ring, kernel.forward)
 
 
 def ring_backward(
@@ -293,58 +325,22 @@ def _add_grads(total: Tensor, chunk: Chunk, chunk_grads: Grads) -> None:
 
 def _key_grads(ring: Ring, k: Tensor, v: Tensor, grads_of: Callable[[int, Sequence[Tensor]], Grads]) -> Tensor:
     """Return dK and dV of the rank's own chunk over all ranks, ``(2, B, S, Hk, D)`` in fp32 (fp64 for fp64)."""
-    layout, me, size = ring.layout, ring.rank, ring.size
-    sums, heads_first = accumulation_dtype(k.dtype), _prefers_heads_first(k, backward=True)
-    kv = _packed((k, v), heads_first) if size > 1 else None
-    empty_keys = partial(torch.empty, k.shape if kv is None else kv.shape, dtype=k.dtype, device=k.device)
-    empty_grads = partial(torch.empty, (2, *k.shape), dtype=sums, device=k.device)
+    layout, shape, sums = ring.layout, (2, *k.shape), accumulation_dtype(k.dtype)
+    empty = partial(torch.empty, shape, dtype=sums, device=k.device)
     with (
-        _Travelling(ring, _KEYS_TAG, layout.keys_travel, empty_keys) as keys,
-        _Travelling(ring, _GRADS_TAG, layout.grads_travel, empty_grads) as grads,
+        closing(_visited((k, v), ring, own_last=True)) as visited,  # the gradients of the own chunk end here
+        _Travelling(ring, _GRADS_TAG, layout.grads_travel, empty) as grads,
     ):
-        if size > 1:
-            keys.start(kv, me, 0)
-        for step in range(size):
-            chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
-            is_last = step == size - 1
-            kv = None if is_last else keys.wait()  # overwrite the sent chunk, or a third one would stay in memory
-            if step < size - 2:
-                keys.start(kv, chunk, step + 1)
-            chunk_grads: Grads = []
-            if layout.rectangles(me, chunk):
-                chunk_grads = grads_of(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
+        for step, (chunk, tensors) in enumerate(visited):
+            is_last = step == ring.size - 1
+            chunk_grads = grads_of(chunk, tensors)
+            del tensors
             total = grads.wait() if step > 0 else None
             if total is None and (chunk_grads or is_last):
-                total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
+                total = torch.zeros(shape, dtype=sums, device=k.device)
             if total is not None:
                 _add_grads(total, layout.key_chunk(chunk), chunk_grads)
             if not is_last:
                 grads.start(total, chunk, step)
     assert total is not None
     return total
-
-
-def ring_dual(
-    duals: Sequence[Any], mask: Mask, scale: float, ring: Ring, attention_dual: Callable[..., Dual]
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
-
-    ``duals`` are q, k, v and their tangents, in the shapes of :func:`ring_forward`; in a ring of one, ``None`` stands
-    for a tangent of 0. ``attention_dual`` computes one rectangle, like
-    :func:`fsdp_cp.attention.kernels.kernel.attention_dual`. Return ``out`` and ``t_out`` in the dtype of ``q``.
-    """
-    q, k, v, t_q, t_k, t_v = duals
-    local = ring.layout.chunk(ring.rank)
-    merged, t_q_own = Merged(local.take(q), moves=True), None if t_q is None else local.take(t_q)
-    with closing(_visited((k, v, t_k, t_v), ring)) as visited:
-        for chunk, tensors in visited:
-            for rectangle, (keys, values, t_keys, t_values), seen in _rectangles(ring, chunk, tensors, mask):
-                rows = slice(*rectangle.queries)
-                t_queries = None if t_q_own is None else t_q_own[:, rows]
-                dual = attention_dual(merged.q[:, rows], keys, values, t_queries, t_keys, t_values, seen, scale)
-                merged.add(rows, dual)
-                del keys, values, t_keys, t_values, dual
-            del tensors  # otherwise three chunks are in memory while the next one arrives
-    out, _, t_out, _ = merged.result()
-    assert t_out is not None
-    return local.put(out), local.put(t_out.to(q.dtype))

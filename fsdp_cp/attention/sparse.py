@@ -34,9 +34,8 @@ from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype, attenti
 from fsdp_cp.attention.layout import Layout, make_layout
 from fsdp_cp.attention.operators import AttentionOperator, attend_in_ring
 from fsdp_cp.attention.pieces import Choice, TilePieces, counts, cut, pack_bits
-from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_dual, ring_forward
+from fsdp_cp.attention.ring import Ring, make_ring, ring_attention, ring_backward, ring_forward
 from fsdp_cp.attention.ulysses import with_all_tokens
-from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.measure.fake_world import device_type, real_tensors
 from fsdp_cp.mesh import ContextGroups, group_by_name
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
@@ -64,9 +63,9 @@ class _Call(NamedTuple):
     @property
     def place(self) -> tuple[Any, ...]:
         """Arguments of :class:`_Place`."""
-        (segments, _, _, tiles, ulysses, ring), groups = self.layout.as_numbers(), self.groups
-        names = (groups.ring_rank, groups.ulysses_rank, groups.ring_group, groups.ulysses_group)
-        return segments, tiles, ulysses, ring, *names
+        (segments, _, _, tiles, *_), groups = self.layout.as_numbers(), self.groups
+        ring = (groups.ring_group, groups.ring_rank, groups.ring_size)
+        return segments, tiles, *ring, groups.ulysses_group, groups.ulysses_rank, groups.ulysses_size
 
 
 def attend_to_tiles(
@@ -87,48 +86,43 @@ def attend_to_tiles(
     """
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, tiles=sparse.tiles)
     call = _Call(layout, groups, scale, backend, sparse.kept, None if gate is None else [])
-    primals, tangents = unpack_duals((q, k, v), "sparse attention") if may_be_dual(q) else ((q, k, v), None)
-    if tangents is None:
-        (out,) = with_all_tokens(primals, partial(_attend, call), 1, groups, head_groups)
-    else:
-        moved = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-        out = forward_ad.make_dual(
-            *with_all_tokens((*primals, *moved), partial(_attend_dual, call), 2, groups, head_groups)
-        )
+    out = with_all_tokens((q, k, v), partial(_attend, call), groups, head_groups)
     if call.coarse is None:
         return out
     rows = tile_rows(torch.cat(call.coarse, dim=2), q.dtype, *call.place)
-    if tangents is not None:
+    if len(rows) > len(q):
         rows = forward_ad.make_dual(*(x.clone() for x in rows.chunk(2)))
     return out + gate * rows
 
 
-def _attend(call: _Call, qkv: Sequence[Tensor], _part: int) -> list[Tensor]:
+def _attend(call: _Call, tensors: Sequence[Any], _part: int) -> Sequence[Tensor]:
     """Attend from all tokens of the ring rank with a share of the heads."""
-    means = tile_means(*qkv, qkv[0].dtype, *call.place)
+    if len(tensors) > 3:
+        return _attend_dual(call, tensors[:3], tensors[3:])
+    means = tile_means(*tensors, tensors[0].dtype, *call.place)
     if call.coarse is not None:
-        rounded = [x.to(accumulation_dtype(qkv[0].dtype)) for x in means]
+        rounded = [x.to(accumulation_dtype(tensors[0].dtype)) for x in means]
         settings = (call.scale, *_of_means(means).as_numbers(), 0, "", call.backend)
         call.coarse.extend(attend_in_ring(None, settings, rounded))
     further = [means[0].detach(), means[1].detach(), call.kept]
     settings = (call.scale, *call.layout.as_numbers(), call.groups.ring_rank, call.groups.ring_group, call.backend)
-    return attend_to_chosen(further, settings, qkv)
+    return attend_to_chosen(further, settings, tensors)
 
 
-def _attend_dual(call: _Call, duals: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
-    """Attend with tangents; ``duals`` are q, k, v and their tangents."""
-    both = (torch.cat(pair) for pair in zip(duals[:3], duals[3:], strict=True))  # means are linear
-    found = tile_means(*both, duals[0].dtype, *call.place)
+def _attend_dual(call: _Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    moved = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+    both = (torch.cat(pair) for pair in zip(primals, moved, strict=True))  # means are linear
+    found = tile_means(*both, primals[0].dtype, *call.place)
     means, t_means = zip(*(x.chunk(2) for x in found), strict=True)
     if call.coarse is not None:
-        rounded = [x.to(accumulation_dtype(duals[0].dtype)) for x in (*means, *t_means)]
+        rounded = [x.to(accumulation_dtype(primals[0].dtype)) for x in (*means, *t_means)]
         alone = make_ring(_of_means(means), 0, "")
-        call.coarse.append(torch.cat(ring_dual(rounded, None, call.scale, alone, attention_dual)))
+        call.coarse.append(torch.cat(ring_attention(rounded, None, call.scale, alone, attention_dual)))
     ring = make_ring(call.layout, call.groups.ring_rank, call.groups.ring_group)
     choice = choose_tiles(means[0], means[1], call.kept, call.scale, ring)
     assert call.layout.tiles is not None
-    kernels = choose_sparse(call.backend, duals[0], call.layout.tiles.width)
-    return ring_dual(duals, choice, call.scale, ring, kernels.dual)
+    kernels = choose_sparse(call.backend, primals[0], call.layout.tiles.width)
+    return ring_attention((*primals, *moved), choice, call.scale, ring, kernels.dual)
 
 
 def _of_means(means: Sequence[Tensor]) -> Layout:
@@ -236,69 +230,62 @@ count. It returns the choice too, which backward gets instead of the means: a re
 
 
 class _Place(NamedTuple):
-    """Place of a rank on the mesh, as arguments of an operator."""
+    """Place of a rank on the mesh."""
 
-    segments: Sequence[int]
-    tiles: Sequence[int]
-    ulysses: int
-    ring: int
-    ring_rank: int
-    ulysses_rank: int
-    ring_group: str
-    ulysses_group: str
-
-    @property
-    def layout(self) -> Layout:
-        sizes, tiles = tuple(map(int, self.segments)), tuple(map(int, self.tiles))
-        return make_layout(sizes, sizes, (), tiles, int(self.ulysses), int(self.ring))
+    layout: Layout
+    groups: ContextGroups
 
     def own_slots(self, pieces: TilePieces) -> Tensor:
         """Return the piece of each of the rank's own positions, ``(S_local,)``; P for a pad."""
-        return pieces.of_rank[self.ring_rank].slots.view(self.ulysses, -1)[self.ulysses_rank]
+        groups = self.groups
+        return pieces.of_rank[groups.ring_rank].slots.view(groups.ulysses_size, -1)[groups.ulysses_rank]
 
 
 _PLACE = (
-    "ScalarType dtype, SymInt[] segments, SymInt[] tiles, SymInt ulysses, SymInt ring, SymInt ring_rank, "
-    "SymInt ulysses_rank, str ring_group, str ulysses_group"
+    "ScalarType dtype, SymInt[] segments, SymInt[] tiles, str ring_group, SymInt ring_rank, SymInt ring_size, "
+    "str ulysses_group, SymInt ulysses_rank, SymInt ulysses_size"
 )
 Tensors = tuple[Tensor, ...]
 
 
-def _linear(name: str, inputs: str, forward: Callable, shapes: Callable) -> Any:
-    """Return an operator of tensors, the dtype of tokens and a :class:`_Place`; ``shapes`` makes empty results."""
+def _linear(name: str, inputs: str, forward: Callable, shapes: Callable, transpose: Any = None) -> Any:
+    """Return an operator of tensors, the dtype of tokens, the segments, the tiles and :class:`ContextGroups`.
+
+    ``shapes`` makes empty results of ``forward``. The operator ``transpose`` is the backward.
+    """
     count = inputs.count("Tensor")
     schema = f"({inputs}, {_PLACE}) -> {'(' + ', '.join(['Tensor'] * count) + ')' if count > 1 else 'Tensor'}"
 
     def on_place(function: Callable, *arguments: Any) -> Any:
-        results = function(*arguments[:count], arguments[count], _Place(*arguments[count + 1 :]))
+        segments, tiles, *names = arguments[count + 1 :]
+        sizes, groups = tuple(map(int, segments)), ContextGroups(*names)
+        layout = make_layout(sizes, sizes, (), tuple(map(int, tiles)), int(groups.ulysses_size), int(groups.ring_size))
+        results = function(*arguments[: count + 1], _Place(layout, groups))
         return results if count > 1 else results[0]
 
-    operator = torch.library.custom_op(f"fsdp_cp::{name}", partial(on_place, forward), mutates_args=(), schema=schema)
-    operator.register_fake(partial(on_place, shapes))
-    return operator
-
-
-def _differentiable(operator: Any, transpose: Any) -> Any:
-    """Make ``transpose`` the backward of ``operator``."""
-
     def keep(ctx: Any, inputs: Tensors, output: Any) -> None:
-        ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
+        ctx.settings = inputs[count:]
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         results = transpose(*grads, *ctx.settings)
         none: list[Any] = [[] if setting == [] else None for setting in ctx.settings]
-        return *(results if isinstance(results, (tuple, list)) else (results,)), *none
+        return *(results if count > 1 else (results,)), *none
 
-    operator.register_autograd(backward, setup_context=keep)
+    operator = torch.library.custom_op(f"fsdp_cp::{name}", partial(on_place, forward), mutates_args=(), schema=schema)
+    operator.register_fake(partial(on_place, shapes))
+    if transpose is not None:
+        operator.register_autograd(backward, setup_context=keep)
     return operator
 
 
 def _means(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
     pieces = cut(place.layout, q.device)
-    own = pieces.of_rank[place.ring_rank]
+    own = pieces.of_rank[place.groups.ring_rank]
     sums = torch.cat([_sums(x, own.slots, pieces.slots, torch.float64) for x in (q, k, v)], dim=-1)
     total = sums.new_zeros((len(sums), len(pieces.sizes), *sums.shape[2:]))
-    for of_rank, x in zip(pieces.of_rank, _gathered(sums, place.ring, place.ring_group), strict=True):
+    for of_rank, x in zip(
+        pieces.of_rank, _gathered(sums, place.groups.ring_size, place.groups.ring_group), strict=True
+    ):
         total.index_add_(1, of_rank.tiles, x)  # unused slots add 0 to tile 0
     means = (total / pieces.sizes[:, None, None]).chunk(3, dim=-1)
     return means[0][:, own.tiles], means[1].contiguous(), means[2].contiguous()
@@ -306,24 +293,26 @@ def _means(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, place: _Place) -
 
 def _of_means_to_tokens(dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
     pieces = cut(place.layout, dq.device)
-    own = pieces.of_rank[place.ring_rank]
+    own = pieces.of_rank[place.groups.ring_rank]
     of_queries = torch.zeros_like(dk).index_add_(1, own.tiles, dq)
     grads = (torch.cat([of_queries, dk, dv], dim=-1) / pieces.sizes[:, None, None]).to(accumulation_dtype(dtype))
     of_ranks = torch.stack([grads[:, of_rank.tiles] for of_rank in pieces.of_rank])
-    mine = _scattered(of_ranks, place.ring, place.ring_group)
+    mine = _scattered(of_ranks, place.groups.ring_size, place.groups.ring_group)
     return tuple(_rows(x, own.slots, dtype) for x in mine.chunk(3, dim=-1))
 
 
 def _to_own_tokens(x: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
     slots = place.own_slots(cut(place.layout, x.device))
-    return (_rows(torch.cat([*_gathered(x, place.ulysses, place.ulysses_group)], dim=2), slots, dtype),)
+    return (
+        _rows(torch.cat([*_gathered(x, place.groups.ulysses_size, place.groups.ulysses_group)], dim=2), slots, dtype),
+    )
 
 
 def _of_own_tokens(grad: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
     pieces = cut(place.layout, grad.device)
     sums = _sums(grad, place.own_slots(pieces), pieces.slots, accumulation_dtype(dtype))
-    of_ranks = torch.stack(sums.chunk(place.ulysses, dim=2))
-    return (_scattered(of_ranks, place.ulysses, place.ulysses_group).contiguous(),)
+    of_ranks = torch.stack(sums.chunk(place.groups.ulysses_size, dim=2))
+    return (_scattered(of_ranks, place.groups.ulysses_size, place.groups.ulysses_group).contiguous(),)
 
 
 def _sums(x: Tensor, slots: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -372,27 +361,26 @@ def _empty_tokens(dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, place:
 
 
 def _empty_own_tokens(x: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
-    return (_empty(x, place.layout.chunk(0).padded // place.ulysses, x.shape[2] * place.ulysses, dtype),)
+    ranks = place.groups.ulysses_size
+    return (_empty(x, place.layout.chunk(0).padded // ranks, x.shape[2] * ranks, dtype),)
 
 
 def _empty_tiles(grad: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:
-    return (_empty(grad, counts(place.layout)[0], grad.shape[2] // place.ulysses, accumulation_dtype(dtype)),)
+    return (
+        _empty(grad, counts(place.layout)[0], grad.shape[2] // place.groups.ulysses_size, accumulation_dtype(dtype)),
+    )
 
 
 _QKV, _X = "Tensor q, Tensor k, Tensor v", "Tensor x"
-tile_means = _differentiable(
-    _linear("tile_means", _QKV, _means, _empty_means),
-    _linear("tile_means_backward", _QKV, _of_means_to_tokens, _empty_tokens),
-)
+_means_backward = _linear("tile_means_backward", _QKV, _of_means_to_tokens, _empty_tokens)
+tile_means = _linear("tile_means", _QKV, _means, _empty_means, _means_backward)
 """Operator that returns means over tiles in fp64: of ``q`` for the rank's pieces ``(B, P, H, D)``, of ``k`` and ``v``
 for all tiles ``(B, T, H, D)``.
 
 The mean of a piece is that of its whole tile. Sums of 16-bit numbers are exact in fp64, so means do not depend on the
 mesh. Inputs are ``(B, S, H, D)`` with pads, their dtype, and the arguments of :class:`_Place`.
 """
-tile_rows = _differentiable(
-    _linear("tile_rows", _X, _to_own_tokens, _empty_own_tokens),
-    _linear("tile_rows_backward", _X, _of_own_tokens, _empty_tiles),
-)
+_rows_backward = _linear("tile_rows_backward", _X, _of_own_tokens, _empty_tiles)
+tile_rows = _linear("tile_rows", _X, _to_own_tokens, _empty_own_tokens, _rows_backward)
 """Operator that gives each of the rank's own tokens the row of its piece: ``(B, P, H / ulysses, D)``, in the dtype of
 sums, to ``(B, S_local, H, D)`` in the given dtype. Heads are gathered over the Ulysses group. Pads get 0."""

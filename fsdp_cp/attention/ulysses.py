@@ -10,11 +10,15 @@ F = sum over the tensors of h D / P.
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from fsdp_cp.attention.kernels.kernel import contiguous_rows
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups
 
 
@@ -104,17 +108,34 @@ def unpack_tokens(received: Sequence[Tensor], count: int, head_dim: int) -> list
 
 
 def with_all_tokens(
-    tensors: Sequence[Tensor],
-    attend: Callable[[Sequence[Tensor], int], Sequence[Tensor]],
+    qkv: Sequence[Tensor],
+    attend: Callable[[Sequence[Any], int], Sequence[Tensor]],
+    groups: ContextGroups,
+    head_groups: int,
+) -> Tensor:
+    """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its output back.
+
+    Queries may have another number of tokens than keys and values. ``attend`` gets q, k and v, all with contiguous rows
+    of a head, and the number of the head group, from 0 to ``head_groups - 1`` in order; it returns the output. If one
+    of q, k and v has a tangent, ``attend`` also gets the three tangents, returns that of the output too, and the result
+    is dual. On one rank ``None`` stands for a tangent of 0.
+    """
+    primals, tangents = unpack_duals(qkv, "attention") if may_be_dual(qkv[0]) else (qkv, None)
+    if tangents is None:
+        return _exchanged(contiguous_rows(*primals), attend, 1, groups, head_groups)[0]
+    if groups.cp_size > 1:  # one buffer travels
+        tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
+    return forward_ad.make_dual(*_exchanged(contiguous_rows(*primals, *tangents), attend, 2, groups, head_groups))
+
+
+def _exchanged(
+    tensors: Sequence[Any],
+    attend: Callable[[Sequence[Any], int], Sequence[Tensor]],
     outputs: int,
     groups: ContextGroups,
     head_groups: int,
 ) -> Sequence[Tensor]:
-    """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its outputs back.
-
-    Queries may have another number of tokens than keys and values. ``attend`` gets the tensors and the number of the
-    head group, from 0 to ``head_groups - 1`` in order.
-    """
+    """Exchange ``tensors``, call ``attend``, and exchange its ``outputs`` back."""
     ranks, group, head_dim = groups.ulysses_size, groups.ulysses_group, tensors[0].shape[-1]
     if ranks == 1:
         return attend(tensors, 0)

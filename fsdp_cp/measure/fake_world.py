@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
+
+from fsdp_cp.duals import inside_dual_level
 
 _LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
 
@@ -71,37 +72,9 @@ def layer_norm(
 ) -> Tensor:
     """Replace ``torch.nn.functional.layer_norm``, to keep tangents of fake tensors on their device.
 
-    torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
-    is on the meta device, and the next operation raises.
+    To weights without a tangent torch 2.13 gives a zero without memory, whose views are not fake tensors. The result
+    would be on the meta device, and the next operation would raise.
     """
-    # fsdp_cp.duals explains ``_current_level``.
-    primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
-    if tangent is None or weight is None or not isinstance(primal, FakeTensor):
-        return _LAYER_NORM(input, normalized_shape, weight, bias, eps)
-    out, mean, scale = torch.native_layer_norm(primal, normalized_shape, weight, bias, eps)
-    return forward_ad.make_dual(out, _tangent(primal, tangent, mean, scale, weight, bias))
-
-
-def _tangent(x: Tensor, t: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the tangent of a layer norm of constant weights; named operands live as long as those of torch's C++."""
-    dims = list(range(x.ndim - weight.ndim, x.ndim))
-    count = prod(weight.shape)
-
-    def of_scale() -> Tensor:
-        cubed, t_mean = scale.pow(3), t.mean(dims, keepdim=True)
-        x_centred, t_centred = x - mean, t - t_mean
-        product = -cubed * t_centred
-        return (product * x_centred).sum(dims, keepdim=True).div_(count)
-
-    def normalised() -> Tensor:
-        t_scale, t_mean = of_scale(), t.mean(dims, keepdim=True)
-        x_centred, t_centred = x - mean, t - t_mean
-        first, second = t_centred * scale, x_centred * t_scale
-        return first + second
-
-    tangent, x_normalised = normalised(), (x - mean) * scale
-    scaled = tangent * weight
-    del tangent
-    summed = scaled.clone()  # torch adds the term of the weights' tangent here, which is 0
-    del scaled, x_normalised
-    return summed if bias is None else summed.clone()
+    if inside_dual_level() and isinstance(input, FakeTensor) and forward_ad.unpack_dual(input).tangent is not None:
+        weight, bias = (None if x is None else forward_ad.make_dual(x, torch.zeros_like(x)) for x in (weight, bias))
+    return _LAYER_NORM(input, normalized_shape, weight, bias, eps)

@@ -226,9 +226,11 @@ def test_joint_text_adds_one_gather(pools):
 # --- the count can fail ---
 
 
-def _full_turn(tensors, place, visited=ring._visited):
-    """Run a ring that returns the chunks to their ranks at the end, which takes one more hop."""
-    yield from visited(tensors, place)
+def _full_turn(tensors, place, own_last=False, visited=ring._visited):
+    """Run a ring that returns the chunks to their ranks at the end of a forward, which takes one more hop."""
+    yield from visited(tensors, place, own_last)
+    if own_last:
+        return
     last = torch.stack(tensors)
     for work in place.start_hop(last, torch.empty_like(last), 1):
         work.wait()

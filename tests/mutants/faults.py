@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         "sparse_means_of_others",
         "a ring: the coarse attention's gradient of k and v lacks the queries of other ranks",
-        "    mine = _scattered(of_ranks, place.ring, place.ring_group)\n",
+        "    mine = _scattered(of_ranks, place.groups.ring_size, place.groups.ring_group)\n",
         "    mine = grads[:, own.tiles]\n",
         "distributed/test_sparse_attention.py::test_values_gradients_and_tangents[2-1]",
     ),

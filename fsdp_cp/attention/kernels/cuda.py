@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_cp.attention.kernels.kernel import Kernel, fold_query_groups, unfold_query_groups
+from fsdp_cp.attention.kernels.kernel import Kernel, UngroupedKernel
 from fsdp_cp.runtime.packages import optional_package
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -204,7 +204,7 @@ class Cudnn(_CudaKernel):
         return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
 
 
-class Efficient(_CudaKernel):
+class Efficient(_CudaKernel, UngroupedKernel):
     """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``). fp32 too, no query groups."""
 
     name = "efficient"
@@ -212,28 +212,22 @@ class Efficient(_CudaKernel):
     max_head_dim = None
     takes_masks = True
 
-    def forward(self, q, k, v, mask, scale):
-        heads, queries = q.shape[2], q.shape[1]
-        q = fold_query_groups(q, k.shape[2])
+    def compute(self, q, k, v, mask, scale):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             *_heads_first(_aligned(q), _aligned(k), _aligned(v)), self._bias(mask, q), True, 0.0, False, scale=scale
         )
-        lse = lse.narrow(2, 0, q.shape[1]).reshape(q.shape[0], heads, queries)  # drop its pads to a multiple of 32
-        return unfold_query_groups(out.transpose(1, 2), heads), lse
+        return out.transpose(1, 2), lse.narrow(2, 0, q.shape[1])  # drop its pads to a multiple of 32
 
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        heads, kv_heads = q.shape[2], k.shape[2]
-        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
+    def differentiate(self, grad_out, q, k, v, out, lse, mask, scale):
         # Pad as the forward does; an lse of +inf makes P 0 in the padded rows.
-        lse = _padded(lse.reshape(lse.shape[0], kv_heads, -1), 2, 32, torch.inf).contiguous()
+        lse = _padded(lse, 2, 32, torch.inf).contiguous()
         random = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
         wanted = [True, True, True, False]  # no gradient of the bias
         tensors = _heads_first(_packed(grad_out), _aligned(q), _aligned(k), _aligned(v))
         *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
             *tensors, self._bias(mask, q), *_heads_first(_packed(out)), lse, *random, 0.0, wanted, False, scale=scale
         )
-        dq, dk, dv = _heads_first(*grads)
-        return unfold_query_groups(dq, heads), dk, dv
+        return tuple(_heads_first(*grads))
 
     @staticmethod
     def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:

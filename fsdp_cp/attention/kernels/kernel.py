@@ -79,6 +79,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def contiguous_rows(*tensors: Any) -> list[Any]:
+    """Return tensors with contiguous rows of a head: kernels assume them, and would read the wrong memory otherwise.
+
+    ``None`` stays ``None``.
+    """
+    return [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
 def fold_query_groups(q: Tensor, kv_heads: int) -> Tensor:
     """Reshape ``(B, S, H, D)`` to ``(B, G S, Hk, D)``, for kernels without grouped-query attention.
 
@@ -91,6 +99,30 @@ def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
     """Invert :func:`fold_query_groups`."""
     kv_heads = out.shape[2]
     return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)
+
+
+class UngroupedKernel(Kernel):
+    """Kernel without grouped-query attention, which computes folded queries (:func:`fold_query_groups`)."""
+
+    @abstractmethod
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute :meth:`forward` of as many query heads as key heads."""
+
+    @abstractmethod
+    def differentiate(self, grad_out, q, k, v, out, lse, mask: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute :meth:`backward` of as many query heads as key heads."""
+
+    def forward(self, q, k, v, mask, scale):
+        batch, queries, heads, _ = q.shape
+        out, lse = self.compute(fold_query_groups(q, k.shape[2]), k, v, mask, scale)
+        return unfold_query_groups(out, heads), lse.reshape(batch, heads, queries)
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        heads, kv_heads = q.shape[2], k.shape[2]
+        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
+        lse = lse.reshape(lse.shape[0], kv_heads, -1)  # (B, Hk, G * Sq), in the order of the folded queries
+        dq, dk, dv = self.differentiate(grad_out, q, k, v, out, lse, mask, scale)
+        return unfold_query_groups(dq, heads), dk, dv
 
 
 _TILES = {"cpu": (256, 512), "cuda": (1024, 2048)}
@@ -152,7 +184,7 @@ def _refused(dtype: torch.dtype) -> str | None:
     return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
 
 
-class Reference(Kernel):
+class Reference(UngroupedKernel):
     """Attention kernel in plain torch, in fp32 (fp64 for fp64), tile by tile."""
 
     name = "reference"
@@ -160,14 +192,12 @@ class Reference(Kernel):
     def refuses(self, device, dtype, head_dim, masked):
         return _refused(dtype)
 
-    def forward(self, q, k, v, mask, scale):
+    def compute(self, q, k, v, mask, scale):
         dual = attention_dual(q, k, v, None, None, None, mask, scale)
         return dual.out.to(q.dtype), dual.lse
 
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        dtype, heads = q.dtype, q.shape[2]
-        grad_out, q, out = (fold_query_groups(x, k.shape[2]) for x in (grad_out, q, out))
-        lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq), in the order of the folded queries
+    def differentiate(self, grad_out, q, k, v, out, lse, mask, scale):
+        dtype = q.dtype
         grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
         sums = accumulation_dtype(dtype)
         delta = (grad_out.to(sums) * out).sum(-1, keepdim=True)
@@ -183,8 +213,7 @@ class Reference(Kernel):
                 ds = product(grad_out[:, :, r], v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
                 dq[:, :, r] += product(ds, k[:, :, c])
                 dk[:, :, c] += product(ds.mT, q[:, :, r])
-        dq = unfold_query_groups(dq.transpose(1, 2), heads)
-        return dq.to(dtype), dk.transpose(1, 2).to(dtype), dv.transpose(1, 2).to(dtype)
+        return tuple(x.transpose(1, 2).to(dtype) for x in (dq, dk, dv))
 
 
 def attention_dual(
@@ -259,7 +288,7 @@ def attention_dual(
     return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))
 
 
-class CpuFlash(Kernel):
+class CpuFlash(UngroupedKernel):
     """torch's flash attention for the CPU (``aten::_scaled_dot_product_flash_attention_for_cpu``, private)."""
 
     name = "cpu_flash"
@@ -269,23 +298,17 @@ class CpuFlash(Kernel):
             return f"runs on the CPU, not on {device.type}"
         return _refused(dtype)
 
-    def forward(self, q, k, v, mask, scale):
-        heads = q.shape[2]
-        folded = fold_query_groups(q, k.shape[2])
+    def compute(self, q, k, v, mask, scale):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            folded.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=_bias(mask, q.dtype), scale=scale
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=_bias(mask, q.dtype), scale=scale
         )
-        return unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, q.shape[1])
+        return out.transpose(1, 2), lse
 
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        heads, kv_heads = q.shape[2], k.shape[2]
-        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
-        lse = lse.reshape(lse.shape[0], kv_heads, -1)
+    def differentiate(self, grad_out, q, k, v, out, lse, mask, scale):
         tensors = [x.transpose(1, 2) for x in (grad_out, q, k, v, out)]
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = flash_backward(*tensors, lse, 0.0, False, attn_mask=_bias(mask, q.dtype), scale=scale)
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return unfold_query_groups(dq, heads), dk, dv
+        return tuple(x.transpose(1, 2) for x in grads)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_cp.attention.kernels.kernel import Dual
+from fsdp_cp.attention.kernels.kernel import Dual, contiguous_rows
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernel. It multiplies the raw bits of bf16 in ``tl.dot``, so tiles are cast."""
@@ -136,7 +136,7 @@ def attention_dual(
     Give at least one tangent. Tensors have any strides; they are copied if the last dimension is not contiguous.
     """
     batch, queries, heads, head_dim = q.shape
-    tensors = [None if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, t_q, t_k, t_v)]
+    tensors = contiguous_rows(q, k, v, t_q, t_k, t_v)
     out = torch.empty((batch, queries, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     t_out, t_lse = torch.empty_like(out), torch.empty_like(lse)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_cp.attention.kernels.kernel import Dual, Kernel
+from fsdp_cp.attention.kernels.kernel import Dual, Kernel, contiguous_rows
 from fsdp_cp.attention.kernels.triton_dual import INTERPRETED
 from fsdp_cp.attention.pieces import Chosen, Pieces
 
@@ -209,10 +209,6 @@ def _table(pieces: Pieces) -> tuple[Tensor, Tensor]:
     return pieces.tokens, pieces.sizes
 
 
-def _contiguous_rows(*tensors: Tensor | None) -> list[Any]:
-    return [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def _strides(*tensors: Tensor | None) -> list[int]:
     return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
 
@@ -240,7 +236,7 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _attend(tensors: Sequence[Tensor | None], chosen: Chosen, scale: float, out_dtype: torch.dtype) -> Dual:
-    q, k, v, t_q, t_k, t_v = _contiguous_rows(*tensors)
+    q, k, v, t_q, t_k, t_v = contiguous_rows(*tensors)
     moves = t_q is not None
     batch, rows, heads, _ = q.shape
     # Each true token is a row of one piece, so that all rows are written.
@@ -282,7 +278,7 @@ class SparseTriton(Kernel):
         return _attend((q, k, v, None, None, None), mask, scale, q.dtype)[:2]
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        g, q, k, v = _contiguous_rows(grad_out, q, k, v)
+        g, q, k, v = contiguous_rows(grad_out, q, k, v)
         delta = (g.float() * out).sum(-1).transpose(1, 2).contiguous()
         lse, batch, heads, pieces = lse.contiguous(), q.shape[0], q.shape[2], mask.allowed.shape
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
