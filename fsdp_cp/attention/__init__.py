@@ -225,7 +225,7 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
         if len(tensors) == 3:
             if pass_q:
                 return attend_by_passing_queries([], settings, tensors)
-            return attend_in_ring(key_mask, settings, tensors)
+            return attend_in_ring([] if key_mask is None else [key_mask], settings, tensors)
         ring = make_ring(layout, groups.ring_rank, groups.ring_group)
         attention_dual = choose_dual(backend, tensors[0], groups)
         if pass_q:

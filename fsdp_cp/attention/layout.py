@@ -47,10 +47,7 @@ class Chunk:
         if self.is_whole:
             return x
         out = x.new_zeros((x.shape[0], self.padded, *x.shape[2:]))
-        offset = 0
-        for start, stop in self.positions:
-            out[:, start:stop] = x[:, offset : offset + stop - start]
-            offset += stop - start
+        self.add_into(out, x, 0)
         return out
 
     def add_into(self, buffer: Tensor, x: Tensor, start: int) -> None:

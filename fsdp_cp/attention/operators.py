@@ -32,26 +32,18 @@ a backward may follow, on which ``auto`` depends. Only the caller of an operator
 class AttentionOperator:
     """Attention of a rank's queries to keys on all ranks of a ring, as an operator with a backward.
 
-    Calling it with one further argument (tensors or ``None``), the settings of the schema above up to the backend, and
-    q, k and v returns the output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
+    Calling it with further tensors, the settings of the schema above up to the backend, and q, k and v returns the
+    output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
 
-    ``further`` is the schema of that argument, an optional tensor or a list of tensors without gradients; ``forward``
-    and ``backward`` are functions as :func:`ring_forward <fsdp_cp.attention.ring.ring_forward>` and
-    :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`. If ``forward`` also returns a choice of keys,
-    ``choice`` makes an empty one from ``q`` and the further argument; backward gets the choice and the last further
-    tensor as its further argument.
+    Further tensors have no gradients. ``forward`` and ``backward`` are functions as :func:`ring_forward
+    <fsdp_cp.attention.ring.ring_forward>` and :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`. If
+    ``forward`` also returns a choice of keys, ``choice`` makes an empty one from ``q`` and the further tensors;
+    backward gets the choice and the last of them instead.
     """
 
-    def __init__(
-        self,
-        name: str,
-        further: str,
-        forward: Callable,
-        backward: Callable,
-        choice: Callable[..., Tensor] | None = None,
-    ):
+    def __init__(self, name: str, forward: Callable, backward: Callable, choice: Callable[..., Tensor] | None = None):
         self.forward, self.backward, self.choice = forward, backward, choice
-        tensors = "Tensor q, Tensor k, Tensor v"
+        tensors, further = "Tensor q, Tensor k, Tensor v", "Tensor[] further"
         schema = f"({tensors}, {further}, {SETTINGS}) -> (Tensor, Tensor{', Tensor' if choice else ''})"
         self.operator = torch.library.custom_op(f"fsdp_cp::{name}", self.compute, mutates_args=(), schema=schema)
         schema = f"(Tensor grad_out, {tensors}, Tensor out, Tensor lse, {further}, {SETTINGS})"
@@ -65,10 +57,10 @@ class AttentionOperator:
         self._backward_operator.register_fake(_fake_backward)
         self.operator.register_autograd(self._differentiate, setup_context=self.keep_for_backward)
 
-    def __call__(self, further: Any, settings: tuple[Any, ...], qkv: Sequence[Tensor], _part: int = 0) -> list[Tensor]:
+    def __call__(self, further: list[Tensor], settings: tuple[Any, ...], qkv: Sequence[Tensor]) -> list[Tensor]:
         """Compute the output, through the operator only if something observes operators."""
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-        if is_observed(*qkv, *(further if isinstance(further, list) else ())):
+        if is_observed(*qkv, *further):
             out, *_ = self.operator(*qkv, further, *settings, gradients)
         elif gradients:
             out, *_ = _Attention.apply(self, *qkv, further, *settings, gradients)
@@ -97,20 +89,16 @@ class AttentionOperator:
         """Save the arguments of the backward operator."""
         q, k, v, further, *ctx.settings = inputs
         out, lse, *choice = output
-        ctx.is_list, ctx.lists = isinstance(further, (list, tuple)), 0
-        if ctx.is_list:
-            ctx.lists = len(further)
+        ctx.further = len(further)
         if choice:  # backward needs the choice instead of what it was made from
             further = [*choice, further[-1]]
             ctx.mark_non_differentiable(*choice)
-        ctx.save_for_backward(q, k, v, out, lse, *(further if ctx.is_list else (further,)))
+        ctx.save_for_backward(q, k, v, out, lse, *further)
 
     def _differentiate(self, ctx, grad_out, *_unused):
         grads = self._backward_operator(*_kept(ctx, grad_out))
-        if not ctx.is_list:
-            return (*grads, None, *[None] * len(ctx.settings))
-        # With a list of tensors torch expects a list for each list of tensors, and takes an empty list for one.
-        return (*grads, [None] * ctx.lists, *[[] if setting == [] else None for setting in ctx.settings])
+        # Torch expects a list for each list of tensors, and takes an empty list for one.
+        return (*grads, [None] * ctx.further, *[[] if setting == [] else None for setting in ctx.settings])
 
     def _fake_forward(self, q, k, v, further, *_settings):
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
@@ -138,7 +126,7 @@ class _Attention(torch.autograd.Function):
 def _kept(ctx, grad_out: Tensor) -> tuple[Any, ...]:
     """Return the arguments of the backward operator."""
     q, k, v, out, lse, *further = ctx.saved_tensors  # read once: a second read breaks checkpointing
-    return grad_out.contiguous(), q, k, v, out, lse, further if ctx.is_list else further[0], *ctx.settings
+    return grad_out.contiguous(), q, k, v, out, lse, further, *ctx.settings
 
 
 def is_observed(*tensors: Tensor) -> bool:
@@ -157,14 +145,14 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 def ring_and_kernel(
-    q: Tensor, k: Tensor, further: Any, segments, keys, block_mask, tiles, *settings: Any
+    q: Tensor, k: Tensor, further: Sequence[Tensor], segments, keys, block_mask, tiles, *settings: Any
 ) -> tuple[Ring, Kernel]:
     """Return the rank's place in the ring, and the kernel, for the settings of an operator."""
     ulysses, ring, rank, group, backend, gradients = settings
     layout = make_layout(tuple(segments), tuple(keys), tuple(block_mask), tuple(tiles), ulysses, ring)
     if layout.tiles is not None:
         return make_ring(layout, rank, group), choose_sparse(backend, q, layout.tiles.width).kernel
-    masked = isinstance(further, Tensor)
+    masked = any(x.dtype == torch.bool for x in further)
     tokens = min(q.shape[1], k.shape[1])
     kernel = choose_kernel(
         backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, tokens=tokens, gradients=gradients
@@ -176,5 +164,5 @@ def _fake_backward(grad_out, q, k, v, *_settings):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-attend_in_ring = AttentionOperator("ring_attention", "Tensor? mask", ring_forward, ring_backward)
-"""Operator of :mod:`fsdp_cp.attention.ring`. Its further argument is the key mask."""
+attend_in_ring = AttentionOperator("ring_attention", ring_forward, ring_backward)
+"""Operator of :mod:`fsdp_cp.attention.ring`. Its further tensors are the key mask, or none."""

@@ -169,5 +169,5 @@ def _sum_returned(ring: Ring, x: Tensor) -> Tensor:
     return received
 
 
-attend_by_passing_queries = AttentionOperator("cached_attention", "Tensor[] past", pass_q_forward, pass_q_backward)
-"""Operator of this module. Its further argument is the ``past`` of :func:`pass_q_forward`, without gradients."""
+attend_by_passing_queries = AttentionOperator("cached_attention", pass_q_forward, pass_q_backward)
+"""Operator of this module. Its further tensors are the ``past`` of :func:`pass_q_forward`, without gradients."""

@@ -75,22 +75,21 @@ def cut(layout: Layout, device: torch.device) -> TilePieces:
     of_rank = []
     for rank, (tiles, piece_of, sizes) in enumerate(found):
         tokens = numpy.argsort(piece_of, kind="stable")
-        column = numpy.arange(len(tokens)) - numpy.repeat(numpy.cumsum(sizes) - sizes, sizes)
-        places = numpy.empty_like(tokens)
-        places[tokens] = piece_of[tokens] * width + column
-        table = numpy.zeros(slots * width, dtype=numpy.int64)
-        table[places[tokens]] = tokens
-        valid = numpy.zeros(slots * width, dtype=bool)
-        valid[places] = True
         unused = (0, slots - len(tiles))
+        sizes = numpy.pad(sizes, unused)
+        valid = numpy.arange(width) < sizes[:, None]
+        table = numpy.zeros((slots, width), dtype=numpy.int64)
+        table[valid] = tokens
+        places = numpy.empty_like(tokens)
+        places[tokens] = numpy.flatnonzero(valid)
         buffer = numpy.full(layout.chunk(rank).padded, slots)
         positions = [numpy.arange(start, stop) for start, stop in layout.chunk(rank).positions]
         buffer[numpy.concatenate([numpy.arange(0), *positions])] = piece_of
         pieces = Pieces(
             tiles=on_device(numpy.pad(tiles, unused)),
-            sizes=on_device(numpy.pad(sizes, unused)),
-            tokens=on_device(table.reshape(slots, width)),
-            valid=on_device(valid.reshape(slots, width)),
+            sizes=on_device(sizes),
+            tokens=on_device(table),
+            valid=on_device(valid),
             places=on_device(places),
             slots=on_device(buffer),
             dense=int((tiles < dense).sum()),

@@ -270,21 +270,21 @@ def padded(chunk: Chunk, merged: Dual) -> tuple[Tensor, Tensor]:
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, ring: Ring, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`ring_attention` without tangents."""
-    return ring_attention((q, k, v), mask, scale, ring, kernel.forward)
+    """Compute :func:`ring_attention` without tangents, with one of ``masks`` or none."""
+    return ring_attention((q, k, v), next(iter(masks), None), scale, ring, kernel.forward)
 
 
 def ring_backward(
-    grad_out, q, k, v, out, lse, mask: Mask, scale: float, ring: Ring, kernel: Kernel
+    grad_out, q, k, v, out, lse, masks: Sequence[Mask], scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, and of its keys and values summed over the queries of all ranks.
 
     ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Chunks are summed
     in fp32 (fp64 for fp64).
     """
-    layout, me = ring.layout, ring.rank
+    layout, me, mask = ring.layout, ring.rank, next(iter(masks), None)
     local = layout.chunk(me)
     g_own, q_own, out_own = (local.take(x) for x in (grad_out, q, out))
     lse_own = local.take(lse.transpose(1, 2)).transpose(1, 2)

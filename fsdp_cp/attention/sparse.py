@@ -49,25 +49,6 @@ _ROWS = 256
 """Number of query pieces that are scored at a time."""
 
 
-class _Call(NamedTuple):
-    """One call of :func:`attend_to_tiles`."""
-
-    layout: Layout
-    groups: ContextGroups
-    scale: float
-    backend: str
-    kept: Tensor
-    coarse: list[Tensor] | None
-    """Coarse output of each head group, ``(B, P, H, D)``; in a dual attention, tangents follow along the batch."""
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Arguments of :class:`_Place`."""
-        (segments, _, _, tiles, *_), groups = self.layout.as_numbers(), self.groups
-        ring = (groups.ring_group, groups.ring_rank, groups.ring_size)
-        return segments, tiles, *ring, groups.ulysses_group, groups.ulysses_rank, groups.ulysses_size
-
-
 def attend_to_tiles(
     q: Tensor,
     k: Tensor,
@@ -85,44 +66,41 @@ def attend_to_tiles(
     It is the part of :func:`fsdp_cp.attention.context_parallel_attention` for ``sparse``.
     """
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, tiles=sparse.tiles)
-    call = _Call(layout, groups, scale, backend, sparse.kept, None if gate is None else [])
-    out = with_all_tokens((q, k, v), partial(_attend, call), groups, head_groups)
-    if call.coarse is None:
+    numbers = layout.as_numbers()
+    names = (groups.ring_group, groups.ring_rank, groups.ring_size)
+    place = (numbers[0], numbers[3], *names, groups.ulysses_group, groups.ulysses_rank, groups.ulysses_size)
+    coarse: list[Tensor] = []  # of each head group, (B, P, H, D); tangents follow along the batch
+
+    def attend(tensors: Sequence[Any], _part: int) -> Sequence[Tensor]:
+        if len(tensors) > 3:
+            return attend_dual(tensors[:3], tensors[3:])
+        means = tile_means(*tensors, q.dtype, *place)
+        if gate is not None:
+            rounded = [x.to(accumulation_dtype(q.dtype)) for x in means]
+            coarse.extend(attend_in_ring([], (scale, *_of_means(means).as_numbers(), 0, "", backend), rounded))
+        further = [means[0].detach(), means[1].detach(), sparse.kept]
+        return attend_to_chosen(further, (scale, *numbers, groups.ring_rank, groups.ring_group, backend), tensors)
+
+    def attend_dual(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        moved = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+        both = (torch.cat(pair) for pair in zip(primals, moved, strict=True))  # means are linear
+        means, t_means = zip(*(x.chunk(2) for x in tile_means(*both, q.dtype, *place)), strict=True)
+        if gate is not None:
+            rounded = [x.to(accumulation_dtype(q.dtype)) for x in (*means, *t_means)]
+            alone = make_ring(_of_means(means), 0, "")
+            coarse.append(torch.cat(ring_attention(rounded, None, scale, alone, attention_dual)))
+        ring = make_ring(layout, groups.ring_rank, groups.ring_group)
+        choice = choose_tiles(means[0], means[1], sparse.kept, scale, ring)
+        kernels = choose_sparse(backend, primals[0], sparse.tiles.width)
+        return ring_attention((*primals, *moved), choice, scale, ring, kernels.dual)
+
+    out = with_all_tokens((q, k, v), attend, groups, head_groups)
+    if gate is None:
         return out
-    rows = tile_rows(torch.cat(call.coarse, dim=2), q.dtype, *call.place)
+    rows = tile_rows(torch.cat(coarse, dim=2), q.dtype, *place)
     if len(rows) > len(q):
         rows = forward_ad.make_dual(*(x.clone() for x in rows.chunk(2)))
     return out + gate * rows
-
-
-def _attend(call: _Call, tensors: Sequence[Any], _part: int) -> Sequence[Tensor]:
-    """Attend from all tokens of the ring rank with a share of the heads."""
-    if len(tensors) > 3:
-        return _attend_dual(call, tensors[:3], tensors[3:])
-    means = tile_means(*tensors, tensors[0].dtype, *call.place)
-    if call.coarse is not None:
-        rounded = [x.to(accumulation_dtype(tensors[0].dtype)) for x in means]
-        settings = (call.scale, *_of_means(means).as_numbers(), 0, "", call.backend)
-        call.coarse.extend(attend_in_ring(None, settings, rounded))
-    further = [means[0].detach(), means[1].detach(), call.kept]
-    settings = (call.scale, *call.layout.as_numbers(), call.groups.ring_rank, call.groups.ring_group, call.backend)
-    return attend_to_chosen(further, settings, tensors)
-
-
-def _attend_dual(call: _Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    moved = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-    both = (torch.cat(pair) for pair in zip(primals, moved, strict=True))  # means are linear
-    found = tile_means(*both, primals[0].dtype, *call.place)
-    means, t_means = zip(*(x.chunk(2) for x in found), strict=True)
-    if call.coarse is not None:
-        rounded = [x.to(accumulation_dtype(primals[0].dtype)) for x in (*means, *t_means)]
-        alone = make_ring(_of_means(means), 0, "")
-        call.coarse.append(torch.cat(ring_attention(rounded, None, call.scale, alone, attention_dual)))
-    ring = make_ring(call.layout, call.groups.ring_rank, call.groups.ring_group)
-    choice = choose_tiles(means[0], means[1], call.kept, call.scale, ring)
-    assert call.layout.tiles is not None
-    kernels = choose_sparse(call.backend, primals[0], call.layout.tiles.width)
-    return ring_attention((*primals, *moved), choice, call.scale, ring, kernels.dual)
 
 
 def _of_means(means: Sequence[Tensor]) -> Layout:
@@ -201,13 +179,13 @@ def _sliced(x: Tensor) -> tuple[list[Tensor], Tensor]:
 def _forward(q, k, v, further: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel):
     means_of_q, means_of_k, kept = further
     choice = choose_tiles(means_of_q, means_of_k, kept, scale, ring)
-    return *ring_forward(q, k, v, choice, scale, ring, kernel), choice.bits
+    return *ring_forward(q, k, v, [choice], scale, ring, kernel), choice.bits
 
 
 def _backward(grad_out, q, k, v, out, lse, further: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel):
     bits, kept = further
     choice = Choice(bits, _number(kept), cut(ring.layout, q.device), ring.rank)
-    return ring_backward(grad_out, q, k, v, out, lse, choice, scale, ring, kernel)
+    return ring_backward(grad_out, q, k, v, out, lse, [choice], scale, ring, kernel)
 
 
 def _bits_shape(q: Tensor, further: Sequence[Tensor]) -> tuple[int, ...]:
@@ -217,12 +195,11 @@ def _bits_shape(q: Tensor, further: Sequence[Tensor]) -> tuple[int, ...]:
 
 attend_to_chosen = AttentionOperator(
     "sparse_attention",
-    "Tensor[] further",
     _forward,
     _backward,
     choice=lambda q, further: q.new_empty(_bits_shape(q, further), dtype=torch.uint8),
 )
-"""Operator of this module. Its further argument is the means of :func:`choose_tiles`, without gradients, and the kept
+"""Operator of this module. Its further tensors are the means of :func:`choose_tiles`, without gradients, and the kept
 count. It returns the choice too, which backward gets instead of the means: a recomputed forward never chooses again."""
 
 
