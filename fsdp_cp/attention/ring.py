@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from fsdp_cp.attention.layout import Chunk, Layout, Rectangle
 from fsdp_cp.attention.pieces import Choice
 from fsdp_cp.mesh import group_by_name
 
-T = TypeVar("T", Tensor, Tensor | None)
 Mask = Tensor | Choice | None
 """Keys that queries see, in addition to the mask of the layout."""
 Attend = Callable[..., tuple[Any, ...]]
@@ -189,23 +188,7 @@ def _seen(ring: Ring, chunk: int, mask: Mask) -> Any:
     return None if mask is None else ring.layout.key_chunk(chunk).select(mask)
 
 
-def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
-    """Return one buffer to send: ``(n, B, S, H, D)``, or ``(n, B, H, S, D)`` with ``heads_first``."""
-    return torch.stack([x.transpose(1, 2) if heads_first else x for x in tensors])
-
-
-def _unpacked(buffer: Tensor | None, heads_first: bool) -> list[Tensor]:
-    """Return the ``(B, S, H, D)`` tensors that :func:`_packed` packed."""
-    assert buffer is not None, "a chunk that this rank looks at has travelled here"
-    return [x.transpose(1, 2) if heads_first else x for x in buffer]
-
-
-def _prefers_heads_first(x: Tensor, backward: bool) -> bool:
-    """Return whether contiguous rows of a head are faster: by 2 to 6 % on the CPU, except in the bf16 forward."""
-    return x.device.type == "cpu" and (backward or x.dtype != torch.bfloat16)
-
-
-def _visited(tensors: tuple[T, ...], ring: Ring, own_last: bool = False) -> Generator[tuple[int, Sequence[T]]]:
+def _visited(tensors: tuple[Any, ...], ring: Ring, own_last: bool = False) -> Generator[tuple[int, Sequence[Any]]]:
     """Yield the number and the padded ``tensors`` of each chunk: the rank's own chunk first, or last for a backward.
 
     A chunk that this rank does not attend to has no tensors. In a ring of one, tensors may be ``None``. The next chunk
@@ -215,10 +198,8 @@ def _visited(tensors: tuple[T, ...], ring: Ring, own_last: bool = False) -> Gene
     if ring.size == 1:
         yield me, list(tensors)
         return
-    whole = cast("tuple[Tensor, ...]", tensors)
-    heads_first = _prefers_heads_first(whole[0], backward=own_last)
     held: Tensor | None
-    held = _packed(whole, heads_first)
+    held = torch.stack(tensors)
     empty = partial(torch.empty, held.shape, dtype=held.dtype, device=held.device)
     with _Travelling(ring, _KEYS_TAG, layout.keys_travel, empty) as travelling:
         for hop in range(ring.size):
@@ -228,7 +209,7 @@ def _visited(tensors: tuple[T, ...], ring: Ring, own_last: bool = False) -> Gene
             if hop < ring.size - 1:
                 travelling.start(held, chunk, hop)
             if hop > 0 or not own_last:
-                yield chunk, _unpacked(held, heads_first) if layout.rectangles(me, chunk) else []
+                yield chunk, [] if held is None or not layout.rectangles(me, chunk) else list(held)
     if own_last:
         held = None
         yield me, list(tensors)
