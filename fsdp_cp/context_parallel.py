@@ -27,6 +27,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,12 +119,7 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
     # `begin` runs before and `end` after all other hooks, so that the root's splits and gathers run between them.
     model.register_forward_pre_hook(forwards.begin, prepend=True, with_kwargs=True)
     for planned in entries:
-        if planned.embedding is not None:
-            _register_embedding(planned, forwards)
-        if planned.inputs or planned.outputs:
-            _register_splits(planned, forwards)
-        if planned.gathers is not None:
-            _register_gathers(planned, forwards)
+        planned.register(forwards)
     model.register_forward_hook(forwards.end, always_call=True)
 
 
@@ -148,6 +144,10 @@ class _Forwards:
     def _running(self) -> Lengths | None:
         return next((record for record in reversed(entered()) if record.owner is self), None)
 
+    def _records(self) -> list[Lengths]:
+        running = self._running()
+        return records_of(self.groups) if running is None else [running]
+
     def split(self, x: Tensor, dim: int, name: str, where: str) -> Tensor:
         """Return the rank's own tokens of ``x``; record the token count under ``name``."""
         _check_dim(x, dim, where)
@@ -161,9 +161,9 @@ class _Forwards:
 
     def tiles_of(self, names: Collection[str], total: int, where: str) -> Tiles | None:
         """Return the tiles of a sequence of ``total`` tokens, split under one of ``names``; ``None`` without tiles."""
-        running = self._running()
-        records = [running] if running is not None else records_of(self.groups)
-        found = {record.tiles_of(name) for record in records for name in names if record.totals.get(name) == total}
+        found = {
+            record.tiles_of(name) for record in self._records() for name in names if record.totals.get(name) == total
+        }
         if any(tiles is not None and tiles.tokens != total for tiles in found):
             raise ValueError(f"the plan splits {total} tokens of {names} at {where!r}, but their tiles are {found}")
         if len(found) > 1:
@@ -189,9 +189,7 @@ class _Forwards:
 
     def source_of(self, gather: Any, local: int, where: str) -> tuple[int, set[str]]:
         """Return the tokens and names of the sequence that ``gather`` gathers from ``local`` tokens on each rank."""
-        source = getattr(gather, "source", "hidden_states")
-        running = self._running()
-        records = [running] if running is not None else records_of(self.groups)
+        source, records = getattr(gather, "source", "hidden_states"), self._records()
         fitting: dict[int, set[str]] = {}
         for record in records:
             for name in [source] if source in record.totals else record.totals:
@@ -230,77 +228,8 @@ def _refuse_dropout(model: nn.Module) -> None:
             raise UserError(f"{name!r} has dropout p={p} in training, whose masks would depend on the mesh; set p=0")
 
 
-def _register_splits(planned: Planned, forwards: _Forwards) -> None:
-    splits = _Splits(planned, forwards)
-    if planned.inputs:
-        planned.module.register_forward_pre_hook(splits.split_inputs, with_kwargs=True)
-    if planned.outputs:
-        planned.module.register_forward_hook(splits.split_outputs)
-
-
-class _Splits:
-    """Hooks that split the arguments and outputs of one module."""
-
-    def __init__(self, planned: Planned, forwards: _Forwards):
-        self.planned, self.forwards = planned, forwards
-        self.arguments = arguments(planned.module)
-
-    def split_inputs(self, _module, args, kwargs):
-        args, kwargs = list(args), dict(kwargs)
-        for name, splits in self.planned.inputs.items():
-            index = self.arguments.index(name)
-            if name in kwargs:
-                kwargs[name] = self._split_argument(kwargs[name], splits, name)
-            elif index < len(args):
-                args[index] = self._split_argument(args[index], splits, name)
-        return tuple(args), kwargs
-
-    def split_outputs(self, _module, _args, output):
-        name, outputs = self.planned.name, self.planned.outputs
-        values, rebuilt = output_values(output)
-        missing = [i for i in outputs if i >= len(values)]
-        if missing:
-            raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
-        for i, split in outputs.items():
-            values[i] = self._split_tensor(_tensor(values[i], name, i), split, f"{name}[{i}]")
-        return rebuilt(values)
-
-    def _split_argument(self, value: Any, splits: Any, name: str) -> Any:
-        """Split a tensor, or each tensor of a tuple or list, by one split or by one split each."""
-        several = isinstance(splits, tuple)
-        if value is None:
-            return None
-        if isinstance(value, Tensor) and not several:
-            return self._split_tensor(value, splits, name)
-        if not _is_tensor_list(value) or (several and len(splits) != len(value)):
-            wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
-            raise _mistake(self.planned, f"splits {name!r}: give {wanted} or None, not a {type(value).__name__}")
-        shares = list(value)
-        for i, x in enumerate(shares):
-            if x is not None:
-                shares[i] = self._split_tensor(x, splits[i] if several else splits, f"{name}[{i}]")
-        return output_values(value)[1](shares)
-
-    def _split_tensor(self, x: Tensor, split: Any, name: str) -> Tensor:
-        if split.expected_dims is not None and x.ndim != split.expected_dims:
-            return x
-        return self.forwards.split(x, split.split_dim, name, self.planned.name)
-
-
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
-
-
-def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
-    assert isinstance(planned.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and planned.embedding is not None
-    kernel, name = tuple(planned.module.kernel_size), planned.embedding.name
-
-    def embed_own(_module, args):
-        (x,) = args
-        patches = _patches(x, kernel)
-        return forwards.split(patches, 2, name, planned.name).flatten(2, 3)
-
-    planned.module.register_forward_pre_hook(embed_own)
 
 
 def _patches(x: Tensor, kernel: tuple[int, ...]) -> Tensor:
@@ -313,30 +242,6 @@ def _patches(x: Tensor, kernel: tuple[int, ...]) -> Tensor:
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
     x = x.permute(0, 1, *(2 + 2 * dim for dim in dims), *(3 + 2 * dim for dim in dims))
     return x.flatten(2, 1 + len(kernel))
-
-
-def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
-    name, gathers = planned.name, planned.gathers
-    assert gathers is not None
-
-    def gather_outputs(_module, _args, output):
-        values, rebuilt = output_values(output)
-        if len(values) != len(gathers):
-            raise _mistake(planned, f"has {len(gathers)} gathers, but it returns {len(values)} values; give one or None"
-                           " for each")  # fmt: skip
-        for i, (x, gather) in enumerate(zip(values, gathers, strict=True)):
-            if gather is not None and (x is not None or len(values) == 1):
-                values[i] = forwards.gather(_tensor(x, name, i), gather, name)
-        return rebuilt(values)
-
-    planned.module.register_forward_hook(gather_outputs)
-
-
-def _tensor(x: Any, name: str, index: int) -> Tensor:
-    if not isinstance(x, Tensor):
-        advice = "name the sub-module whose output is the tensor, or call the model with return_dict=False"
-        raise ValueError(f"output {index} of {name!r} must be a tensor, got a {type(x).__name__}; {advice}")
-    return x
 
 
 def output_values(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -366,14 +271,96 @@ def output_values(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 @dataclass
 class Planned:
-    """Entries of the plan for one module. Values of ``inputs`` and ``outputs`` are splits or tuples of splits."""
+    """Entries of the plan for one module, and their hooks. Values of ``inputs`` are splits or tuples of splits."""
 
     name: str
     module: nn.Module
     inputs: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     embedding: EmbedOwnTokens | None = None
-    gathers: list[Any] | None = None
+    gathers: list[Any] = field(default_factory=list)
+    forwards: _Forwards = field(init=False)
+
+    def register(self, forwards: _Forwards) -> None:
+        """Register the hooks of the module, which split and gather by ``forwards``."""
+        self.forwards = forwards
+        if self.embedding is not None:
+            self.module.register_forward_pre_hook(self._embed_own)
+        if self.inputs:
+            names = arguments(self.module)
+            self.module.register_forward_pre_hook(partial(self._split_inputs, names), with_kwargs=True)
+        if self.outputs:
+            self.module.register_forward_hook(self._split_outputs)
+        if self.gathers:
+            self.module.register_forward_hook(self._gather_outputs)
+
+    def _embed_own(self, module: Any, args):
+        assert self.embedding is not None
+        (x,) = args
+        patches = _patches(x, tuple(module.kernel_size))
+        return self.forwards.split(patches, 2, self.embedding.name, self.name).flatten(2, 3)
+
+    def _split_inputs(self, names: list[str], _module, args, kwargs):
+        args, kwargs = list(args), dict(kwargs)
+        for name, splits in self.inputs.items():
+            index = names.index(name)
+            if name in kwargs:
+                kwargs[name] = self._split_argument(kwargs[name], splits, name)
+            elif index < len(args):
+                args[index] = self._split_argument(args[index], splits, name)
+        return tuple(args), kwargs
+
+    def _split_outputs(self, _module, _args, output):
+        values, rebuilt = output_values(output)
+        missing = [i for i in self.outputs if i >= len(values)]
+        if missing:
+            raise self.mistake(f"splits the output {missing[0]!r}, but it has {len(values)} outputs")
+        for i, split in self.outputs.items():
+            values[i] = self._split_tensor(self._tensor(values[i], i), split, f"{self.name}[{i}]")
+        return rebuilt(values)
+
+    def _gather_outputs(self, _module, _args, output):
+        values, rebuilt = output_values(output)
+        count = len(values)
+        if count != len(self.gathers):
+            raise self.mistake(
+                f"has {len(self.gathers)} gathers, but it returns {count} values; give one or None for each"
+            )
+        for i, (x, gather) in enumerate(zip(values, self.gathers, strict=True)):
+            if gather is not None and (x is not None or count == 1):
+                values[i] = self.forwards.gather(self._tensor(x, i), gather, self.name)
+        return rebuilt(values)
+
+    def _split_argument(self, value: Any, splits: Any, name: str) -> Any:
+        """Split a tensor, or each tensor of a tuple or list, by one split or by one split each."""
+        several = isinstance(splits, tuple)
+        if value is None:
+            return None
+        if isinstance(value, Tensor) and not several:
+            return self._split_tensor(value, splits, name)
+        if not _is_tensor_list(value) or (several and len(splits) != len(value)):
+            wanted = f"{len(splits)} tensors in a tuple" if several else "a tensor, a tuple of tensors"
+            raise self.mistake(f"splits {name!r}: give {wanted} or None, not a {type(value).__name__}")
+        shares = list(value)
+        for i, x in enumerate(shares):
+            if x is not None:
+                split = splits[i] if several else splits
+                shares[i] = self._split_tensor(x, split, f"{name}[{i}]")
+        return output_values(value)[1](shares)
+
+    def _split_tensor(self, x: Tensor, split: Any, name: str) -> Tensor:
+        if split.expected_dims is not None and x.ndim != split.expected_dims:
+            return x
+        return self.forwards.split(x, split.split_dim, name, self.name)
+
+    def _tensor(self, x: Any, index: int) -> Tensor:
+        if not isinstance(x, Tensor):
+            advice = "name the sub-module whose output is the tensor, or call the model with return_dict=False"
+            raise self.mistake(f"needs a tensor as output {index}, got a {type(x).__name__}; {advice}")
+        return x
+
+    def mistake(self, problem: str) -> ValueError:
+        return ValueError(f"the context-parallel plan of {self.name!r} {problem}")
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
@@ -422,23 +409,19 @@ def _named_by(model: nn.Module, pattern: Any) -> list[tuple[str, nn.Module]]:
     return named
 
 
-def _mistake(planned: Planned, problem: str) -> ValueError:
-    return ValueError(f"the context-parallel plan of {planned.name!r} {problem}")
-
-
 def _add_splits(planned: Planned, key: str | int, value: Any) -> None:
     several = isinstance(value, (list, tuple))
     splits = tuple(value) if several else (value,)
     if not splits or not all(_has_dim(split, "split_dim") for split in splits):
-        raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
+        raise planned.mistake(f"has an entry without an integer split_dim: {key!r}")
     of_output = any(split.split_output for split in splits)
     if of_output and (several or type(key) is not int or key < 0):
-        raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first, and one split")
+        raise planned.mistake(f"splits the output {key!r}; use its position, 0 for the first, and one split")
     if not of_output and key not in arguments(planned.module):
-        raise _mistake(planned, f"names the argument {key!r}, which its forward does not have")
+        raise planned.mistake(f"names the argument {key!r}, which its forward does not have")
     table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
     if key in table:
-        raise _mistake(planned, f"splits {key!r} by two keys; use one")
+        raise planned.mistake(f"splits {key!r} by two keys; use one")
     table[key] = splits if several else value
 
 
@@ -451,23 +434,23 @@ def arguments(module: nn.Module) -> list[str]:
 def _check_embedding(planned: Planned) -> None:
     module = planned.module
     if planned.embedding is not None:
-        raise _mistake(planned, "embeds by two keys; use one")
+        raise planned.mistake("embeds by two keys; use one")
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        raise _mistake(planned, f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
+        raise planned.mistake(f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
     kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
     if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
-        raise _mistake(
-            planned, f"has EmbedOwnTokens, but not stride {kernel} without padding, dilation; split its output"
+        raise planned.mistake(
+            f"has EmbedOwnTokens, but not stride {kernel} without padding, dilation; split its output"
         )
 
 
 def _add_gathers(planned: Planned, entry: Any) -> None:
     several = isinstance(entry, (list, tuple))
     gathers = list(entry) if several else [entry]
-    if not all(_has_dim(gather, "gather_dim") or (gather is None and several) for gather in gathers):
-        raise _mistake(planned, f"has an entry without an integer split_dim or gather_dim: {entry!r}")
-    if planned.gathers is not None:
-        raise _mistake(planned, "gathers by two keys; use one")
+    if not gathers or not all(_has_dim(gather, "gather_dim") or (gather is None and several) for gather in gathers):
+        raise planned.mistake(f"has an entry without an integer split_dim or gather_dim: {entry!r}")
+    if planned.gathers:
+        raise planned.mistake("gathers by two keys; use one")
     planned.gathers = gathers
 
 

@@ -58,13 +58,20 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     local_token_count(x.shape[dim], cp)  # check on one rank too, so that mistakes show before a run on a cluster
     if cp == 1:
         return x
-    start, stop = local_token_range(x.shape[dim], cp, mesh.context.cp_rank)
+    return _share(x, dim, cp, mesh.context.cp_rank)
+
+
+def _share(x: Tensor, dim: int, cp: int, rank: int) -> Tensor:
+    """Return the slice of ``cp`` rank ``rank``, padded with zeros."""
+    start, stop = local_token_range(x.shape[dim], cp, rank)
     pads = local_token_count(x.shape[dim], cp) - (stop - start)
     share = x.narrow(dim, start, stop - start)
-    if pads:
-        return torch.cat((share, share.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
     # Copy: a view would keep the full sequence alive as long as autograd keeps this slice.
-    return share.clone(memory_format=torch.contiguous_format)
+    return _padded(share, dim, pads) if pads else share.clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, dim: int, pads: int) -> Tensor:
+    return torch.cat((x, x.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
 
 
 def gather_tokens(
@@ -152,7 +159,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, total: int, dim: int, partial_grad: bool) -> Tensor:
-        ctx.group, ctx.total, ctx.dim, ctx.partial_grad, ctx.shape = group, total, dim, partial_grad, x.shape
+        ctx.group, ctx.dim, ctx.partial_grad = group, dim, partial_grad
         return _gather(x, group, total, dim)
 
     @staticmethod
@@ -161,18 +168,12 @@ class _Gather(torch.autograd.Function):
             # Each rank would only have the derivative by its own tokens, and the reduce-scatter is not differentiable.
             kind = "a backward with create_graph=True (a gradient penalty) through split tokens"
             raise UserError(f"{kind} is partial; take a finite difference (docs/gradients.md, 'Gradient penalties')")
-        size, dim, local = dist.get_world_size(ctx.group), ctx.dim, ctx.shape[ctx.dim]
-        if ctx.partial_grad:
-            chunks = grad.new_zeros((size, *ctx.shape))
-            for rank in range(size):
-                start, stop = local_token_range(ctx.total, size, rank)
-                chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
-            result = grad.new_empty(ctx.shape)
-            reduce_scatter_single(result.view(-1), chunks.view(-1), ctx.group)
-        else:
-            start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
-            result = share = grad.narrow(dim, start, stop - start).contiguous()
-            if stop - start < local:
-                result = grad.new_zeros(ctx.shape)
-                result.narrow(dim, 0, stop - start).copy_(share)
+        size, dim = dist.get_world_size(ctx.group), ctx.dim
+        if not ctx.partial_grad:
+            return _share(grad, dim, size, dist.get_rank(ctx.group)), None, None, None, None
+        pads = -grad.shape[dim] % size
+        whole = _padded(grad, dim, pads) if pads else grad
+        shares = whole.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+        result = torch.empty_like(shares[0])
+        reduce_scatter_single(result.view(-1), shares.view(-1), ctx.group)
         return result, None, None, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -149,15 +150,16 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
     """
     on_gpu = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    dual = fsdp_cp.attention.ring_attention
+    operator = fsdp_cp.attention.attend_in_ring
+    attend = operator.forward
 
-    def named(*args: Any) -> Any:
-        with record_function(DUAL):
-            return dual(*args)
+    def named(tensors: Any, *args: Any) -> Any:
+        with record_function(DUAL) if len(tensors) > 3 else nullcontext():
+            return attend(tensors, *args)
 
     shares = {}
     for role in cycle:
-        with profile(activities=activities) as profiler, mock.patch.object(fsdp_cp.attention, "ring_attention", named):
+        with profile(activities=activities) as profiler, mock.patch.object(operator, "forward", named):
             trainer._train_step(data)
         events = profiler.key_averages()
         # Named ranges (phases, DUAL) appear twice, since the GPU's timeline has them too. Kernels appear once.

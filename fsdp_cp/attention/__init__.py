@@ -16,8 +16,8 @@ from fsdp_cp.attention.kernels.choose import check_sparse_backend, choose_dual, 
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring
-from fsdp_cp.attention.pass_q import attend_by_passing_queries, pass_q_attention
-from fsdp_cp.attention.ring import make_ring, ring_attention
+from fsdp_cp.attention.pass_q import attend_by_passing_queries
+from fsdp_cp.attention.ring import make_ring
 from fsdp_cp.attention.sparse import MAX_HEAD_DIM, attend_to_tiles
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.errors import UserError
@@ -220,17 +220,14 @@ def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, 
 def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups, pass_q=False):
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
+    masks = [] if key_mask is None else [key_mask]
+    operator = attend_by_passing_queries if pass_q else attend_in_ring
 
     def attend(tensors: Sequence[Any], _part: int) -> Sequence[Tensor]:
         if len(tensors) == 3:
-            if pass_q:
-                return attend_by_passing_queries([], settings, tensors)
-            return attend_in_ring([] if key_mask is None else [key_mask], settings, tensors)
+            return operator(masks, settings, tensors)
         ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-        attention_dual = choose_dual(backend, tensors[0], groups)
-        if pass_q:
-            return pass_q_attention(tensors, [], scale, ring, attention_dual)
-        return ring_attention(tensors, key_mask, scale, ring, attention_dual)
+        return operator.forward(tensors, masks, scale, ring, choose_dual(backend, tensors[0], groups))
 
     return with_all_tokens((q, k, v), attend, groups, head_groups)
 

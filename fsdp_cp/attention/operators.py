@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fsdp_cp.attention.kernels.choose import choose_kernel, choose_sparse
 from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import make_layout
-from fsdp_cp.attention.ring import Ring, make_ring, ring_backward, ring_forward
+from fsdp_cp.attention.ring import Ring, make_ring, ring_attention, ring_backward
 
 SETTINGS = (
     "float scale, SymInt[] segments, SymInt[] keys, SymInt[] block_mask, SymInt[] tiles, SymInt ulysses, "
@@ -35,8 +35,8 @@ class AttentionOperator:
     Calling it with further tensors, the settings of the schema above up to the backend, and q, k and v returns the
     output ``(B, S, H, D)``, as :func:`fsdp_cp.attention.ulysses.with_all_tokens` asks for it.
 
-    Further tensors have no gradients. ``forward`` and ``backward`` are functions as :func:`ring_forward
-    <fsdp_cp.attention.ring.ring_forward>` and :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`. If
+    Further tensors have no gradients. ``forward`` and ``backward`` are functions as :func:`ring_attention
+    <fsdp_cp.attention.ring.ring_attention>` and :func:`ring_backward <fsdp_cp.attention.ring.ring_backward>`. If
     ``forward`` also returns a choice of keys, ``choice`` makes an empty one from ``q`` and the further tensors;
     backward gets the choice and the last of them instead.
     """
@@ -70,7 +70,8 @@ class AttentionOperator:
 
     def compute(self, q, k, v, further, scale, *settings) -> tuple[Tensor, ...]:
         """Compute the output, the log-sum-exp and, in sparse attention, the choice: the kernel of the operator."""
-        return self.forward(q, k, v, further, scale, *ring_and_kernel(q, k, further, *settings))
+        ring, kernel = ring_and_kernel(q, k, further, *settings)
+        return self.forward((q, k, v), further, scale, ring, kernel.forward)
 
     def compute_gradients(self, grad_out, q, k, v, out, lse, further, scale, *settings) -> tuple[Tensor, ...]:
         """Compute the gradients of q, k and v, the kernel of the backward operator."""
@@ -164,5 +165,5 @@ def _fake_backward(grad_out, q, k, v, *_settings):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-attend_in_ring = AttentionOperator("ring_attention", ring_forward, ring_backward)
+attend_in_ring = AttentionOperator("ring_attention", ring_attention, ring_backward)
 """Operator of :mod:`fsdp_cp.attention.ring`. Its further tensors are the key mask, or none."""

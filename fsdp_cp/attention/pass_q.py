@@ -22,13 +22,6 @@ from fsdp_cp.attention.ring import Attend, Merged, Ring, padded
 from fsdp_cp.runtime.torch_versions import all_gather_single, reduce_scatter_single
 
 
-def pass_q_forward(
-    q: Tensor, k: Tensor, v: Tensor, past: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`pass_q_attention` without tangents."""
-    return pass_q_attention((q, k, v), past, scale, ring, kernel.forward)
-
-
 def pass_q_attention(
     tensors: Sequence[Tensor], past: Sequence[Tensor], scale: float, ring: Ring, attend: Attend
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +81,7 @@ def pass_q_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, keys and values. ``past`` is constant.
 
-    ``out`` and ``lse`` come from :func:`pass_q_forward`. Sums over chunks and ranks are in fp32 (fp64 for fp64).
+    ``out`` and ``lse`` come from :func:`pass_q_attention`. Sums over chunks and ranks are in fp32 (fp64 for fp64).
     """
     chunk, key_chunk = ring.layout.chunk(ring.rank), ring.layout.key_chunk(ring.rank)
     sums = accumulation_dtype(q.dtype)
@@ -169,5 +162,5 @@ def _sum_returned(ring: Ring, x: Tensor) -> Tensor:
     return received
 
 
-attend_by_passing_queries = AttentionOperator("cached_attention", pass_q_forward, pass_q_backward)
-"""Operator of this module. Its further tensors are the ``past`` of :func:`pass_q_forward`, without gradients."""
+attend_by_passing_queries = AttentionOperator("cached_attention", pass_q_attention, pass_q_backward)
+"""Operator of this module. Its further tensors are the ``past`` of :func:`pass_q_attention`, without gradients."""

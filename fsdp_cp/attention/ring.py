@@ -25,7 +25,7 @@ from fsdp_cp.attention.layout import Chunk, Layout, Rectangle
 from fsdp_cp.attention.pieces import Choice
 from fsdp_cp.mesh import group_by_name
 
-Mask = Tensor | Choice | None
+Mask = Tensor | Choice
 """Keys that queries see, in addition to the mask of the layout."""
 Attend = Callable[..., tuple[Any, ...]]
 """Attention of one rectangle: ``forward`` of a :class:`Kernel`, or with tangents a function like
@@ -168,7 +168,7 @@ def _weight(lse: Tensor, other: Tensor) -> Tensor:
 
 
 def _rectangles(
-    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Mask
+    ring: Ring, chunk: int, tensors: Sequence[Any], mask: Mask | None
 ) -> Iterator[tuple[Rectangle, list[Any], Any]]:
     """Yield each rectangle of the rank's queries and ``chunk``, its part of the padded ``tensors`` and of the mask."""
     keys = ring.layout.key_chunk(chunk)
@@ -181,7 +181,7 @@ def _rectangles(
         yield rectangle, [None if x is None else x[:, columns] for x in taken], seen
 
 
-def _seen(ring: Ring, chunk: int, mask: Mask) -> Any:
+def _seen(ring: Ring, chunk: int, mask: Mask | None) -> Any:
     """Return the mask of a kernel call for the keys of ``chunk``; that of a sparse kernel is a ``Chosen``."""
     if isinstance(mask, Choice):
         return mask.among(chunk)
@@ -216,21 +216,21 @@ def _visited(tensors: tuple[Any, ...], ring: Ring, own_last: bool = False) -> Ge
 
 
 def ring_attention(
-    tensors: Sequence[Any], mask: Mask, scale: float, ring: Ring, attend: Attend
+    tensors: Sequence[Any], masks: Sequence[Mask], scale: float, ring: Ring, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's chunk of queries to all keys, in one turn of the ring.
 
     Args:
         tensors: q ``(B, S, H, D)``, k and v ``(B, S, Hk, D)``, and for the derivative their tangents; in a ring of one,
             ``None`` stands for a tangent of 0. Pads of all tensors are ignored and give 0.
-        mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks; or the rank's choice
-            of tiles.
+        masks: none, or one: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks; or
+            the rank's choice of tiles.
 
     Returns:
         Results of :func:`padded`.
     """
     q, k, v, *tangents = tensors
-    local = ring.layout.chunk(ring.rank)
+    local, mask = ring.layout.chunk(ring.rank), next(iter(masks), None)
     merged = Merged([None if x is None else local.take(x) for x in (q, *tangents[:1])])
     with closing(_visited((k, v, *tangents[1:]), ring)) as visited:
         for chunk, keys in visited:
@@ -250,20 +250,13 @@ def padded(chunk: Chunk, merged: Dual) -> tuple[Tensor, Tensor]:
     return out.contiguous(), chunk.put(merged.lse.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
-def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float, ring: Ring, kernel: Kernel
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`ring_attention` without tangents, with one of ``masks`` or none."""
-    return ring_attention((q, k, v), next(iter(masks), None), scale, ring, kernel.forward)
-
-
 def ring_backward(
     grad_out, q, k, v, out, lse, masks: Sequence[Mask], scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of the rank's queries, and of its keys and values summed over the queries of all ranks.
 
-    ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Chunks are summed
-    in fp32 (fp64 for fp64).
+    ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_attention`. Chunks are
+    summed in fp32 (fp64 for fp64).
     """
     layout, me, mask = ring.layout, ring.rank, next(iter(masks), None)
     local = layout.chunk(me)

@@ -34,7 +34,7 @@ from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype, attenti
 from fsdp_cp.attention.layout import Layout, make_layout
 from fsdp_cp.attention.operators import AttentionOperator, attend_in_ring
 from fsdp_cp.attention.pieces import Choice, TilePieces, counts, cut, pack_bits
-from fsdp_cp.attention.ring import Ring, make_ring, ring_attention, ring_backward, ring_forward
+from fsdp_cp.attention.ring import Attend, Ring, make_ring, ring_attention, ring_backward
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.measure.fake_world import device_type, real_tensors
 from fsdp_cp.mesh import ContextGroups, group_by_name
@@ -88,11 +88,10 @@ def attend_to_tiles(
         if gate is not None:
             rounded = [x.to(accumulation_dtype(q.dtype)) for x in (*means, *t_means)]
             alone = make_ring(_of_means(means), 0, "")
-            coarse.append(torch.cat(ring_attention(rounded, None, scale, alone, attention_dual)))
+            coarse.append(torch.cat(ring_attention(rounded, [], scale, alone, attention_dual)))
         ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-        choice = choose_tiles(means[0], means[1], sparse.kept, scale, ring)
         kernels = choose_sparse(backend, primals[0], sparse.tiles.width)
-        return ring_attention((*primals, *moved), choice, scale, ring, kernels.dual)
+        return _forward((*primals, *moved), [means[0], means[1], sparse.kept], scale, ring, kernels.dual)[:2]
 
     out = with_all_tokens((q, k, v), attend, groups, head_groups)
     if gate is None:
@@ -176,10 +175,10 @@ def _sliced(x: Tensor) -> tuple[list[Tensor], Tensor]:
 # --- the operator ---
 
 
-def _forward(q, k, v, further: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel):
+def _forward(qkv: Sequence[Tensor], further: Sequence[Tensor], scale: float, ring: Ring, attend: Attend):
     means_of_q, means_of_k, kept = further
     choice = choose_tiles(means_of_q, means_of_k, kept, scale, ring)
-    return *ring_forward(q, k, v, [choice], scale, ring, kernel), choice.bits
+    return *ring_attention(qkv, [choice], scale, ring, attend), choice.bits
 
 
 def _backward(grad_out, q, k, v, out, lse, further: Sequence[Tensor], scale: float, ring: Ring, kernel: Kernel):

@@ -34,9 +34,8 @@ class _Call:
     """An attention module that is being called."""
 
     name: str
-    module: nn.Module
     mesh: Mesh
-    sequences: tuple[str, ...] | None
+    sequences: tuple[str, ...]
     tokens: int | None
     keys: int | None
     reached: bool = False
@@ -81,9 +80,9 @@ def parallelize_attention(
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in whole):
             continue
         _replace_dispatch(name, module)
-        call = functools.partial(_Call, name, module, mesh, tuple(sequences) if sequences is not None else None)
-        module.register_forward_pre_hook(functools.partial(_begin, call), with_kwargs=True)
-        module.register_forward_hook(_end, always_call=True)
+        # A partial of a method, not a closure: a copy of the network then calls its own modules.
+        forward = functools.partial(_forward, module.forward, name, mesh, tuple(sequences or ()))
+        module.forward = functools.update_wrapper(forward, module.forward)
 
 
 def _replace_dispatch(name: str, module: nn.Module) -> None:
@@ -91,7 +90,7 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     namespace = sys.modules[type(module.processor).__module__]
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
-        raise _other_attention(name, module, "or name it in whole")
+        raise _other_attention(name, "or name it in whole")
     if getattr(original, "of_fsdp_cp", False):
         return
     names = tuple(inspect.signature(original).parameters)
@@ -113,27 +112,24 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     vars(namespace)["dispatch_attention_fn"] = dispatch
 
 
-def _begin(call: Callable[[int | None, int | None], _Call], module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _forward(inner: Callable, name: str, mesh: Mesh, sequences: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call ``inner``, the forward of an attention module, which must reach its processor's dispatch function."""
     passed = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
-    counts = [x.shape[1] if isinstance(x := passed.get(n), Tensor) else None for n in ("hidden_states", TEXT)]
-    while any(other.module is module for other in _calls):  # an interrupt ended an earlier call without `_end`
+    tokens, keys = (x.shape[1] if isinstance(x := passed.get(n), Tensor) else None for n in ("hidden_states", TEXT))
+    call = _Call(name, mesh, sequences, tokens, keys)
+    _calls.append(call)
+    try:
+        output = inner(*args, **kwargs)
+    finally:
         _calls.pop()
-    _calls.append(call(*counts))
+    if not call.reached:
+        raise _other_attention(name, "or each rank would attend to its own tokens alone")
+    return output
 
 
-def _end(module: nn.Module, _args: tuple, output: Any) -> None:
-    while _calls:
-        call = _calls.pop()
-        if call.module is module:
-            if output is not None and not call.reached:  # output is None if the module raised
-                raise _other_attention(call.name, module, "or each rank would attend to its own tokens alone")
-            return
-
-
-def _other_attention(name: str, module: nn.Module, advice: str) -> ValueError:
-    kind = type(module.processor).__name__
+def _other_attention(name: str, advice: str) -> ValueError:
     return ValueError(
-        f"the attention {name!r} ({kind}) does not use diffusers' dispatch_attention_fn; give it a processor that calls"
+        f"the attention {name!r} does not use diffusers' dispatch_attention_fn; give it a processor that calls"
         f" context_parallel_attention, {advice}"
     )
 
@@ -155,7 +151,7 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
         return cross_attention(q, k, v, key_mask=mask, scale=scale, mesh=mesh, total_keys=segments[0])
     if call.keys is not None and not text_is_split and groups.cp_size > 1:
         raise ValueError(f"{where} is joint with {TEXT}, of which each rank's copy would count; split {TEXT} too")
-    names = call.sequences or ()
+    names = call.sequences
     if not any(_joined_share(record, names) == q.shape[1] for record in records):
         names = ()  # a module may attend to only one of the joined sequences
     segments = segments_of(names or None, q.shape[1], groups, where, "sequences of parallelize_attention")
