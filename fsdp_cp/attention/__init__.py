@@ -102,13 +102,12 @@ def context_parallel_attention(
         segments = (text[0].shape[1], *segments)
         mesh = cast(Mesh, mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
-    check_options(q, scale, backend, sum(segments), key_mask, mask)
+    scale = check_options(q, scale, backend, sum(segments), key_mask, mask)
     if sparse is not None or gate is not None:
         masked = key_mask is not None or mask is not None
         gate = _checked_sparse(sparse, gate, q, k, segments, backend, groups, masked)
         assert sparse is not None and joint is None
-        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        return attend_to_tiles(q, k, v, gate, sparse, segments, factor, backend, groups, head_groups)
+        return attend_to_tiles(q, k, v, gate, sparse, segments, scale, backend, groups, head_groups)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if joint is None:
@@ -174,7 +173,7 @@ def cross_attention(
         refuse_split_keys(q.shape[1], keys)
     elif total_keys != keys:
         raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    check_options(q, scale, backend, keys, key_mask)
+    scale = check_options(q, scale, backend, keys, key_mask)
     if mesh is None or way == "keys":
         queries = q.shape[1]
         if mesh is not None:
@@ -218,7 +217,6 @@ def cross_way(queries: int, keys: int, groups: ContextGroups, *, head_dim: int, 
 
 
 def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups, pass_q=False):
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
     masks = [] if key_mask is None else [key_mask]
     operator = attend_by_passing_queries if pass_q else attend_in_ring
@@ -250,8 +248,11 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     return q, k, v
 
 
-def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any = None, mask: Any = None) -> None:
-    """Check options of attention to ``keys`` keys. A compiled graph checks ``backend`` when it runs."""
+def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any = None, mask: Any = None) -> float:
+    """Check options of attention to ``keys`` keys; return the scale.
+
+    A compiled graph checks ``backend`` when it runs.
+    """
     wanted = (torch.bool, q.device, (q.shape[0], keys))
     is_tensor = isinstance(key_mask, Tensor)
     if key_mask is not None and not (is_tensor and (key_mask.dtype, key_mask.device, key_mask.shape) == wanted):
@@ -264,6 +265,7 @@ def check_options(q: Tensor, scale: Any, backend: Any, keys: int, key_mask: Any 
     if not torch.compiler.is_compiling():
         masked = key_mask is not None
         choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _checked_sparse(

@@ -171,13 +171,12 @@ def _checked(
     q, k, v = check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
     check_split(q, k, segments, head_groups, groups)
-    check_options(q, scale, backend, sum(segments))
+    scale = check_options(q, scale, backend, sum(segments))
     if len(segments) > 1:
         raise UserError(f"total_tokens must be one number in attention to a cache, got {segments}")
     if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return (q, k, v), segments[0], (scale, *layout.as_numbers(), groups.ring_rank, groups.ring_group, backend)
 
 
