@@ -138,7 +138,7 @@ class Merged:
             assert other.t_out is not None and other.t_lse is not None
             t_o, t_s = t_out[:, rows], t_lse[:, :, rows]
             shift = w * (1 - w) * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
-            torch.lerp(t_o, other.t_out, w, out=t_o).add_(shift * (other.out - o))
+            torch.lerp(t_o, other.t_out.to(t_o.dtype), w, out=t_o).add_(shift * (other.out - o))
             torch.lerp(t_s, other.t_lse, w.squeeze(-1).transpose(1, 2), out=t_s)
         torch.lerp(o, other.out.to(o.dtype), w, out=o)
         torch.logaddexp(s, other.lse, out=s)
@@ -151,7 +151,8 @@ class Merged:
             tangents = (out.clone(), torch.zeros_like(lse)) if self.moves else (None, None)
             self.sum = Dual(out, lse, *tangents)
         elif self.sum.out.dtype != dtype:
-            self.sum = self.sum._replace(out=self.sum.out.to(dtype))
+            t_out = None if self.sum.t_out is None else self.sum.t_out.to(dtype)
+            self.sum = self.sum._replace(out=self.sum.out.to(dtype), t_out=t_out)
         return self.sum
 
     def result(self) -> Dual:

@@ -168,7 +168,7 @@ def test_cross_attention(pools, is_split):
         assert max(pools[3].run(_cross, masked, is_split)) < 1e-12
 
 
-def _split_cross(ring, ulysses, counts, head_groups=1, masked=False):
+def _split_cross(ring, ulysses, counts, head_groups=1, masked=False, dtype=torch.float64):
     """Return the ways that were taken, and the largest error of output, gradients and tangent."""
     mesh, ways, worst = context_mesh(ring * ulysses, ulysses, 4 * ulysses), set(), 0.0
     heads, shared = 4 * ulysses, 2 * ulysses
@@ -183,10 +183,10 @@ def _split_cross(ring, ulysses, counts, head_groups=1, masked=False):
 
         def ours(qkv, total_tokens=queries, total_keys=keys, mask=mask):
             out = cross_attention(
-                *(split_tokens(x, mesh) for x in qkv), mesh=mesh, total_tokens=total_tokens, total_keys=total_keys,
+                *(split_tokens(x.to(dtype), mesh) for x in qkv), mesh=mesh, total_tokens=total_tokens, total_keys=total_keys,
                 head_groups=head_groups, key_mask=mask,
             )  # fmt: skip
-            return gather_tokens(out, mesh, total_tokens)
+            return gather_tokens(out, mesh, total_tokens).double()
 
         def plain(qkv, mask=mask):
             return plain_attention(*qkv, Case(heads=heads, kv_heads=shared, head_dim=6), mask)
@@ -210,7 +210,7 @@ def _split_cross(ring, ulysses, counts, head_groups=1, masked=False):
 
 @pytest.mark.parametrize(("ring", "ulysses"), FACTORS)
 def test_attention_between_two_split_sequences(pools, ring, ulysses):
-    """Any number of tokens on both sides, also fewer than ranks, by the three ways."""
+    """Any number of tokens on both sides, also fewer than ranks, by the three ways; also in bf16."""
     world = ring * ulysses
     counts = [(13, 7), (5, 60), (60, 5), (17, 50), (1, 9 * world), (9 * world, 2), (3, 3), (1, 2)]
     found = pools[world].run(_split_cross, ring, ulysses, counts)
@@ -219,3 +219,5 @@ def test_attention_between_two_split_sequences(pools, ring, ulysses):
         assert found[0][0] >= {"keys", "queries"}
     masked = pools[world].run(_split_cross, ring, ulysses, [(5, 60), (60, 5)], 2, True)
     assert max(worst for _, worst in masked) < 1e-12
+    rounded = pools[world].run(_split_cross, ring, ulysses, [(5, 60)], 1, False, torch.bfloat16)
+    assert max(worst for _, worst in rounded) < 0.03
