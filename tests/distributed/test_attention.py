@@ -182,9 +182,10 @@ def _split_cross(ring, ulysses, counts, head_groups=1, masked=False, dtype=torch
         ways.add(cross_way(*sizes, mesh.context, head_dim=6, masked=masked))
 
         def ours(qkv, total_tokens=queries, total_keys=keys, mask=mask):
+            own = (split_tokens(x.to(dtype), mesh) for x in qkv)
             out = cross_attention(
-                *(split_tokens(x.to(dtype), mesh) for x in qkv), mesh=mesh, total_tokens=total_tokens, total_keys=total_keys,
-                head_groups=head_groups, key_mask=mask,
+                *own, mesh=mesh, total_tokens=total_tokens, total_keys=total_keys, head_groups=head_groups,
+                key_mask=mask,
             )  # fmt: skip
             return gather_tokens(out, mesh, total_tokens).double()
 
