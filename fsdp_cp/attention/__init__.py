@@ -225,7 +225,7 @@ def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGr
         if len(tensors) == 3:
             return operator(masks, settings, tensors)
         ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-        return operator.forward(tensors, masks, scale, ring, choose_dual(backend, tensors[0], groups))
+        return operator.forward(tensors, masks, scale, ring, choose_dual(backend, tensors[0]))
 
     return with_all_tokens((q, k, v), attend, groups, head_groups)
 

@@ -8,7 +8,6 @@ import torch
 from fsdp_cp.attention.kernels.choose import KERNELS, _explain, choose_dual, choose_kernel
 from fsdp_cp.attention.kernels.kernel import Reference, attention_dual
 from fsdp_cp.attention.kernels.self_check import self_check
-from fsdp_cp.mesh import ContextGroups
 
 CPU = torch.device("cpu")
 
@@ -29,12 +28,12 @@ def test_auto_takes_the_first_kernel_that_can_and_logs_it_once(caplog):
 
 
 def test_a_derivative_is_refused_by_every_kernel_that_has_none():
-    one_rank, q = ContextGroups("", 0, 1, "", 0, 1), torch.zeros(1, 1, 1, 8)
+    q = torch.zeros(1, 1, 1, 8)
     for name in KERNELS:
         if name != "reference":
             with pytest.raises(ValueError, match=name):
-                choose_dual(name, q, one_rank)
-    assert choose_dual("auto", q, one_rank) is choose_dual("reference", q, one_rank) is attention_dual
+                choose_dual(name, q)
+    assert choose_dual("auto", q) is choose_dual("reference", q) is attention_dual
 
 
 def test_unknown_names_and_dtypes_are_refused():

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Kernel, Reference
 from fsdp_cp.attention.kernels.self_check import LOGITS, check_sparse, hard_inputs, self_check
-from fsdp_cp.attention.kernels.sparse import SparseReference, sparse_dual
+from fsdp_cp.attention.kernels.sparse import PLAIN_SPARSE
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.pieces import Chosen, cut
 from fsdp_cp.attention.sparse import exact_scores
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 
 def _kernels(kind):
     if kind == "plain":
-        return SparseReference(), sparse_dual
+        return PLAIN_SPARSE
     from fsdp_cp.attention.kernels import triton_sparse
 
-    return triton_sparse.SparseTriton(), triton_sparse.sparse_dual
+    return triton_sparse.FUSED
 
 
 def _chosen(grid, tile, dense):
@@ -138,14 +138,14 @@ def test_self_checks_see_keys_that_are_rounded_before_the_product(head_dim):
         assert self_check(_RoundsKeys(kernel), CPU, torch.bfloat16, head_dim)
     for width in (1, 64):
         sizes = (CPU, torch.bfloat16, head_dim, width)
-        assert check_sparse(SparseReference(), sparse_dual, *sizes) is None
-        assert check_sparse(_RoundsKeys(SparseReference()), sparse_dual, *sizes)
+        assert check_sparse(PLAIN_SPARSE, *sizes) is None
+        assert check_sparse(PLAIN_SPARSE._replace(kernel=_RoundsKeys(PLAIN_SPARSE.kernel)), *sizes)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="make test-triton")
 def test_triton_kernels_pass_their_self_check():
     for head_dim, width, dtype in ((64, 64, torch.bfloat16), (128, 3, torch.float32)):
-        assert check_sparse(*_kernels("triton"), CPU, dtype, head_dim, width) is None
+        assert check_sparse(_kernels("triton"), CPU, dtype, head_dim, width) is None
 
 
 def test_scores_are_exact_for_any_part_of_the_rows():

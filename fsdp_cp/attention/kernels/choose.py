@@ -8,21 +8,20 @@ Two implementations compute attention with its derivative: one fused Triton kern
 import logging
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from fsdp_cp.attention.kernels.kernel import CpuFlash, Dual, Kernel, Reference, attention_dual
 from fsdp_cp.attention.kernels.self_check import check_dual, check_sparse, self_check
-from fsdp_cp.attention.kernels.sparse import SparseReference, sparse_dual
+from fsdp_cp.attention.kernels.sparse import PLAIN_SPARSE, SparseKernels
 from fsdp_cp.errors import UserError, first_line
 from fsdp_cp.launch import local_rank
 from fsdp_cp.measure.fake_world import device_type
-from fsdp_cp.mesh import ContextGroups, group_by_name
 
 log = logging.getLogger("fsdp_cp.attention")
 
@@ -120,11 +119,11 @@ def _check_on_all_ranks(
     _checked_kernels[key] = problem
 
 
-def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
+def choose_dual(backend: str, q: Tensor) -> AttendDual:
     """Return the implementation that computes attention with tangents for queries like ``q``.
 
-    On CUDA, ``auto`` selects the fused kernel if it passes a self-check on every rank of the ``cp`` axis. The check
-    runs once per device, dtype and head size. All ranks of the axis must call this function.
+    On CUDA, ``auto`` selects the fused kernel if it passes a self-check on this rank, once per device, dtype and head
+    size. Ranks may differ: their results merge alike, and no kernel communicates.
     """
     if backend not in ("auto", "reference"):
         raise ValueError(f"backend={backend!r} has no forward-mode derivative (JVP); use backend='auto' or 'reference'")
@@ -133,24 +132,13 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
         return attention_dual
     if isinstance(q, FakeTensor):
         return _fused_shapes
-    return _fused_on_all_ranks(q.device, q.dtype, q.shape[-1], groups) or attention_dual
-
-
-class SparseKernels(NamedTuple):
-    """Implementations of attention to chosen pieces: forward and backward, and the derivative."""
-
-    kernel: Kernel
-    dual: AttendDual
-
-
-PLAIN_SPARSE = SparseKernels(SparseReference(), sparse_dual)
+    return _fused("triton_dual", check_dual, q.device, q.dtype, q.shape[-1]) or attention_dual
 
 
 def choose_sparse(backend: str, q: Tensor, width: int) -> SparseKernels:
     """Return the kernels of attention to chosen pieces, of up to ``width`` tokens, for queries like ``q``.
 
-    On CUDA, ``auto`` selects the Triton kernels if they pass a self-check on this rank, once per device, dtype and
-    sizes. Ranks may differ: their results merge alike, and no kernel communicates.
+    ``auto`` selects the Triton kernels as :func:`choose_dual` does.
     """
     check_sparse_backend(backend)
     fits = q.dtype in (*FUSED_DTYPES, torch.float32) and max(q.shape[-1], width) <= FUSED_HEAD_DIM
@@ -158,24 +146,7 @@ def choose_sparse(backend: str, q: Tensor, width: int) -> SparseKernels:
         return PLAIN_SPARSE
     if isinstance(q, FakeTensor):
         return PLAIN_SPARSE._replace(dual=_fused_shapes)
-    return _checked_sparse(q.device, q.dtype, q.shape[-1], width)
-
-
-@lru_cache(maxsize=64)
-def _checked_sparse(device: torch.device, dtype: torch.dtype, head_dim: int, width: int) -> SparseKernels:
-    """Return the Triton kernels of sparse attention if they pass their check; else log why, and return plain torch."""
-    try:
-        from fsdp_cp.attention.kernels import triton_sparse
-
-        fused = SparseKernels(triton_sparse.SparseTriton(), triton_sparse.sparse_dual)
-        problem = check_sparse(*fused, device, dtype, head_dim, width)
-    except Exception as error:  # Triton is missing or too old, or its compiler fails
-        problem = f"{type(error).__name__}: {first_line(error)}"
-    if problem is None:
-        log.info("sparse attention: Triton kernels for %s, head size %d", dtype, head_dim)
-        return fused
-    log.warning("sparse attention: plain torch for %s, not the Triton kernels: %s", dtype, problem)
-    return PLAIN_SPARSE
+    return _fused("triton_sparse", check_sparse, q.device, q.dtype, q.shape[-1], width) or PLAIN_SPARSE
 
 
 def check_sparse_backend(backend: str) -> None:
@@ -185,32 +156,19 @@ def check_sparse_backend(backend: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _fused_on_all_ranks(
-    device: torch.device, dtype: torch.dtype, head_dim: int, groups: ContextGroups
-) -> AttendDual | None:
-    """Return the fused kernel if its self-check passes on all ranks of ``groups``; else log why and return None."""
-    fused, problem = _checked(device, dtype, head_dim)
-    agreed = torch.tensor(int(problem is None), device=device)
-    for group, size in ((groups.ulysses_group, groups.ulysses_size), (groups.ring_group, groups.ring_size)):
-        if size > 1:
-            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group_by_name(group))
-    if agreed.item():
-        log.info("attention with derivatives: the fused Triton kernel for %s, head size %d", dtype, head_dim)
-        return fused
-    reason = problem or "it failed on another rank"
-    log.warning("attention with derivatives: chunked torch for %s, not the fused Triton kernel: %s", dtype, reason)
-    return None
-
-
-def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[AttendDual | None, str | None]:
-    """Check the fused kernel. Return ``(kernel, None)`` or ``(None, reason)``."""
+def _fused(module: str, check: Callable[..., str | None], *sizes: Any) -> Any:
+    """Return ``FUSED`` of a module of Triton kernels if it passes its ``check``; else log why, and return ``None``."""
     try:
-        from fsdp_cp.attention.kernels import triton_dual
-
-        fused: AttendDual = triton_dual.attention_dual
-        return fused, check_dual(fused, device, dtype, head_dim)
-    except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
-        return None, f"{type(error).__name__}: {first_line(error)}"
+        fused = import_module(f"fsdp_cp.attention.kernels.{module}").FUSED
+        problem = check(fused, *sizes)
+    except Exception as error:  # Triton is missing or too old, or its compiler fails
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    what = ", ".join(map(str, sizes))
+    if problem is not None:
+        log.warning("attention: plain torch for %s, not the kernels of %s: %s", what, module, problem)
+        return None
+    log.info("attention: the kernels of %s for %s", module, what)
+    return fused
 
 
 def _fused_shapes(q: Tensor, *_: object) -> Dual:

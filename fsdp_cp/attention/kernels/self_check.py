@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, Reference, attention_dual
-from fsdp_cp.attention.kernels.sparse import SparseReference, sparse_dual
+from fsdp_cp.attention.kernels.sparse import PLAIN_SPARSE, SparseKernels
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.pieces import Chosen, cut
 from fsdp_cp.errors import first_line
@@ -65,7 +65,7 @@ def check_dual(fused: Callable[..., Dual], device: torch.device, dtype: torch.dt
 
 
 def check_sparse(
-    kernel: Kernel, dual: Callable[..., Dual], device: torch.device, dtype: torch.dtype, head_dim: int, width: int
+    kernels: SparseKernels, device: torch.device, dtype: torch.dtype, head_dim: int, width: int
 ) -> str | None:
     """Compare kernels of attention to chosen pieces, of up to ``width`` tokens, with plain torch, as in a ring."""
     video = Tiles((4, 5, width), (1, 2, max(1, width // 2)))
@@ -77,7 +77,7 @@ def check_sparse(
     sizes = (layout.chunk(0).size, layout.chunk(1).size, 2, 2, head_dim)
     tensors = [x.to(device, dtype) for x in hard_inputs(*sizes)]
     (q, k, v, grad, *_), scale = tensors, head_dim**-0.5
-    plain = SparseReference()
+    kernel, plain = kernels.kernel, PLAIN_SPARSE.kernel
     out, lse = plain.forward(q, k, v, chosen, scale)
     lse = (lse + 0.5).masked_fill(lse == -torch.inf, torch.inf)  # as if other ranks held further keys
 
@@ -86,8 +86,7 @@ def check_sparse(
         return *kernel.forward(q, k, v, chosen, scale), *backward
 
     problem = difference(_NAMES, results(kernel), results(plain))
-    plain_dual: Callable[..., Dual] = sparse_dual
-    computed, expected = (attend(*tensors, chosen, scale) for attend in (dual, plain_dual))
+    computed, expected = (attend(*tensors, chosen, scale) for attend in (kernels.dual, PLAIN_SPARSE.dual))
     return problem or difference(_DUAL_NAMES, computed, expected)
 
 

@@ -7,7 +7,8 @@ keys scaled in 16 bits before the product would be wrong by a factor that grows 
 Shapes: N batch times heads, P pieces, W tokens of a piece, D head size, g query pieces of a batch, c chosen pieces.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class SparseReference(Kernel):
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
         with torch.autocast(q.device.type, enabled=False):  # autocast acts inside operators too
             return _backward(grad_out, q, k, v, out, lse, mask, scale)
+
+
+class SparseKernels(NamedTuple):
+    """Implementations of attention to chosen pieces: forward and backward, and the derivative."""
+
+    kernel: Kernel
+    dual: Callable[..., Dual]
 
 
 def _by_piece(x: Tensor, pieces: Pieces) -> Tensor:
@@ -149,3 +157,6 @@ def _backward(g, q, k, v, out, lse, chosen: Chosen, scale: float) -> tuple[Tenso
     grads = zip((dq, dk, dv), (queries, keys, keys), dtypes, strict=True)
     dq, dk, dv = (_by_token(x, pieces, batch).to(dtype) for x, pieces, dtype in grads)
     return dq, dk, dv
+
+
+PLAIN_SPARSE = SparseKernels(SparseReference(), sparse_dual)

@@ -154,3 +154,6 @@ def attention_dual(
             CAST=INTERPRETED, **tiles,
         )  # fmt: skip
     return Dual(out, lse, t_out, t_lse)
+
+
+FUSED = attention_dual

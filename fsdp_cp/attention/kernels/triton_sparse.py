@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsdp_cp.attention.kernels.kernel import Dual, Kernel, contiguous_rows
+from fsdp_cp.attention.kernels.sparse import SparseKernels
 from fsdp_cp.attention.kernels.triton_dual import INTERPRETED
 from fsdp_cp.attention.pieces import Chosen, Pieces
 
@@ -296,3 +297,6 @@ class SparseTriton(Kernel):
                 q.shape[1], k.shape[1], heads, lists.shape[-1], scale, **constants,
             )  # fmt: skip
         return dq, dk, dv
+
+
+FUSED = SparseKernels(SparseTriton(), sparse_dual)
