@@ -81,7 +81,7 @@ def parallelize_attention(
             continue
         _replace_dispatch(name, module)
         # A partial of a method, not a closure: a copy of the network then calls its own modules.
-        forward = functools.partial(_forward, module.forward, name, mesh, tuple(sequences or ()))
+        forward = functools.partial(_forward, module.forward, name, module, mesh, tuple(sequences or ()))
         module.forward = functools.update_wrapper(forward, module.forward)
 
 
@@ -90,7 +90,7 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     namespace = sys.modules[type(module.processor).__module__]
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
-        raise _other_attention(name, "or name it in whole")
+        raise _other_attention(name, module, "or name it in whole")
     if getattr(original, "of_fsdp_cp", False):
         return
     names = tuple(inspect.signature(original).parameters)
@@ -112,7 +112,9 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
     vars(namespace)["dispatch_attention_fn"] = dispatch
 
 
-def _forward(inner: Callable, name: str, mesh: Mesh, sequences: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    inner: Callable, name: str, module: nn.Module, mesh: Mesh, sequences: tuple[str, ...], *args: Any, **kwargs: Any
+) -> Any:
     """Call ``inner``, the forward of an attention module, which must reach its processor's dispatch function."""
     passed = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
     tokens, keys = (x.shape[1] if isinstance(x := passed.get(n), Tensor) else None for n in ("hidden_states", TEXT))
@@ -123,13 +125,14 @@ def _forward(inner: Callable, name: str, mesh: Mesh, sequences: tuple[str, ...],
     finally:
         _calls.pop()
     if not call.reached:
-        raise _other_attention(name, "or each rank would attend to its own tokens alone")
+        raise _other_attention(name, module, "or each rank would attend to its own tokens alone")
     return output
 
 
-def _other_attention(name: str, advice: str) -> ValueError:
+def _other_attention(name: str, module: nn.Module, advice: str) -> ValueError:
+    kind = type(module.processor).__name__
     return ValueError(
-        f"the attention {name!r} does not use diffusers' dispatch_attention_fn; give it a processor that calls"
+        f"the attention {name!r} ({kind}) does not use diffusers' dispatch_attention_fn; give it a processor that calls"
         f" context_parallel_attention, {advice}"
     )
 
