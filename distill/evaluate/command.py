@@ -176,8 +176,7 @@ def evaluate(arguments: Namespace) -> None:
     with open_mesh(plan.config, first.plan, device) as mesh, held_directory(plan.out, "--out"):
         if python is not None:
             dimensions = on_first_rank(lambda: check_package(python, plan.dimensions))
-        begun = {"protocol": plan.protocol, "participants": plan.participants()}
-        on_first_rank(lambda: _begin(plan, begun))
+        on_first_rank(lambda: _begin(plan))
         options = {"seed": plan.config.seed, "device": device, "run_dir": plan.out, "captions": plan.captions}
         data = plan.config.data.build(**options)
         if plan.images and len(data) < len(plan.captions):
@@ -187,28 +186,26 @@ def evaluate(arguments: Namespace) -> None:
             release_memory(device)
         with progress(len(plan.prompts), "measuring", "prompt") as advance:
             found = Shares().run(range(len(plan.prompts)), lambda i: measure_prompt(plan, data, i, device), advance)
-        on_first_rank(lambda: _write(plan, data, found, begun))
+        on_first_rank(lambda: _write(plan, data, found))
         data.release()
     if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait
-        clips = {name: (plan.folder("clips", name).name, plan.clips_of(name)) for name in plan.networks}
-        options = {"entries": plan.suite, "python": python, "dimensions": dimensions, "device": device.type}
         with _written(plan):
-            run_suite(plan.out, clips, **options)
+            run_suite(plan, python=python, dimensions=dimensions, device=device.type)
 
 
-def _begin(plan: Plan, begun: Mapping[str, Any]) -> None:
+def _begin(plan: Plan) -> None:
     """Write the record of an evaluation that has begun, and the table of prompts from which its data are built."""
     columns = [*IMAGES.get(plan.protocol["image"], ["image"])]
     images = iter(plan.images or [None] * len(plan.captions))
     table = [dict(zip(columns, images, strict=False)) | {"caption": text} for text in plan.captions]
     with _written(plan):
         write_text(plan.out / PROMPTS, "".join(json.dumps(row) + "\n" for row in table))
-        write_text(plan.out / BEGUN, json.dumps(begun, indent=1) + "\n")
+        write_text(plan.out / BEGUN, json.dumps(plan.record, indent=1) + "\n")
 
 
-def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], begun: Mapping[str, Any]) -> None:
+def _write(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]]) -> None:
     """Write and print the results of ``found``, the measures of each prompt."""
-    result = _json(_result(plan, data, found, begun))
+    result = _json(_result(plan, data, found))
     compared = compare(result, plan.other) if plan.other else None
     lines = comparison_lines(compared, "--like") if compared else []
     shown = {"table": rows_of_table(result["results"]), "compared": lines, "few": FEW_PROMPTS}
@@ -231,15 +228,13 @@ def _json(value: Any) -> Any:
     return json.loads(json.dumps(finite(value)))
 
 
-def _result(
-    plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]], begun: Mapping[str, Any]
-) -> dict[str, Any]:
+def _result(plan: Plan, data: ClipDataset, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of ``evaluation.json``, but for the comparison with another one."""
     values = {name: _columns([prompt["values"][name] for prompt in found]) for name in plan.networks}
     seconds = {name: _medians(chain.from_iterable(prompt["times"][name] for prompt in found)) for name in plan.networks}
     return {
         "version": 1,
-        **begun,
+        **plan.record,
         "made": this_start(command_line(sys.argv[1:])),
         "prompts": plan.prompts,
         "captions": plan.captions,

@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,8 +75,8 @@ class Plan:
     """Dimensions of VBench to compute."""
     protocol: dict[str, Any]
     """Settings that two evaluations must share to be compared."""
-    other: dict[str, Any] | None
-    """Content of the evaluation that ``--like`` names."""
+    other: dict[str, Any]
+    """Content of the evaluation that ``--like`` names; empty without one."""
     embeddings: dict[str, Embedding]
     """Networks of measures, by their names."""
 
@@ -91,6 +92,11 @@ class Plan:
     def participants(self) -> dict[str, Any]:
         """Return the facts of the participants, which may differ between evaluations that are compared."""
         return {name: _facts(network) for name, network in self.networks.items()}
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """Record of the evaluation: its protocol and its participants."""
+        return {"protocol": self.protocol, "participants": self.participants()}
 
     def folder(self, kind: str, name: str) -> Path:
         number, words = list(self.networks).index(name), re.sub(r"[^A-Za-z0-9.-]+", "_", name)
@@ -113,7 +119,7 @@ class Plan:
 @paths_of_the_user()
 def plan_evaluation(arguments: Namespace) -> Plan:
     """Check the command line without starting anything."""
-    other = read_evaluation(user_path(arguments.like, "--like")) if arguments.like else None
+    other = read_evaluation(user_path(arguments.like, "--like")) if arguments.like else {}
     _check_options(arguments, other)
     suite = _suite_of(arguments, other)
     words, config = _participants_and_settings(arguments)
@@ -121,7 +127,7 @@ def plan_evaluation(arguments: Namespace) -> Plan:
     _use_prompts(config, out / PROMPTS)
     prompts = _prompts_of(arguments, suite, other, config.data.encoding().image)
     _check_captions(arguments, config, prompts.captions)
-    if other is not None:
+    if other:
         _repeat(arguments, config, other["protocol"])
     networks = _networks(words, config, arguments)
     measuring = read_networks(arguments.lpips, arguments.dino)
@@ -144,24 +150,23 @@ def plan_evaluation(arguments: Namespace) -> Plan:
 # ---------------------------------------------------------------- arguments
 
 
-def _check_options(arguments: Namespace, other: Mapping[str, Any] | None) -> None:
+def _check_options(arguments: Namespace, other: Mapping[str, Any]) -> None:
     """Refuse options that do not go together."""
-    has_own_prompts = other is not None and not other.get("images")
-    if arguments.prompts is None and other is None or arguments.prompts is not None and has_own_prompts:
+    has_own_prompts = bool(other) and not other.get("images")
+    if arguments.prompts is None and not other or arguments.prompts is not None and has_own_prompts:
         raise UserError("give --prompts FILE, or --like OTHER/evaluation.json, which has prompts of its own")
     if arguments.suite and other:
         raise UserError("give --suite or --like: --like takes the suite of the other evaluation")
-    has_suite = arguments.suite or (other is not None and other.get("suite"))
-    if not has_suite and (arguments.vbench_python or arguments.dimensions):
+    if not (arguments.suite or other.get("suite")) and (arguments.vbench_python or arguments.dimensions):
         raise UserError("--vbench-python and --dimensions are for the suite of VBench; give --suite vbench")
     if arguments.extended and not arguments.suite:
         raise UserError("--extended is for --suite vbench; give extended prompts as --prompts otherwise")
 
 
-def _suite_of(arguments: Namespace, other: Mapping[str, Any] | None) -> Suite | None:
+def _suite_of(arguments: Namespace, other: Mapping[str, Any]) -> Suite | None:
     if arguments.suite:
         return read_suite(user_path(arguments.prompts, "--prompts"))
-    return None if other is None else other.get("suite")
+    return other.get("suite")
 
 
 def _dimensions(suite: Suite, chosen: Sequence[str] | None) -> list[str]:
@@ -218,18 +223,16 @@ def _repeat(arguments: Namespace, config: Config, protocol: Mapping[str, Any]) -
 # ---------------------------------------------------------------- prompts
 
 
-def _prompts_of(
-    arguments: Namespace, suite: Suite | None, other: Mapping[str, Any] | None, image: str | None
-) -> Prompts:
+def _prompts_of(arguments: Namespace, suite: Suite | None, other: Mapping[str, Any], image: str | None) -> Prompts:
     if image and arguments.suite:
         raise UserError("--suite vbench has no images, and data.image needs them; give --prompts")
-    if other is None and suite is None:
+    if not (other or suite):
         check_number("--seeds", arguments.seeds, 1, _MOST_SEEDS)
-    seeds = arguments.seeds if other is None else other["protocol"]["seeds"]
+    seeds = other["protocol"]["seeds"] if other else arguments.seeds
     if image and arguments.prompts:  # with --like too: its images may lie elsewhere here
         prompts, *of_prompts = prompts_with_images(arguments.prompts, "--prompts", image)
         return Prompts(dict.fromkeys(prompts, seeds), *of_prompts)
-    if other is not None:
+    if other:
         return _repeated_prompts(arguments, suite, other, has_images=image is not None)
     if suite is not None:
         return _prompts_of_suite(arguments, suite)
@@ -398,7 +401,7 @@ def _continued(plan: Plan) -> Plan:
     if earlier is None:
         return plan
     changed = differing(earlier["protocol"], plan.protocol)
-    participants = json.loads(json.dumps(plan.participants()))
+    participants = json.loads(json.dumps(plan.record["participants"]))
     changed += [f"participant {name}" for name in differing(earlier["participants"], participants)]
     if changed:
         raise UserError(f"--out={plan.out} holds an evaluation with other {', '.join(changed)}; give another --out")

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from distill.evaluate.comparison import in_words, mean_over_prompts, table_lines
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.launch import outside_of_torchrun
+
+if TYPE_CHECKING:
+    from distill.evaluate.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -197,20 +200,13 @@ def _run(words: Sequence[str], what: str) -> None:
         raise UserError(f"{what} failed ({last}); its command: {shlex.join(words)}")
 
 
-def run_suite(
-    out: Path,
-    participants: Mapping[str, tuple[str, Mapping[tuple[str, int], Path]]],
-    *,
-    entries: Sequence[Mapping[str, Any]],
-    python: Path | None,
-    dimensions: Sequence[str],
-    device: str,
-) -> None:
-    """Score the clips of the participants, with their folders' names, and write ``OUT/vbench.json`` and ``.md``."""
+def run_suite(plan: "Plan", *, python: Path | None, dimensions: Sequence[str], device: str) -> None:
+    """Score the clips of the participants of ``plan``, and write ``OUT/vbench.json`` and ``.md``."""
+    out, found = plan.out, {}
     info = out / "vbench" / "VBench_full_info.json"
-    write_text(info, json.dumps(list(entries)))
-    found: dict[str, Any] = {}
-    for name, (folder, clips) in participants.items():
+    write_text(info, json.dumps(plan.suite))
+    for name in plan.networks:
+        folder, clips = plan.folder("clips", name).name, plan.clips_of(name)
         videos = link_clips(clips, out / "vbench" / folder, flickering=False)
         flickering = link_clips(clips, out / "vbench" / f"{folder}_flickering", flickering=True)
         scores = {
