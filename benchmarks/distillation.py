@@ -31,7 +31,7 @@ from distill.data.sets.encoded_set import EncodedSet
 from distill.data.shape_measures import MEASURES
 from distill.evaluate.evaluator import SAMPLE_SEED
 from distill.evaluate.networks import network_to_sample
-from distill.evaluate.sampling import generate, sample_captions
+from distill.evaluate.sampling import sample_captions
 from distill.methods import METHODS
 from distill.methods.common.schedules import euler_times
 from distill.report.media import contact_sheet
@@ -215,14 +215,10 @@ def clips_of(
     network = network_to_sample(config, role_name, folder, steps)
     channels, data_frames, *sizes = data.latent_shapes[VIDEO]
     with open_mesh(config, network.plan, device) as mesh:
-        latents = generate(
-            network.method(mesh=mesh, device=device, data=data),
+        latents = network.loaded(mesh=mesh, device=device, data=data).generate(
             role_name,
+            captions,
             steps=steps,
-            captions=captions,
-            data=data,
-            mesh=mesh,
-            device=device,
             seed=SAMPLE_SEED,
             batch=64,
             latent_shapes={VIDEO: (channels, frames or data_frames, *sizes)},

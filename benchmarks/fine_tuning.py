@@ -192,7 +192,7 @@ def field(config: Config, role: str, folder: Path, base: Mapping[str, torch.Tens
     null = condition.null
     found: dict[str, list[torch.Tensor]] = {"v": []} | ({"null": []} if base is None else {})
     with open_mesh(config, network.plan, device) as mesh, torch.no_grad():
-        student = network.method(mesh=mesh, device=device, data=data).roles[role]
+        student = network.loaded(mesh=mesh, device=device, data=data).method.roles[role]
         for at in TIMES:
             t = torch.full((len(clean),), at)
             x = Sample({VIDEO: (1 - at) * clean + at * noise})

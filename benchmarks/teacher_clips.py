@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.steps import open_trainer
 from distill.evaluate.evaluator import SAMPLE_SEED
-from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.sampling import decode, sample_captions
 from distill.evaluate.stored_clips import definition, stored_file
 from fsdp_cp.launch import process_group
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         config, data, steps = trainer.config, trainer.data, max(trainer.config.sample.teacher_steps)
         captions = sample_captions(data, config.sample.report_clips)
         options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
-        latents = generate(trainer.method, "teacher", **options, data=data, mesh=trainer.mesh, device=device, batch=32)
+        latents = trainer.evaluator.generate("teacher", captions, steps=steps, seed=SAMPLE_SEED, batch=32)
         file = stored_file(config, steps)
         made_with = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
         about = definition(config, data, **options) | {"made with": made_with}

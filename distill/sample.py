@@ -24,7 +24,7 @@ from distill.evaluate.networks import (
     read_prompts,
     settings_of_run,
 )
-from distill.evaluate.sampling import decode, generate, sample_captions, speed_in_words
+from distill.evaluate.sampling import decode, sample_captions, speed_in_words
 from distill.report.media import contact_sheet, write_clips
 from distill.run.open import open_device, open_mesh
 from fsdp_cp.choices import user_path
@@ -85,16 +85,12 @@ def sample(arguments: argparse.Namespace) -> None:
         unfinished = on_first_rank(lambda: stack.enter_context(atomic_folder(out, about)))
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)
-        method = network.method(mesh=mesh, device=device, data=data)
+        sampler = network.loaded(mesh=mesh, device=device, data=data)
         finished = [time.perf_counter()]
-        latents = generate(
-            method,
+        latents = sampler.generate(
             role,
+            captions,
             steps=steps,
-            captions=captions,
-            data=data,
-            mesh=mesh,
-            device=device,
             seed=seed,
             latent_shapes=shapes,
             chunk_done=lambda _: finished.append(time.perf_counter()),

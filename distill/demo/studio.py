@@ -16,7 +16,6 @@ import torch
 
 from distill.data.base import ClipDataset
 from distill.evaluate.networks import MOST_SEED, RoleName, SampledNetwork, check_number, checked_steps
-from distill.evaluate.sampling import generate
 from fsdp_cp.errors import UserError, counted, first_line
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import Mesh, mesh_of_shape
@@ -88,17 +87,13 @@ class Studio:
         folder: Path,
     ) -> None:
         """Load the ``networks``. ``folder``, of all ranks, is for temporary files. A collective."""
-        self.networks, self.data, self._device, self._folder = networks, data, device, folder
+        self.networks, self.data, self._folder = networks, data, folder
         # Networks with different numbers of heads may share clips in different ways.
         shapes = {role: network.plan.mesh for role, network in networks.items()}
-        self._meshes = {
-            role: mesh if shape == shapes["student"] else mesh_of_shape(shape, device_type=device.type)
-            for role, shape in shapes.items()
-        }
-        self._methods = {
-            role: network.method(mesh=self._meshes[role], device=device, data=data)
-            for role, network in networks.items()
-        }
+        self._samplers = {}
+        for role, shape in shapes.items():
+            own = mesh if shape == shapes["student"] else mesh_of_shape(shape, device_type=device.type)
+            self._samplers[role] = networks[role].loaded(mesh=own, device=device, data=data)
         self.encoding = networks["student"].config.data.encoding()
         self.ended: str | None = None
         """Reason for which there are no more clips."""
@@ -218,14 +213,10 @@ class Studio:
             self._reply(Made(role, latents[:1].to("cpu", torch.float32), start, time.perf_counter()))
             self._go_on()
 
-        generate(
-            self._methods[role],
+        self._samplers[role].generate(
             role,
+            [order.caption],
             steps=order.steps[role],
-            captions=[order.caption],
-            data=self.data,
-            mesh=self._meshes[role],
-            device=self._device,
             seed=order.seed,
             latent_shapes=network.shapes(order.frames, "length") if is_longer else None,
             chunk_done=chunk_done,

@@ -42,7 +42,7 @@ from distill.evaluate.evaluator import SHOWN_CLIPS
 from distill.evaluate.measures import prompt_measures
 from distill.evaluate.perceptual import embeddings
 from distill.evaluate.plan import BEGUN, PROMPTS, Plan, plan_evaluation
-from distill.evaluate.sampling import decoded, sample_batches
+from distill.evaluate.sampling import decoded
 from distill.evaluate.vbench import DIMENSIONS, SEEDS, check_package, run_suite
 from distill.report.media import write_clips
 from distill.report.page import evaluation_page
@@ -74,20 +74,20 @@ def sample_missing(plan: Plan, name: str, *, data: ClipDataset, mesh: Mesh, devi
     missing = len(plan.prompts) * len(finished) - sum(map(len, finished))
     if not missing:
         return
-    method = network.method(mesh=mesh, device=device, data=data)
-    options = {"steps": network.steps, "captions": plan.captions, "data": data, "mesh": mesh, "device": device}
-    if plan.images:  # the data's rows are the prompts, of which several may have one caption
-        options["clips"] = range(len(plan.captions))
+    sampler = network.loaded(mesh=mesh, device=device, data=data)
+    # The data's rows are the prompts, of which several may have one caption.
+    clips = range(len(plan.captions)) if plan.images else None
     with progress(missing, f"sampling {name}", "clip") as advance:
         for seed, finished_here in enumerate(finished):
             times = [time.perf_counter()]
-            batches = sample_batches(
-                method,
+            batches = sampler.batches(
                 network.role,
+                plan.captions,
+                steps=network.steps,
                 seed=seed,
+                clips=clips,
                 chunk_done=lambda _, times=times: times.append(time.perf_counter()),
                 finished=finished_here,
-                **options,
             )
             for positions, latents in batches:
                 seconds = {"seconds": (times[-1] - times[0]) / len(positions), "first": times[1] - times[0]}

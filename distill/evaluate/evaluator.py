@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from distill.config import Config
 from distill.data.base import ClipDataset, MeasuredDataset, buckets_of, sample_of
-from distill.evaluate.sampling import Clips, decode, generate, sample_captions, sampling_batch
+from distill.evaluate.sampling import Clips, ClipSampler, decode, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
-from distill.methods import Method
 from distill.methods.common.few_step import FewStepMethod
 from distill.report.media import contact_sheet, write_clips
 from distill.report.verdict import ReportRow
@@ -28,7 +26,6 @@ from distill.run.loggers import Shown
 from fsdp_cp.errors import NotFinite, UserError, counted, duration
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.launch import rank
-from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import first_rank_log
 from fsdp_cp.reduce import barrier, on_first_rank
 from models.condition import has_image
@@ -46,14 +43,10 @@ SHOWN_CLIPS = 8
 
 
 @dataclass(kw_only=True, eq=False)
-class Evaluator:
+class Evaluator(ClipSampler):
     """Samples of student and teacher during a run, and its report. All ranks call each method; rank 0 writes."""
 
     config: Config
-    mesh: Mesh
-    device: torch.device
-    data: ClipDataset
-    method: Method
     micro_batch_size: int
     teacher_clips: dict[int, Clips | None] = field(default_factory=dict)
     """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
@@ -84,18 +77,7 @@ class Evaluator:
 
     def latents(self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None) -> Sample:
         """Sample the latents of clips, with the images of the data's ``items`` if given."""
-        return generate(
-            self.method,
-            role,
-            steps=steps,
-            captions=captions,
-            data=self.data,
-            mesh=self.mesh,
-            device=self.device,
-            seed=SAMPLE_SEED,
-            batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-            clips=items,
-        )
+        return self.generate(role, captions, steps=steps, seed=SAMPLE_SEED, batch=self.batch, clips=items)
 
     def decoded(
         self, name: str, data: ClipDataset, latents: Sample, use: Callable[[ClipDataset, Sample], T | None] = decode

@@ -14,8 +14,8 @@ from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data.base import IMAGES, ClipDataset, ClipSettings
 from distill.data.videos.references import with_files
 from distill.data.videos.table import read_captions, read_images
-from distill.evaluate.sampling import TEACHER_STEPS, alone
-from distill.methods import METHODS, Method, build_method
+from distill.evaluate.sampling import TEACHER_STEPS, ClipSampler, alone
+from distill.methods import METHODS, build_method
 from distill.methods.common.few_step import FewStepSettings
 from distill.run.hub_names import resolve_hub_names
 from distill.run.setup import RunPlan, plan_run
@@ -49,10 +49,10 @@ class SampledNetwork:
     steps: int
     plan: RunPlan
 
-    def method(self, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Method:
-        """Load the network on ``mesh``; return the method that samples it. A collective."""
+    def loaded(self, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> ClipSampler:
+        """Load the network on ``mesh``, to make clips of ``data``. A collective."""
         roles = self.plan.build_roles(mesh=mesh, device=device, data=data, seed=self.config.seed)
-        return build_method(self.config.method, roles)
+        return ClipSampler(method=build_method(self.config.method, roles), mesh=mesh, device=device, data=data)
 
     def shapes(self, frames: int, setting: str) -> PartShapes:
         """Return the shapes of the latents of a clip of ``frames``, if a causal student can make it."""

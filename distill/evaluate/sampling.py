@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,69 +151,75 @@ def sampling_batch(roles: Iterable[Role], shapes: PartShapes, mesh: Mesh, device
     return max(1, min(32, int(least) // 32 // of_clip))
 
 
-def generate(method: Method, role: str, *, captions: list[str], steps: int, **options: Any) -> Sample:
-    """Return the latents of all ``captions`` by :func:`sample_batches`, with its ``options``; show the progress."""
-    made = []
-    with progress(len(captions), f"sampling {role}, {counted(steps, 'step')}", "clip") as advance:
-        for positions, latents in sample_batches(method, role, captions=captions, steps=steps, **options):
-            made.append(latents)
-            advance(len(positions))
-    return Sample.cat(made)
+@dataclass(kw_only=True, eq=False)
+class ClipSampler:
+    """Networks of a method on a mesh, and the data whose clips they make."""
 
+    method: Method
+    data: ClipDataset
+    mesh: Mesh
+    device: torch.device
 
-@torch.no_grad()
-def sample_batches(
-    method: Method,
-    role: str,
-    *,
-    steps: int,
-    captions: list[str],
-    data: ClipDataset,
-    mesh: Mesh,
-    device: torch.device,
-    seed: int,
-    batch: int | None = None,
-    clips: Sequence[int] | None = None,
-    latent_shapes: PartShapes | None = None,
-    chunk_done: Callable[[Sample], object] | None = None,
-    finished: Collection[int] = (),
-) -> Iterator[tuple[range, Sample]]:
-    """Sample a clip of each caption; yield positions in ``captions`` and their latents, on the CPU of every rank.
+    def generate(self, role: str, captions: list[str], *, steps: int, **options: Any) -> Sample:
+        """Return the latents of all ``captions`` by :meth:`batches`, with its ``options``; show the progress."""
+        made = []
+        with progress(len(captions), f"sampling {role}, {counted(steps, 'step')}", "clip") as advance:
+            for positions, latents in self.batches(role, captions, steps=steps, **options):
+                made.append(latents)
+                advance(len(positions))
+        return Sample.cat(made)
 
-    A collective. A causal role makes its chunks one after another. Finished chunks wait in host memory.
+    @torch.no_grad()
+    def batches(
+        self,
+        role: str,
+        captions: list[str],
+        *,
+        steps: int,
+        seed: int,
+        batch: int | None = None,
+        clips: Sequence[int] | None = None,
+        latent_shapes: PartShapes | None = None,
+        chunk_done: Callable[[Sample], object] | None = None,
+        finished: Collection[int] = (),
+    ) -> Iterator[tuple[range, Sample]]:
+        """Sample a clip of each caption; yield positions in ``captions`` and their latents, on the CPU of every rank.
 
-    Args:
-        seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
-        batch: number of clips per forward on a rank; by default what fits (:func:`sampling_batch`).
-        clips: items of ``data`` that give the images, one per caption; see ``ClipDataset.condition``.
-        latent_shapes: shapes of a clip's parts; those of ``data`` by default. A causal role can make longer clips.
-        chunk_done: called on all ranks with each finished chunk, or clip of a bidirectional role, of all captions of a
-            batch. What it raises on all of them ends the sampling.
-        finished: positions that are not needed. A batch of them alone is left out; the other batches do not change.
-    """
-    clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
-    shapes = {part: shapes[part] for part in clock}
-    if batch is None:
-        most = sampling_batch(method.roles.values(), data.latent_shapes, mesh, device)
-        batch = min(most, -(-len(captions) // mesh.dp_size))
-    # Every rank must run the same number of forwards: fill the last positions by repeating captions.
-    chunk = batch * mesh.dp_size
-    with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
-        for start in range(0, len(captions), chunk):
-            wanted = range(start, min(start + chunk, len(captions)))
-            if set(wanted) <= set(finished):
-                continue
-            filled = [i % len(captions) for i in range(start, start + chunk)]
-            items = None if clips is None else [clips[i] for i in filled]
-            # Of all ranks' clips: a caption that is refused raises on every rank. Not of all batches: they take much.
-            condition = data.condition([captions[i] for i in filled], items)
-            first = start + mesh.dp_rank * batch
-            random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=device)
-            noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
-            chunks = []
-            mine = noised(condition[first - start : first - start + batch].to(device), random)
-            for latents in method.stream(role, noise, mine, steps, random):
-                chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
-                if chunk_done is not None:
-                    chunk_done(chunks[-1])
-            yield wanted, Sample.cat(chunks, dim=2)[: len(wanted)]
+        A collective. A causal role makes its chunks one after another. Finished chunks wait in host memory.
+
+        Args:
+            seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
+            batch: number of clips per forward on a rank; by default what fits (:func:`sampling_batch`).
+            clips: items of the data that give the images, one per caption; see ``ClipDataset.condition``.
+            latent_shapes: shapes of a clip's parts; those of the data by default. A causal role can make longer clips.
+            chunk_done: called on all ranks with each finished chunk, or clip of a bidirectional role, of all captions
+                of a batch. What it raises on all of them ends the sampling.
+            finished: positions that are not needed. A batch of them alone is left out; the other batches do not change.
+        """
+        method, data, mesh = self.method, self.data, self.mesh
+        clock, shapes = method.clock(role), data.latent_shapes if latent_shapes is None else latent_shapes
+        shapes = {part: shapes[part] for part in clock}
+        if batch is None:
+            batch = sampling_batch(method.roles.values(), data.latent_shapes, mesh, self.device)
+        batch = min(batch, -(-len(captions) // mesh.dp_size))
+        # Every rank must run the same number of forwards: fill the last positions by repeating captions.
+        chunk = batch * mesh.dp_size
+        with phase(f"sample/{role}"), resharded([r.network for r in method.roles.values()]):
+            for start in range(0, len(captions), chunk):
+                wanted = range(start, min(start + chunk, len(captions)))
+                if set(wanted) <= set(finished):
+                    continue
+                filled = [i % len(captions) for i in range(start, start + chunk)]
+                items = None if clips is None else [clips[i] for i in filled]
+                # Of all ranks' clips: a caption that is refused raises on every rank. All batches would take much.
+                condition = data.condition([captions[i] for i in filled], items)
+                first = start + mesh.dp_rank * batch
+                random = StepRandom(seed=seed, step=0, positions=range(first, first + batch), device=self.device)
+                noise = chunk_noise(method.roles[role], random, "sample/noise", shapes, clock)
+                chunks = []
+                mine = noised(condition[first - start : first - start + batch].to(self.device), random)
+                for latents in method.stream(role, noise, mine, steps, random):
+                    chunks.append(latents.map(lambda part: gather_samples(part, mesh.dp).cpu()))
+                    if chunk_done is not None:
+                        chunk_done(chunks[-1])
+                yield wanted, Sample.cat(chunks, dim=2)[: len(wanted)]

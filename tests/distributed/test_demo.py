@@ -10,7 +10,7 @@ import torch
 
 from distill.demo.studio import Made, Order, Studio
 from distill.evaluate.networks import chosen_network, settings_of_run
-from distill.evaluate.sampling import StreamDecoder, decoded, generate
+from distill.evaluate.sampling import StreamDecoder, decoded
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import mesh_of_shape
@@ -65,9 +65,9 @@ def _served(run: Path, folder: Path) -> dict:
     studio.serve()
     if rank() == 0:
         customer.join()
-    how = {"steps": 2, "captions": [ORDER.caption], "data": data, "mesh": mesh, "device": CPU, "seed": 3}
-    method = network.method(mesh=mesh, device=CPU, data=data)
-    got["truth"] = generate(method, "student", **how, latent_shapes=network.shapes(8, "length"))
+    sampler = network.loaded(mesh=mesh, device=CPU, data=data)
+    shapes = network.shapes(8, "length")
+    got["truth"] = sampler.generate("student", [ORDER.caption], steps=2, seed=3, latent_shapes=shapes)
     got["decoded"] = decoded(data, got["truth"]).frames
     stream = StreamDecoder(data)
     got["streamed"] = [stream.decode(chunk).frames for chunk in got.get("whole", [])]

@@ -11,7 +11,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import (
     MiniMaxH3Ref2VACoreDenoiseStep,
 )
 
-from distill.evaluate.sampling import generate
+from distill.evaluate.sampling import ClipSampler
 from distill.methods import build_method
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.context.check_parallel import relative_error
@@ -77,10 +77,9 @@ def _ours(family, folder, condition, dp_shard, cp):
         trainable=False, shapes=SHAPES[family], condition_shapes=shapes,
     )  # fmt: skip
     settings = Dmd2Settings(step_list=TIMES[family], student_sampler="ode", guidance_scale=1.0)
-    return generate(
-        build_method(settings, {"student": role}), "student", steps=4, captions=CLIPS, mesh=mesh, seed=SEED, batch=1,
-        data=_Captions(family, condition), device=torch.device("cpu"),
-    ).parts  # fmt: skip
+    method, data = build_method(settings, {"student": role}), _Captions(family, condition)
+    sampler = ClipSampler(method=method, data=data, mesh=mesh, device=torch.device("cpu"))
+    return sampler.generate("student", CLIPS, steps=4, seed=SEED, batch=1).parts
 
 
 def _start(family):

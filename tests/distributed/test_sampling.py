@@ -12,7 +12,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from distill.data.base import to_bytes
-from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.sampling import ClipSampler, decode, sample_captions
 from distill.methods.common.schedules import euler_times
 from distill.methods.dcm import DcmSettings
 from distill.methods.flow_matching import FlowMatchingSettings
@@ -57,14 +57,12 @@ class _FirstFrames(_Captions):
 
 def _clips(setup, folder, role, steps, batch, latent_shape=None):
     trainer = make_trainer(setup, folder, make_config(setup, folder))
-    return generate(
-        trainer.method,
+    data = _FirstFrames() if "first_frame" in setup.condition_shapes else _Captions()
+    sampler = ClipSampler(method=trainer.method, data=data, mesh=trainer.mesh, device=torch.device("cpu"))
+    return sampler.generate(
         role,
+        CAPTIONS,
         steps=steps,
-        captions=CAPTIONS,
-        data=_FirstFrames() if "first_frame" in setup.condition_shapes else _Captions(),
-        mesh=trainer.mesh,
-        device=torch.device("cpu"),
         seed=5,
         batch=batch,
         latent_shapes=None if latent_shape is None else {"video": latent_shape},

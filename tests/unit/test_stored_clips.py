@@ -10,7 +10,7 @@ import torch
 from benchmarks.steps import open_trainer
 from distill.config import compose_config
 from distill.evaluate.evaluator import SAMPLE_SEED
-from distill.evaluate.sampling import decode, generate, sample_captions, sampling_batch
+from distill.evaluate.sampling import decode, sample_captions, sampling_batch
 from distill.evaluate.stored_clips import read_clips
 from fsdp_cp.launch import process_group
 from tests.tiers import parametrize, slow
@@ -33,8 +33,8 @@ def test_stored_clips_are_what_the_teacher_makes():
     with process_group(CPU):
         trainer = open_trainer(["experiment=quickstart", "mesh.cp=1"], CPU)
         assert sampling_batch(trainer.method.roles.values(), trainer.data.latent_shapes, trainer.mesh, CPU) > 1
-        how = {"steps": 50, "captions": sample_captions(trainer.data, CLIPS), "seed": SAMPLE_SEED, "batch": CLIPS}
-        latents = generate(trainer.method, "teacher", **how, data=trainer.data, mesh=trainer.mesh, device=CPU)
+        captions = sample_captions(trainer.data, CLIPS)
+        latents = trainer.evaluator.generate("teacher", captions, steps=50, seed=SAMPLE_SEED, batch=CLIPS)
         made = decode(trainer.data, latents).frames.astype(int)
     assert np.abs(stored() - made).max() <= 1, "rounded to 256 levels"
     assert len(stored(first=compose_config([]).sample.report_clips)) == 256, "as many as the report wants"
