@@ -25,12 +25,12 @@ IMAGES[REFERENCES] = {COLUMN: 0}
 """Columns of a table that name images, by value of ``data.image``, and the frames of a clip that these are."""
 
 
-def placed_image(text: str, image: str | None, change: Callable[[Path], Path] = Path) -> str:
+def placed_image(text: str, image: str | None, change: Callable[[Path], Path] = Path, folder: Path = Path()) -> str:
     """Return an image's file, or references by their column, for a value of ``data.image``: as absolute paths, of which
-    ``change`` makes others."""
+    ``change`` makes others. Relative paths are from ``folder``."""
 
     def placed(file: str) -> str:
-        return str(change(Path(file).expanduser().absolute()))
+        return str(change((folder / Path(file).expanduser()).absolute()))
 
     if image != REFERENCES:
         return placed(text)

@@ -1,7 +1,6 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +10,7 @@ from distill.config import Config, load_config
 from distill.config.checks import check
 from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
 from distill.config.trained_method import sampling_in_words, trained_method
-from distill.data.base import IMAGES, ClipDataset, ClipSettings
-from distill.data.videos.references import with_files
+from distill.data.base import IMAGES, ClipDataset, ClipSettings, placed_image
 from distill.data.videos.table import read_captions, read_images
 from distill.evaluate.sampling import TEACHER_STEPS, ClipSampler, alone
 from distill.methods import METHODS, build_method
@@ -25,7 +23,6 @@ from fsdp_cp.launch import world_size
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import first_rank_log
 from models.additions.base import named_additions
-from models.condition import REFERENCES
 from models.files.checkpoint_files import ADDITIONS_FILE
 from models.lora.contract import read_contract
 from models.lora.saved import find_adapters
@@ -210,7 +207,5 @@ def prompts_with_images(text: str, setting: str, image: str) -> tuple[list[str],
     if len(set(prompts)) < len(prompts):
         repeated = len(prompts) - len(set(prompts))
         raise UserError(f"{setting} {path}: {repeated} prompts are there twice, with the same images; make them differ")
-    parent = path.absolute().parent
-    place = partial(with_files, change=lambda file: str(parent / file)) if image == REFERENCES else parent.__truediv__
-    images = [str(place(file)) for files, _ in found for file in files]
+    images = [placed_image(file, image, folder=path.parent) for files, _ in found for file in files]
     return prompts, [caption for _, caption in found], images
