@@ -65,7 +65,7 @@ def check_kept(config: Config) -> None:
     if between % looks:
         raise UserError(
             f"guard.every={looks} must divide the student's {between} updates in checkpoint.every={chosen.every} steps;"
-            f" use {_divisors(between, looks)}"
+            f" use {divisors(between, looks)}"
         )
 
 
@@ -93,16 +93,17 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
     local, draws = config.batch_size // dp_size, config.expert_draws
     if local % draws:
         value = f"batch_size / data-parallel ranks = {config.batch_size} / {dp_size} = {local}"
-        raise UserError(f"expert_draws={draws} must divide {value}; use {_divisors(local, draws)}")
+        raise UserError(f"expert_draws={draws} must divide {value}; use {divisors(local, draws)}")
     drawn = local // draws
     micro = config.micro_batch_size if config.micro_batch_size is not None else drawn
     if drawn % micro:
         by, numbers = (" / expert_draws", f" / {draws}") if draws > 1 else ("", "")
         value = f"batch_size / data-parallel ranks{by} = {config.batch_size} / {dp_size}{numbers} = {drawn}"
-        raise UserError(f"micro_batch_size={micro} must divide {value}; use {_divisors(drawn, micro)}")
+        raise UserError(f"micro_batch_size={micro} must divide {value}; use {divisors(drawn, micro)}")
     return micro
 
 
-def _divisors(number: int, near: int) -> str:
+def divisors(number: int, near: int) -> str:
+    """Return the divisors of ``number`` that are nearest to ``near``, as text."""
     fitting = sorted((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))[:8]
     return ", ".join(map(str, sorted(fitting)))

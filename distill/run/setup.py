@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distill.config import Config
-from distill.config.checks import micro_batch_size
+from distill.config.checks import divisors, micro_batch_size
 from distill.config.errors import group_files
 from distill.config.schema import RoleSettings
 from distill.config.trained_method import few_steps_in_words
@@ -297,8 +297,8 @@ def _base_of_adapters(config: Config, name: str, fits: bool) -> RoleSettings:
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
     """Check ``attention.*`` against the ``heads`` of a rank, and kernels against head sizes if ``device`` is here."""
     if heads % config.attention.head_groups:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         asked = config.attention.head_groups
+        fitting = divisors(heads, asked)
         raise UserError(f"attention.head_groups={asked} must divide the {heads} heads of a rank; use {fitting}")
     try:
         check_backend(config.attention.backend)
