@@ -22,6 +22,7 @@ from distill.evaluate.networks import (
     check_number,
     chosen_network,
     read_prompts,
+    run_command,
     settings_of_run,
 )
 from distill.evaluate.sampling import decode, sample_captions, speed_in_words
@@ -31,8 +32,7 @@ from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted, paths_of_the_user
 from fsdp_cp.files.atomic_file import writing
 from fsdp_cp.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
-from fsdp_cp.launch import end_process, exit_code, recorded
-from fsdp_cp.progress import log_to_console
+from fsdp_cp.launch import end_process, recorded
 from fsdp_cp.reduce import on_first_rank
 from models.sample import VIDEO
 
@@ -129,12 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--sampling", choices=("student", "run"), default="student", help=own)
     add("--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default")
     add("--seed", type=int, default=0, help="of the noise")
-    add("--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU")
-    add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")
     add("--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default")
-    args = parser.parse_args(argv)
-    log_to_console()
-    return exit_code(lambda: sample(args))
+    return run_command(parser, argv, sample)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ from tempfile import TemporaryDirectory
 
 from distill.demo.page import Page, import_gradio
 from distill.demo.studio import Studio
-from distill.evaluate.networks import RoleName, check_number, chosen_network, settings_of_run
+from distill.evaluate.networks import RoleName, check_number, chosen_network, run_command, settings_of_run
 from distill.run.open import open_device, open_mesh
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.files.atomic_folder import description
-from fsdp_cp.launch import exit_code, rank, recorded
-from fsdp_cp.progress import log_to_console
+from fsdp_cp.launch import rank, recorded
 from fsdp_cp.reduce import on_first_rank
 
 log = logging.getLogger(__name__)
@@ -80,10 +79,6 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("folder", metavar="RUN|EXPORT", help="a run's folder, or an export of its student")
     add("--teacher", action="store_true", help="sample the teacher of the run too, from the same noise")
-    add("--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU")
-    add("--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs")
     add("--host", default="127.0.0.1", help="address to serve; 0.0.0.0 shows the page to the whole network")
     add("--port", type=int, default=7860)
-    args = parser.parse_args(argv)
-    log_to_console()
-    return exit_code(lambda: demo(args))
+    return run_command(parser, argv, demo)

@@ -40,6 +40,7 @@ from distill.evaluate.comparison import (
 )
 from distill.evaluate.evaluator import SHOWN_CLIPS
 from distill.evaluate.measures import prompt_measures
+from distill.evaluate.networks import run_command
 from distill.evaluate.perceptual import embeddings
 from distill.evaluate.plan import BEGUN, PROMPTS, Plan, plan_evaluation
 from distill.evaluate.sampling import decoded
@@ -54,9 +55,9 @@ from fsdp_cp.checkpoint.lock import held_directory
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import atomic_path, write_text, writing
-from fsdp_cp.launch import exit_code, rank, recorded, world_size
+from fsdp_cp.launch import rank, recorded, world_size
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import first_rank_log, log_to_console, progress
+from fsdp_cp.progress import first_rank_log, progress
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.sample import Sample
 
@@ -296,8 +297,4 @@ def main(argv: list[str] | None = None) -> int:
     add("--lpips", metavar="DIR", help="weights of LPIPS, to measure with it; see docs/evaluating.md")
     add("--dino", metavar="DIR", help="a DINO model as transformers store it, to measure with it")
     add("--precision", choices=("fp32", "bf16"), help="precision of all networks; by default as in their runs")
-    add("--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU")
-    add("--device", choices=("auto", "cpu", "cuda"), help="device; the first run's by default, auto for one on GPUs")
-    arguments = parser.parse_args(argv)
-    log_to_console()
-    return exit_code(lambda: evaluate(arguments))
+    return run_command(parser, argv, evaluate)

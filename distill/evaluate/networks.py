@@ -1,5 +1,7 @@
 """Networks to sample: exported students and teachers, with the settings that sample them."""
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,9 +21,9 @@ from distill.run.hub_names import resolve_hub_names
 from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import world_size
+from fsdp_cp.launch import exit_code, world_size
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import first_rank_log
+from fsdp_cp.progress import first_rank_log, log_to_console
 from models.additions.base import named_additions
 from models.files.checkpoint_files import ADDITIONS_FILE
 from models.lora.contract import read_contract
@@ -95,6 +97,20 @@ def network_to_sample(config: Config, role: RoleName, folder: Path, steps: int) 
         lacking = f"{folder} has no {ADDITIONS_FILE} with {', '.join(planned.additions)}"
         raise UserError(f"{lacking}, so method={name} did not train it as {role}; give a folder that has them")
     return SampledNetwork(role=role, config=config, folder=folder, steps=steps, plan=plan)
+
+
+def run_command(parser: ArgumentParser, argv: list[str] | None, work: Callable[[Namespace], None]) -> int:
+    """Run ``work`` on the arguments of a command that samples networks, with ``--cp`` and ``--device``. Return the exit
+    code."""
+    parser.add_argument(
+        "--cp", type=int, default=1, help="ranks that share a clip's tokens, for clips too large for one GPU"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs"
+    )
+    arguments = parser.parse_args(argv)
+    log_to_console()
+    return exit_code(lambda: work(arguments))
 
 
 @paths_of_the_user()

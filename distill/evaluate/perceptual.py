@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from distill.report.media import pick_frames
 from fsdp_cp.choices import user_path
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, first_line
 from models.files.checkpoint_files import fingerprint_of
 
 Embedding = Callable[[Tensor], Tensor]
@@ -89,8 +89,7 @@ def _dino(folder: Path) -> Embedding:
         safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         model = AutoModel.from_pretrained(folder, **safe).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--dino {folder} cannot be loaded ({reason}); see docs/evaluating.md") from error
+        raise UserError(f"--dino {folder} cannot be loaded ({first_line(error)}); see docs/evaluating.md") from error
 
     def embed(frames: Tensor) -> Tensor:
         small = F.interpolate(frames, size=(_DINO_SIZE, _DINO_SIZE), mode="bicubic", antialias=True)
