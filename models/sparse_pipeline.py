@@ -26,7 +26,8 @@ def use_sparse_attention(transformer: nn.Module, folder: str | Path, **settings:
     together afterwards.
 
     Args:
-        transformer: a network of Wan or MiniMax-H3 that diffusers loaded.
+        transformer: a network of Wan, LTX-2 or MiniMax-H3 that diffusers loaded. LTX-2's pipeline then takes no
+            spatio-temporal guidance (``stg_scale=0``, ``audio_stg_scale=0``).
         folder: the folder of the weights, with ``sparse.json`` or next to ``fastvideo_inference.json``.
         settings: those of ``ROLE.sparse_attention``, for a folder without these files: ``sparsity=0.8``.
 

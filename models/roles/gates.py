@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.tiles import sparse_tiles
 from models.families.base import Family, GateLayer, NetworkConfig, Shapes
@@ -89,7 +89,7 @@ def plan_sparse(
     where = f"{role}.sparse_attention."
     if not settings.enabled:
         if settings != SparseSettings():
-            raise UserError(f"{where}sparsity is not set, so the other {where}* have no effect; set it, as to 0.9")
+            _refuse_unused(settings, where)
         for folder in folders:
             checkpoint = f"{role}.checkpoint={folder}"
             saved = read_sparse(folder, checkpoint) or read_sparse_contract(folder.parent, checkpoint)
@@ -104,6 +104,14 @@ def plan_sparse(
     if missing := [layer for layer in settings.dense_layers if layer >= len(layers)]:
         raise UserError(f"{where}dense_layers has {missing[0]}, but the {role} has blocks 0 to {len(layers) - 1}")
     return SparsePlan(settings, ()).for_network(family, config)
+
+
+def _refuse_unused(settings: SparseSettings, where: str) -> None:
+    """Refuse settings other than the defaults without a sparsity, with the words that make the role dense."""
+    set_there, defaults = asdict(settings), asdict(SparseSettings())
+    words = [f"{where}{name}={shown(value)}" for name, value in defaults.items() if set_there[name] != value]
+    advice = f"set it, as to 0.9, or for a dense role give {' '.join(words)}"
+    raise UserError(f"{where}sparsity is null, so the other {where}* have no effect; {advice}")
 
 
 def saved_gates(role: str, folder: TransformerFolder, plan: SparsePlan | None) -> dict[str, tuple[int, ...]]:
