@@ -39,11 +39,16 @@ class WordTable:
     def __init__(self, folder: str | Path) -> None:
         path = table_file(folder)
         try:
-            self.words, self.vectors = _read(path)
-        except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+            with safe_open(str(path), framework="pt") as file:
+                self.words = json.loads((file.metadata() or {})["vocabulary"])
+                # Not mapped: a file that shrinks would end the process.
+                self.vectors = file.get_tensor("vectors").float().clone()
+            self._row = {word: i for i, word in enumerate(self.words)}
+            if self.words[:1] != [PAD] or len(self._row) != len(self.vectors):
+                raise ValueError(f"its words must begin with {PAD!r} and name the rows of its vectors")
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             reason = f"data.encoders: {path} is not a word table ({error})"
             raise UserError(f"{reason}; use assets/quickstart_teacher") from error
-        self._row = {word: i for i, word in enumerate(self.words)}
 
     def embed(self, captions: list[str], length: int, name: str = "caption") -> Tensor:
         """Return fp32 (len(captions), length, D); short captions are padded, the empty one is all pad words."""
@@ -57,18 +62,6 @@ class WordTable:
                     raise UserError(f"{name} {caption!r}: unknown word {word!r}; use {', '.join(self.words[1:])}")
                 rows[i, j] = self._row[word]
         return self.vectors[rows]
-
-
-def _read(path: Path) -> tuple[list[str], Tensor]:
-    """Return words and vectors; raise OSError, ValueError, KeyError or SafetensorError for another file."""
-    with safe_open(str(path), framework="pt") as file:
-        vectors = file.get_tensor("vectors").float().clone()  # not mapped: a file that shrinks would end the process
-        words = json.loads((file.metadata() or {})["vocabulary"])
-    if not isinstance(words, list) or words[:1] != [PAD] or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"the vocabulary is not a list of words that begins with {PAD!r}")
-    if vectors.ndim != 2 or not len(words) == len(vectors) == len(set(words)) or not vectors.isfinite().all():
-        raise ValueError(f"{len(words)} words do not name the rows of finite vectors of shape {tuple(vectors.shape)}")
-    return words, vectors
 
 
 class WordEncoder(TextEncoder):

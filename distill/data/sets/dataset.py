@@ -21,6 +21,7 @@ from distill.data.sets.encoded_set import COMMAND, KINDS, Captions, EncodedSet
 from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
 from distill.data.videos.decode import ClipFormat
+from distill.data.videos.table import require_utf8
 from distill.data.videos.video_folder import listed_images
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
@@ -298,10 +299,7 @@ def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
 def check_further(settings: Encoding, captions: Sequence[str] = (), images: Sequence[str] = ()) -> None:
     """Refuse captions that are not text, and files that are not images."""
     for what, text in (("data.negative_prompt", settings.negative_prompt), *(("the caption", c) for c in captions)):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # bytes of a command line that were no UTF-8
-            raise UserError(f"{what} {text!r} is not UTF-8 text; type it in a UTF-8 terminal") from error
+        require_utf8(text, f"{what} {text!r}")  # bytes of a command line may be no UTF-8
     for file in images if settings.image is not None else ():
         folder, image = settings.inspect()
         try:

@@ -199,11 +199,11 @@ def _array_records(text: str, caption: str, where: str) -> list[tuple[int, dict[
 
 
 def require_utf8(text: str | None, what: str) -> None:
-    """Refuse a text of JSON with half of a pair of ``\\u`` escapes, which nothing can write."""
+    """Refuse a text that nothing can write, as with half of a pair of ``\\u`` escapes in JSON."""
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{what} is not UTF-8 text; write it again") from error
+        raise UserError(f"{what} is not UTF-8 text; write it again in UTF-8") from error
 
 
 def _fields(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
