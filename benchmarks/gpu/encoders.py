@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import Peak, gib
-from distill.planning.encoders import build_text_encoder, build_vae
+from distill.planning.encoders import build_encoder, build_vae
 from models.families.wan import Wan
 
 SIZES = {"480p": (81, 480, 832), "720p": (81, 720, 1280)}
@@ -49,7 +49,7 @@ def text_encoder(context: Context) -> None:
             torch.manual_seed(0)
             # Draw the weights in fp32 for both dtypes, so that they are the same; on the device this takes a second.
             with torch.device(device):
-                model = build_text_encoder(settings).eval().to(dtype)
+                model = build_encoder(settings).eval().to(dtype)
             words = torch.arange(1, tokens + 1, device=device)[None] % settings["vocab_size"]
             mask = torch.ones_like(words)
             cells, hidden = _measured(device, lambda: model(words, mask).last_hidden_state)

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -16,9 +16,9 @@ from torch import nn
 from distill.config import Config
 from distill.data.base import VAE_PRECISIONS
 from distill.data.encoders.choose import FAMILIES
-from distill.data.encoders.image import IMAGE_ENCODERS, encode_zeros
+from distill.data.encoders.image import CLIP, encode_zeros
 from distill.data.encoders.ltx2_5 import prepared
-from distill.data.encoders.wan import EncoderFolder
+from distill.data.encoders.wan import EncoderFolder, TextEncoder
 from distill.data.encoders.words import table_file
 from distill.data.settings import EncodedSettings, VideoFolderSettings
 from distill.run.setup import Shapes
@@ -57,7 +57,7 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             pixels = (1, 3, frames, data.height, data.width)
             peaks["encode/clips"] = _peak(build_codec, lambda vae: vae.encode(torch.zeros(pixels, dtype=vae.dtype)))
         if image := settings["image_encoder"]:
-            peaks["encode/images"] = _peak(lambda: _build(image, IMAGE_ENCODERS), encode_zeros)
+            peaks["encode/images"] = _peak(lambda: build_encoder(image, CLIP[0]), encode_zeros)
     if config.sample.at_end or config.sample.every or config.guard.every:
         shape = (1, *parts[VIDEO])
         build = partial(_build_decoder, data, settings[DECODER], build_codec) if DECODER in settings else build_codec
@@ -100,7 +100,7 @@ def _captions_peak(tokens: int, kind: type[EncoderFolder], settings: Mapping[str
 
     def build() -> nn.Module:
         with _default_dtype(kind.text_dtype):
-            return nn.ModuleList(build_vae(one) if "_class_name" in one else build_text_encoder(one) for one in chosen)
+            return nn.ModuleList(build_vae(one) if "_class_name" in one else build_encoder(one) for one in chosen)
 
     return _peak(build, lambda models: kind.text_class.encode_zeros(models, tokens))
 
@@ -118,17 +118,12 @@ def encoder_settings(config: Config, path: str | None, shapes: Shapes) -> dict[s
     return settings if "image_embeds" in condition_shapes else {**settings, "image_encoder": {}}
 
 
-def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    """Build the text encoder of ``config.json`` with random weights on the current default device."""
-    return _build(settings, [name for kind in FAMILIES.values() for name in kind.text_class.class_name.split(" or ")])
-
-
-def _build(settings: Mapping[str, Any], names: Sequence[str]) -> nn.Module:
-    """Build the class of transformers that ``architectures`` names, one of ``names``, by default the first."""
+def build_encoder(settings: Mapping[str, Any], default: str = TextEncoder.class_name) -> nn.Module:
+    """Build the class of transformers that ``architectures`` of a ``config.json`` names first, with random weights on
+    the current default device."""
     import transformers
 
-    architectures = settings.get("architectures") or ()
-    cls = getattr(transformers, next((name for name in names if name in architectures), names[0]))
+    cls = getattr(transformers, next(iter(settings.get("architectures") or [default])))
     # transformers draws some weights with a branch on their values, which fake tensors cannot take.
     with mock.patch.object(transformers.PreTrainedModel, "init_weights"):
         model = cls(cls.config_class(**settings))

@@ -16,7 +16,6 @@ from diffusers import (
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from distill.data.encoders.image import IMAGE_ENCODERS
 from distill.planning import encoders
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.condition import Condition
@@ -133,10 +132,10 @@ def test_encoders_of_ltx_are_planned():
 
 def test_encoders_of_hunyuan_are_planned():
     with torch.device("meta"):
-        glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
-        text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
+        glyphs = encoders.build_encoder(HUNYUAN.planning.text_encoder_2)
+        text = encoders.build_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
         vae = encoders.build_vae(HUNYUAN.planning.vae)
-        image = encoders._build(HUNYUAN.planning.image_encoder, IMAGE_ENCODERS)
+        image = encoders.build_encoder(HUNYUAN.planning.image_encoder)
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16

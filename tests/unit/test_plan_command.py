@@ -285,9 +285,9 @@ def test_encoders_take_what_real_ones_do(tmp_path):
     vae = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True],
            "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # fmt: skip
     for network, call in (
-        (lambda: encoders.build_text_encoder(text), lambda model: TextEncoder.encode_zeros([model], 24)),
+        (lambda: encoders.build_encoder(text), lambda model: TextEncoder.encode_zeros([model], 24)),
         (
-            lambda: nn.ModuleList([encoders.build_text_encoder(gemma), encoders.build_vae(connectors)]),
+            lambda: nn.ModuleList([encoders.build_encoder(gemma), encoders.build_vae(connectors)]),
             lambda models: Ltx2TextEncoder.encode_zeros(models, 64),
         ),
         (lambda: encoders.build_vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),

@@ -25,8 +25,6 @@ from fsdp_cp.errors import UserError
 CLIP = ("CLIPVisionModel", "CLIPVisionModelWithProjection")
 SIGLIP = ("SiglipVisionModel",)
 """Classes in transformers."""
-IMAGE_ENCODERS = (*CLIP[:1], *SIGLIP)
-"""Classes that the planner builds."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
