@@ -1,6 +1,5 @@
 """Memory of a data set's encoders, measured on fake tensors: encoding before training, decoding of samples."""
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,9 +137,7 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
 
     name = settings.get("_class_name", "AutoencoderKLWan")
     cls = getattr(diffusers if hasattr(diffusers, name) else import_module("diffusers.pipelines.ltx2"), name)
-    # Ignore keys of other versions that the class does not know, as from_pretrained does.
-    parameters = inspect.signature(cls.__init__).parameters
-    return cls(**{name: value for name, value in settings.items() if name in parameters})
+    return cls.from_config(dict(settings))
 
 
 def _decode(model: Any, z: torch.Tensor) -> Any:

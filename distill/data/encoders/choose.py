@@ -31,8 +31,8 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
     if not folder.is_dir():
         raise UserError(f"{where} is not a folder; give a diffusers pipeline folder")
     vae = part_settings(folder, "vae", where)
-    require_class(where, "vae", [vae.get("_class_name")], " or ".join(FAMILIES))
-    family = FAMILIES[vae["_class_name"]]
+    vae_class = require_class(where, "vae", [vae.get("_class_name")], " or ".join(FAMILIES))
+    family = FAMILIES[vae_class]
     for part in (*family.codec_parts, *family.text_parts):
         if not (folder / part).is_dir():
             raise UserError(f"{where} has no {part}/; give a diffusers pipeline folder that has one")
@@ -44,5 +44,5 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
     text = part_settings(folder, "text_encoder", where)
     wanted = family.text_class.stored_class or family.text_class.class_name
     require_class(where, "text_encoder", text.get("architectures"), wanted)
-    vae = checked_arguments(getattr(diffusers, vae["_class_name"]), vae, f"{where}: vae/config.json")
+    vae = checked_arguments(getattr(diffusers, vae_class), vae, f"{where}: vae/config.json")
     return family.read(folder, where, vae, text)

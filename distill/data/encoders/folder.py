@@ -70,12 +70,15 @@ def check_weight_files(folder: Path, where: str) -> None:
         raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
 
 
-def require_class(where: str, part: str, architectures: Any, wanted: str) -> None:
-    """Raise ``UserError`` unless ``wanted``, or one of ``A or B``, is among the class names ``architectures``."""
+def require_class(where: str, part: str, architectures: Any, wanted: str) -> str:
+    """Return ``wanted``, or the first of ``A or B``, that is among the class names ``architectures``. Raises
+    ``UserError`` if none is."""
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if not set(names) & set(wanted.split(" or ")):
-        holds = shown(names[0]).strip("'") if names else "a model without a class name"
-        raise UserError(f"{where}: {part}/ holds {holds}; use {wanted}")
+    for name in wanted.split(" or "):
+        if name in names:
+            return name
+    holds = shown(names[0]).strip("'") if names else "a model without a class name"
+    raise UserError(f"{where}: {part}/ holds {holds}; use {wanted}")
 
 
 @contextmanager

@@ -49,8 +49,7 @@ def inspect_image_encoder(folder: Path, where: str, classes: Sequence[str] = CLI
             raise UserError(f"{where} has no {part}/, which data.image needs; give an image-to-video folder")
     settings = part_settings(folder, "image_encoder", where)
     part_settings(folder, processor, where, "preprocessor_config.json")
-    require_class(where, "image_encoder", settings.get("architectures"), " or ".join(classes))
-    known = next(name for name in classes if name in settings["architectures"])
+    known = require_class(where, "image_encoder", settings.get("architectures"), " or ".join(classes))
     check_weight_files(folder / "image_encoder", where)
     file = f"{where}: image_encoder/config.json"
     image, width = (whole_number(settings, key, file) for key in ("image_size", "hidden_size"))

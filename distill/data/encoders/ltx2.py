@@ -168,8 +168,8 @@ class Ltx2EncoderFolder(EncoderFolder):
         from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR as ratio
 
         refuse_dfr(folder, where)
-        vocoder = part_settings(folder, "vocoder", where)
-        require_class(where, "vocoder", [vocoder.get("_class_name")], " or ".join(VOCODERS))
+        named = part_settings(folder, "vocoder", where).get("_class_name")
+        vocoder = require_class(where, "vocoder", [named], " or ".join(VOCODERS))
         file = f"{where}: audio_vae/config.json"
         sound = checked_arguments(AutoencoderKLLTX2Audio, part_settings(folder, "audio_vae", where), file)
         bins, channels = sound["mel_bins"], sound["latent_channels"]
@@ -204,8 +204,8 @@ class Ltx2EncoderFolder(EncoderFolder):
             mel_bins=bins,
             sound_channels=channels,
             ratio=ratio,
-            vocoder=vocoder["_class_name"],
-            gemma=next(name for name in Ltx2TextEncoder.class_name.split(" or ") if name in text["architectures"]),
+            vocoder=vocoder,
+            gemma=require_class(where, "text_encoder", text["architectures"], Ltx2TextEncoder.class_name),
             decoder=decoder_settings(folder, where, vae),
         )
 
