@@ -23,11 +23,12 @@ from torch import Tensor
 from distill.data.encoders.folder import load_part, part_settings, require_class, shown, whole_number
 from distill.data.encoders.image import ImageInput, as_frame, stretched
 from distill.data.encoders.ltx import LtxVideoCodec, video_sizes
-from distill.data.encoders.ltx2_5 import DiffusionDecoder, check_decoded, decoder_settings, image_crf, refuse_dfr
+from distill.data.encoders.ltx2_5 import check_decoded, decoder_settings, image_crf, load_decoder, refuse_dfr
 from distill.data.encoders.wan import EncoderFolder, TextEncoder
 from distill.data.videos.container import VideoFile
 from distill.data.videos.decode import ClipFormat, SoundFormat, read_picture
 from fsdp_cp.errors import UserError
+from fsdp_cp.rng import stream
 from models.condition import FIRST_FRAME
 from models.families.diffusers_family import checked_arguments
 from models.families.ltx2_5 import is_ltx2_5
@@ -70,11 +71,13 @@ class Ltx2Codec(LtxVideoCodec):
             raise UserError(f"data.encoders={folder.path}: audio_vae/ has latents_std of 0 or less; copy it again")
 
     @cached_property
-    def _decoder(self) -> DiffusionDecoder:
-        return DiffusionDecoder(self.folder.path, device=self.device, dtype=self.dtype, tiling=self.tiling)
+    def _decoder(self) -> Any:
+        return load_decoder(self.folder.path, device=self.device, dtype=self.dtype, tiling=self.tiling)
 
     def _pixels(self, z: Tensor) -> Tensor:
-        return super()._pixels(z) if self.folder.decoder is None else self._decoder(z)
+        if self.folder.decoder is None:
+            return super()._pixels(z)
+        return self._decoder.decode(z.to(self.dtype), generator=stream(0, "decode/noise")).sample
 
     def _sound_latents(self, sound: Tensor) -> Tensor:
         mel = log_mel(sound, self.folder.rate, self.folder.hop, self.folder.mel_bins)

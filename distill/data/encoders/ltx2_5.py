@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from distill.data.encoders.folder import check_weight_files, load_part, part_settings, readable, require_class, shown
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
-from fsdp_cp.rng import stream
 from models.families.diffusers_family import checked_arguments
 from models.families.ltx2_5 import DECODER, DECODER_CLASS
 
@@ -83,18 +82,12 @@ def check_decoded(settings: dict[str, Any], latents: Sequence[int], clip: ClipFo
                 raise UserError(f"data.{name}={getattr(clip, name)} {few}; use more, or leave {DECODER}/ out")
 
 
-class DiffusionDecoder:
-    """The diffusion decoder of a folder, with attention whose memory does not grow with the square of a clip."""
+def load_decoder(folder: Path, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> Any:
+    """Load the diffusion decoder of a folder, with attention whose memory does not grow with the square of a clip."""
+    import diffusers
 
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> None:
-        import diffusers
-
-        model: Any = load_part(getattr(diffusers, DECODER_CLASS), folder, DECODER, torch_dtype=dtype)
-        self.model = prepared(model, tiling).to(device)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """Decode (1, C, t, h, w), as the VAE's encoder gives it, to (1, 3, T, H, W) in [-1, 1]."""
-        return self.model.decode(z.to(self.model.dtype), generator=stream(0, "decode/noise")).sample
+    model = load_part(getattr(diffusers, DECODER_CLASS), folder, DECODER, torch_dtype=dtype)
+    return prepared(model, tiling).to(device)
 
 
 def prepared(model: Any, tiling: bool, **planned: bool) -> Any:
