@@ -98,6 +98,7 @@ class MiniMaxH3Codec(VideoCodec):
         return ((z - self.sound_mean) / self.sound_std).permute(1, 2, 0)
 
     def encode_keyframe(self, frame: Tensor) -> Tensor:
+        """Encode a given frame (3, 1, H, W) in [-1, 1] to latents (C, 1, h, w)."""
         return self._encode_given(to_bytes(frame))
 
     @torch.no_grad()
@@ -110,7 +111,9 @@ class MiniMaxH3Codec(VideoCodec):
 
     @torch.no_grad()
     def encode_references(self, references: Sequence[Any]) -> dict[str, Tensor]:
-        """Encode references as MiniMaxH3Ref2VAReferenceEncoderStep: whole chunks of a clip, the mean of a sound."""
+        """Encode references as MiniMaxH3Ref2VAReferenceEncoderStep, whole chunks of a clip, the mean of a sound, to
+        latents of pictures (V, C) and of sounds (L, A), and sizes (K, 4) int64: those of ``models/condition.py``,
+        without padding."""
         pictures, sounds = [torch.zeros(0, len(self.mean.flatten()))], [torch.zeros(0, len(self.sound_mean))]
         sizes = torch.zeros(len(references), 4, dtype=torch.long)
         for reference, size in zip(references, sizes, strict=True):
@@ -369,8 +372,9 @@ class MiniMaxH3EncoderFolder(EncoderFolder):
         return shapes | MiniMaxH3().reference_shapes(config, max_text_tokens, room.count, room.rows, room.sounds)
 
     def read_reference(self, file: Path, kind: str, num_frames: int, edges: tuple[int, int]) -> tuple[Any, str]:
-        """Return a reference as MiniMaxH3Ref2VASetupStep makes it of a file: a picture, or a video or a sound of the
-        clip's length at most. Frames are picked and sound is resampled as those of clips."""
+        """Return a reference of a ``kind`` as MiniMaxH3Ref2VASetupStep makes it of a file: a picture, or a video or a
+        sound of the clip's length at most; and what is cut of it, if anything. Frames are picked and sound is resampled
+        as those of clips. Raises ``ClipError``."""
         from diffusers.modular_pipelines import minimax_h3 as theirs
         from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 class VideoCodec:
     """A Wan VAE between pixels and latents ``(z - latents_mean) / latents_std``, which ``WanPipeline.__call__`` undoes
-    before it decodes. ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it."""
+    before it decodes. ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it.
+
+    A codec of a network that takes keyframes or references also encodes these (``minimax_h3.py``)."""
 
     vae_class = "AutoencoderKLWan"
 
@@ -66,15 +68,6 @@ class VideoCodec:
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
         return self.normalized(self._latents(video[None].to(self.device)).float())[0].cpu()
-
-    def encode_keyframe(self, frame: torch.Tensor) -> torch.Tensor:
-        """Encode a given frame (3, 1, H, W) in [-1, 1] to latents (C, 1, h, w), of networks that take several."""
-        raise NotImplementedError
-
-    def encode_references(self, references: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Encode references (:meth:`EncoderFolder.read_reference`) to latents of pictures (V, C) and of sounds (L, A),
-        and sizes (K, 4) int64: those of ``models/condition.py``, without padding."""
-        raise NotImplementedError
 
     def normalized(self, z: torch.Tensor) -> torch.Tensor:
         """Return fp32 ``z`` (n, C, t, h, w) on the codec's device, as the VAE's encoder gives it, as latents."""
@@ -338,11 +331,6 @@ class EncoderFolder:
         """Return an image from a file as a frame (3, 1, H, W) in [-1, 1]: by default, cropped as clips are. The second
         of two images ``follows`` the first. Raises ``ClipError``."""
         return first_frame(file, clip)
-
-    def read_reference(self, file: Path, kind: str, num_frames: int, edges: tuple[int, int]) -> tuple[Any, str]:
-        """Return a reference of a ``kind`` from a file, for a clip of so many frames, as the pipeline has it, and what
-        is cut of it, if anything. Raises ``ClipError``."""
-        raise NotImplementedError
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         """Return warnings: guesses about the folder, and settings that fit clips, captions or images badly."""
