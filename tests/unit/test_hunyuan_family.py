@@ -115,7 +115,7 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
 
 def test_encoders_of_ltx_are_planned():
     """The test builds the published encoders on the meta device, and plans a VAE that takes a time."""
-    text = encoders.build_text_encoder
+    text = encoders.build_encoder
     with torch.device("meta"):
         assert type(text(LTX().planning.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
         assert type(text({"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1})).__name__ == "UMT5EncoderModel"
