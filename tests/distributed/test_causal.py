@@ -30,7 +30,7 @@ MESHES = [
     long_case({"dp_replicate": 2, "cp": 2}), long_case({"cp": 3, "ring": 3}),
     *(long_case({"cp": 4, "ring": ring}) for ring in (1, 2, 4)),
 ]  # fmt: skip
-CHUNKS, FRAMES, TEXT = (1, 2, 2, 2), 7, (5, 10)
+CHUNKS, LONG, FRAMES, TEXT = (1, 2, 2, 2), (1, *[2] * 6), 7, (5, 10)
 SHAPE = (2, 4, FRAMES, 10, 6)
 """15 tokens a frame: chunks of 15 and 30 tokens, which 2 and 4 ranks do not divide."""
 SMALL = (2, 4, FRAMES, 2, 2)
@@ -103,51 +103,50 @@ def rollout(chunk, remember, x, noise):
 # On the ranks
 
 
-def _values(role, mine):
-    """Velocities in all ways, by name."""
-    clean, noisy, t, text, _ = (x[mine] for x in data())
-    condition, found = text_condition(text), {}
+def _values(of):
+    """Velocities in all ways, by name; ``of(way, clips, limits, ...)`` computes one."""
+    found, clips, longer = {}, data(), data(frames=13)
     for name, limits in LIMITS.items():
-        limited = replace(role, causal=settings(*limits))
-        found[f"noisy history, {name}"] = limited.velocity(video(noisy), t, condition).video
-        found[f"clean history, {name}"] = limited.velocity(video(noisy), t, condition, clean=video(clean)).video
-        found[f"chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition)
-        assert (cache.frames, cache.count) == (FRAMES, 4)
-        found[f"training chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition, training=True)
-        assert list(cache.chunks) == [i for i in range(4) if limited.causal.sees(4, i)] and cache.frames == FRAMES
-    found["one time"] = role.velocity(video(noisy), t[:, 0], condition).video
-    late = replace(role, causal=settings(context_time=0.1))
-    found["context time, clean history"] = late.velocity(video(noisy), t, condition, clean=video(clean)).video
-    found["context time, chunks"] = by_chunks(late, clean, noisy, t, condition)[0]
+        for way in ("noisy history", "clean history", "chunks", "training chunks"):
+            found[f"{way}, {name}"] = of(way, clips, limits)
+    found["one time"] = of("one time", clips)
+    for way in ("clean history", "chunks"):
+        found[f"context time, {way}"] = of(way, clips, context_time=0.1)
+        found[f"few tokens, {way}"] = of(way, data(SMALL))
+    for way in ("noisy history", "clean history", "chunks"):
+        found[f"first frame, {way}"] = of(way, clips, has_frame=True)
     # Any frame number, also beyond rope_max_seq_len; and more frames than in training, with a sink.
-    far = replace(role, causal=settings(1, 0))
-    found["frame 1000"] = by_chunks(far, clean, noisy, t, condition, start=1000)[0]
-    clean, noisy, t, *_ = (x[mine] for x in data(frames=13))
-    for training in (False, True):
-        sized = {"sizes": (1, *[2] * 6), "training": training}
-        far = replace(role, causal=settings(1, 1))
-        found["long, with a sink" + ", training" * training] = by_chunks(far, clean, noisy, t, condition, **sized)[0]
-        far = replace(role, causal=settings(None, 0))
-        found["long, all" + ", training" * training] = by_chunks(far, clean, noisy, t, condition, **sized)[0]
-    clean, noisy, t, text, _ = (x[mine] for x in data(SMALL))
-    found["few tokens, clean history"] = role.velocity(video(noisy), t, text_condition(text), clean=video(clean)).video
-    found["few tokens, chunks"] = by_chunks(role, clean, noisy, t, text_condition(text))[0]
+    found["frame 1000"] = of("chunks", clips, (1, 0), start=1000)
+    for way in ("chunks", "training chunks"):
+        found[f"long, with a sink, {way}"] = of(way, longer, (1, 1), sizes=LONG)
+        found[f"long, all, {way}"] = of(way, longer, sizes=LONG)
     return found
 
 
-def _first_frame(role, mine):
-    """Velocities with a given first frame, of the later frames."""
-    clean, noisy, t, text, _ = (x[mine] for x in data())
-    condition = Condition({"text": text, "first_frame": clean[:, :, :1]})
-    other = torch.cat([torch.zeros_like(clean[:, :, :1]), clean[:, :, 1:]], 2)  # the given frame replaces it
-    found = {
-        "first frame, noisy history": role.velocity(video(noisy), t, condition).video,
-        "first frame, clean history": role.velocity(video(noisy), t, condition, clean=video(other)).video,
-    }
-    held = noisy[:, :, :1] - t[:, None, :1, None, None] * found["first frame, clean history"][:, :, :1]
-    assert torch.allclose(held, clean[:, :, :1], atol=1e-5)
-    found = {name: v[:, :, 1:] for name, v in found.items()}
-    return found | {"first frame, chunks": by_chunks(role, other, noisy, t, condition)[0]}
+def _on_role(role, mine):
+    def of(way, clips, limits=(None, 0), context_time=0.0, sizes=CHUNKS, start=0, has_frame=False):
+        clean, noisy, t, text, _ = (x[mine] for x in clips)
+        limited, condition, frame = replace(role, causal=settings(*limits, context_time)), text_condition(text), None
+        if has_frame:
+            frame = clean[:, :, :1]
+            condition = Condition({"text": text, "first_frame": frame})
+            clean = torch.cat([torch.zeros_like(frame), clean[:, :, 1:]], 2)  # the given frame replaces it
+        if "chunks" in way:
+            training = way == "training chunks"
+            v, cache = by_chunks(limited, clean, noisy, t, condition, sizes, start, training)
+            assert cache.frames == start + noisy.shape[2]
+            n = len(sizes)
+            assert not training or list(cache.chunks) == [i for i in range(n) if limited.causal.sees(n, i)]
+            return v
+        history = {"clean": video(clean)} if way == "clean history" else {}
+        v = limited.velocity(video(noisy), t[:, 0] if way == "one time" else t, condition, **history).video
+        if frame is None:
+            return v
+        held = noisy[:, :, :1] - t[:, None, :1, None, None] * v[:, :, :1]
+        assert torch.allclose(held, frame, atol=1e-5)
+        return v[:, :, 1:]
+
+    return _values(of)
 
 
 def _tangent(role, mine):
@@ -206,7 +205,7 @@ def _on_mesh(folder, sizes):
             role = build(folder, mesh, **{"activation_checkpointing": kind, "strategy": strategy} | saved)
             if kind == "none":
                 with torch.no_grad():
-                    values = _values(role, mine) | _first_frame(role, mine)
+                    values = _on_role(role, mine)
                 tangent = _tangent(role, mine)
             for name, loss in LOSSES.items():
                 gradients[name, kind] = _gradients(role, mine, loss)
@@ -224,7 +223,7 @@ def _on_mesh(folder, sizes):
 def _on_one_rank(folder):
     role, mine = build(folder, build_mesh(cp=1, heads=4, device_type="cpu")), torch.arange(2)
     with torch.no_grad():
-        return _values(role, mine) | _first_frame(role, mine)
+        return _on_role(role, mine)
 
 
 # The oracle
@@ -234,45 +233,28 @@ def _plain(folder):
     return WanTransformer3DModel.from_pretrained(folder / "student")
 
 
-def _oracle_chunks(oracle, clean, noisy, t, text, context_time=0.0):
-    oracle.forget()
-    parts, sizes = [], oracle.chunks
-    for clean_chunk, x, time in zip(cut(clean, sizes), cut(noisy, sizes), t.split(sizes, 1), strict=True):
-        parts.append(oracle.chunk(x, time[:, 0], text))
-        oracle.remember(clean_chunk, text, context_time)
-    return torch.cat(parts, 2)
-
-
 @pytest.fixture(scope="module")
 def true_values(checkpoints):
-    """Velocities by name."""
-    network, values = _plain(checkpoints), {}
-    clean, noisy, t, text, _ = data()
+    network = _plain(checkpoints)
+
+    def of(way, clips, limits=(None, 0), context_time=0.0, sizes=CHUNKS, start=0, has_frame=False):
+        oracle, (clean, noisy, t, text, _) = CausalWan(network, sizes, *limits, trained_chunks=len(CHUNKS)), clips
+        if has_frame:
+            noisy, t = torch.cat([clean[:, :, :1], noisy[:, :, 1:]], 2), torch.cat([0 * t[:, :1], t[:, 1:]], 1)
+        if way == "clean history":
+            v = oracle.clean_history(noisy, t, text, clean, context_time)
+        elif "chunks" in way:
+            parts = []
+            for clean_chunk, x, time in zip(cut(clean, sizes), cut(noisy, sizes), t.split(list(sizes), 1), strict=True):
+                parts.append(oracle.chunk(x, time[:, 0], text))
+                oracle.remember(clean_chunk, text, context_time)
+            v = torch.cat(parts, 2)
+        else:
+            v = oracle.noisy_history(noisy, t[:, :1].expand(-1, FRAMES) if way == "one time" else t, text)
+        return v[:, :, 1:] if has_frame else v
+
     with torch.no_grad():
-        for name, limits in LIMITS.items():
-            oracle = CausalWan(network, CHUNKS, *limits)
-            values[f"noisy history, {name}"] = oracle.noisy_history(noisy, t, text)
-            values[f"clean history, {name}"] = oracle.clean_history(noisy, t, text, clean)
-            values[f"chunks, {name}"] = _oracle_chunks(oracle, clean, noisy, t, text)
-            values[f"training chunks, {name}"] = values[f"chunks, {name}"]
-        values["frame 1000"] = _oracle_chunks(CausalWan(network, CHUNKS, 1, 0), clean, noisy, t, text)
-        far = CausalWan(network, (1, *[2] * 6), 1, 1, trained_chunks=4)
-        longer = data(frames=13)
-        values["long, with a sink"] = _oracle_chunks(far, longer[0], longer[1], longer[2], text)
-        values["long, all"] = _oracle_chunks(CausalWan(network, (1, *[2] * 6)), *longer[:3], text)
-        values |= {f"{name}, training": values[name] for name in ("long, with a sink", "long, all")}
-        oracle = CausalWan(network, CHUNKS)
-        values["one time"] = oracle.noisy_history(noisy, t[:, :1].expand(-1, FRAMES), text)
-        values["context time, clean history"] = oracle.clean_history(noisy, t, text, clean, 0.1)
-        values["context time, chunks"] = _oracle_chunks(oracle, clean, noisy, t, text, 0.1)
-        few_clean, few_noisy, few_t, few_text, _ = data(SMALL)
-        values["few tokens, clean history"] = oracle.clean_history(few_noisy, few_t, few_text, few_clean)
-        values["few tokens, chunks"] = _oracle_chunks(oracle, few_clean, few_noisy, few_t, few_text)
-        given, given_t = torch.cat([clean[:, :, :1], noisy[:, :, 1:]], 2), torch.cat([0 * t[:, :1], t[:, 1:]], 1)
-        values["first frame, noisy history"] = oracle.noisy_history(given, given_t, text)[:, :, 1:]
-        values["first frame, clean history"] = oracle.clean_history(given, given_t, text, clean)[:, :, 1:]
-        values["first frame, chunks"] = _oracle_chunks(oracle, clean, given, given_t, text)[:, :, 1:]
-    return values
+        return _values(of)
 
 
 @pytest.fixture(scope="module")

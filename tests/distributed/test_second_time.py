@@ -76,8 +76,11 @@ def _sample(dtype=torch.float32):
 
 
 def _mine(mesh):
-    samples = BATCH // mesh.dp_size
-    return slice(mesh.dp_rank * samples, (mesh.dp_rank + 1) * samples)
+    return _slice(mesh.dp_rank, mesh.dp_size)
+
+
+def _slice(dp_rank, dp_size):
+    return slice(dp_rank * BATCH // dp_size, (dp_rank + 1) * BATCH // dp_size)
 
 
 class Embedder(nn.Module):
@@ -98,9 +101,7 @@ def _plain(folder, dtype):
     network = WanTransformer3DModel.from_pretrained(folder)
     embedder = Embedder(network.condition_embedder.time_embedder, load_file(folder / "additions.safetensors"))
     network.condition_embedder.time_embedder = embedder
-    for block in network.blocks:
-        block.attn1.set_processor(WrittenOut())
-        block.attn2.set_processor(WrittenOut())
+    network.set_attn_processor(WrittenOut())
     nn.Module.to(network, dtype)
 
     def velocity(x, t, r, condition):
@@ -163,10 +164,6 @@ def test_values_and_gradients(pools, checkpoints, trained, dp_shard, cp):
         for name, gradient in gradients.items():
             assert relative_error(gradient, truth[name]) < 1e-5, name
         assert gradients[W1].norm() > 1e-6 and gradients[W2].norm() > 1e-6
-
-
-def _slice(dp_rank, dp_size):
-    return slice(dp_rank * BATCH // dp_size, (dp_rank + 1) * BATCH // dp_size)
 
 
 # ---------------------------------------------------------------- derivatives

@@ -52,6 +52,7 @@ def _mesh(dp_shard, cp):
 
 
 CAUSAL = CausalSettings(chunk=1, window=1, context_time=0.1)
+NOISES = ("teacher_clips/noise", "sample/context")
 
 
 def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=None):
@@ -92,65 +93,68 @@ def _write(checkpoints, folder, dp_shard, cp, seed=3, stop_after=None, causal=No
     return [number for kind, number in made if kind == "clips"]
 
 
+def _integrated(x, velocity):
+    """States and the end of Euler's method with guidance; ``velocity`` is of the caption and of the negative prompt."""
+    grid, states = sorted({*euler_times(4, 2.0), *TIMES}, reverse=True), []
+    for t, following in zip(grid, grid[1:], strict=False):
+        if t in TIMES:
+            states.append(x[0])
+        c, u = velocity(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t)).chunk(2)
+        x = x + (following - t) * (u + 3.0 * (c - u))
+    return torch.stack(states), x
+
+
+def _inputs(checkpoints):
+    """Return the plain teacher, and each clip's draws and texts."""
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher").requires_grad_(False)
+    data, draws = Captions(), [StepRandom(seed=3, step=0, positions=[i]) for i in range(COUNT)]
+    return network, [
+        (draw, torch.stack([data.tensors["text"][i % 3], data.null["text"]])) for i, draw in enumerate(draws)
+    ]
+
+
 @pytest.fixture(scope="module")
 def truth(checkpoints):
-    """Return states, latents and caption of each clip, by plain diffusers and Euler's method."""
-    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher").requires_grad_(False)
-    data, grid = Captions(), sorted({*euler_times(4, 2.0), *TIMES}, reverse=True)
+    """Return states and latents of each clip, by plain diffusers and Euler's method."""
+    network, clips = _inputs(checkpoints)
     found = []
-    for i in range(COUNT):
-        noise = StepRandom(seed=3, step=0, positions=[i]).normal("teacher_clips/noise", LATENT_SHAPE)
-        text, null = data.tensors["text"][[i % 3]], data.null["text"][None]
-        x, states = noise, []
-        for t, following in zip(grid, grid[1:], strict=False):
-            if t in TIMES:
-                states.append(x[0])
-            time = torch.tensor([1000 * t])
-            c, u = (
-                network(hidden_states=x, timestep=time, encoder_hidden_states=e, return_dict=False)[0]
-                for e in (text, null)
-            )
-            x = x + (following - t) * (u + 3.0 * (c - u))
-        found.append((torch.stack(states), x[0], str(i % 3)))
+    for random, texts in clips:
+
+        def velocity(x, t, texts=texts):
+            return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=texts, return_dict=False)[0]
+
+        states, x = _integrated(random.normal("teacher_clips/noise", LATENT_SHAPE), velocity)
+        found.append((states, x[0]))
     return found
 
 
 @pytest.fixture(scope="module")
 def causal_truth(checkpoints):
     """Return the same of a causal teacher, with lists as caches: a chunk's states see the clip before it."""
-    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher").requires_grad_(False)
-    data, grid, (channels, frames, *sizes) = (
-        Captions(), sorted({*euler_times(4, 2.0), *TIMES}, reverse=True), LATENT_SHAPE,
-    )  # fmt: skip
+    (network, clips), (channels, frames, *sizes) = _inputs(checkpoints), LATENT_SHAPE
     found = []
-    for i in range(COUNT):
-        random, oracle = StepRandom(seed=3, step=0, positions=[i]), CausalWan(network, [1] * frames, window=1)
-        texts, chunks = torch.stack([data.tensors["text"][i % 3], data.null["text"]]), []
+    for random, texts in clips:
+        oracle, chunks = CausalWan(network, [1] * frames, window=1), []
         for n in range(frames):
-            x, states = random.normal(f"teacher_clips/noise/{n}", (channels, 1, *sizes)), []
-            for t, following in zip(grid, grid[1:], strict=False):
-                if t in TIMES:
-                    states.append(x[0])
-                c, u = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
-                x = x + (following - t) * (u + 3.0 * (c - u))
-            kept = torch.lerp(x, random.normal(f"sample/context/{n}", (channels, 1, *sizes)), 0.1)
-            oracle.remember(kept.repeat(2, 1, 1, 1, 1), texts, 0.1)
-            chunks.append((torch.stack(states), x[0]))
+            noise, more = (random.normal(f"{name}/{n}", (channels, 1, *sizes)) for name in NOISES)
+            states, x = _integrated(noise, lambda x, t, oracle=oracle, texts=texts: oracle.chunk(x, t, texts))
+            oracle.remember(torch.lerp(x, more, 0.1).repeat(2, 1, 1, 1, 1), texts, 0.1)
+            chunks.append((states, x[0]))
         states, latents = zip(*chunks, strict=True)
-        found.append((torch.cat(states, 2), torch.cat(latents, 1), str(i % 3)))
+        found.append((torch.cat(states, 2), torch.cat(latents, 1)))
     return found
 
 
 def _check(folder, truth):
     encoded = EncodedSet(folder, "OUT")
     assert len(encoded) == COUNT and list(encoded.captions) == ["0", "1", "2"]
-    for i, (states, latents, caption) in enumerate(truth):
+    for i, (states, latents) in enumerate(truth):
         ours = encoded.clip(encoded.clip_of(i))
         for name, wanted in (("states", states), ("latents", latents)):
             assert ours[name].shape == wanted.shape
             assert relative_error(ours[name], wanted) < 1e-5
-        assert encoded.caption(encoded.text_of(i)) == caption
-        assert torch.equal(encoded.text(encoded.text_of(i))["text"], Captions().tensors["text"][int(caption)])
+        assert encoded.caption(encoded.text_of(i)) == str(i % 3)
+        assert torch.equal(encoded.text(encoded.text_of(i))["text"], Captions().tensors["text"][i % 3])
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), [(2, 2), *(long_case(*sizes) for sizes in ((2, 1), (1, 3)))])

@@ -150,7 +150,3 @@ class CausalWan:
         self.past.keys.append([self.found[layer][0] for layer in sorted(self.found)])
         self.past.values.append([self.found[layer][1] for layer in sorted(self.found)])
         self.past.frames.append(self.frames_of_new)
-
-    def forget(self) -> None:
-        """Begin another clip."""
-        self.past = Past()
