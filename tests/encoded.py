@@ -1,4 +1,4 @@
-"""Encoded data sets, as a run builds them from its settings."""
+"""Encoded data sets, as a run builds them from its settings, and pixels of their clips."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,3 +35,11 @@ def open_set(path, *, cache, device="cpu", captions=(), images=(), **settings):
 def _built(settings, device, captions, images) -> EncodedDataset:
     chosen = {"captions": captions, "images": images}
     return settings.build(seed=0, device=torch.device(device), run_dir=Path(settings.cache), **chosen)
+
+
+def check_decoded(codec, latents, pixels):
+    """Require ``pixels``, of -1 to 1 and more than one color, of each clip with ``latents``, but for rounding."""
+    clips = codec.decode(torch.stack([latents, latents]))
+    levels = pixels.clamp(-1, 1).add(1).mul(127.5).permute(1, 2, 3, 0)
+    assert clips.shape == (2, *levels.shape) and clips.dtype == torch.uint8 and torch.equal(clips[0], clips[1])
+    assert (clips[0].float() - levels).abs().max() < 0.51 and levels.std() > 1

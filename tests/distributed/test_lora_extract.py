@@ -22,7 +22,7 @@ from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, tiny_role
-from tests.unit.refused import refused
+from tests.unit.refused import check_command, refused
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +165,7 @@ def test_adapters_that_cannot_be_stacked(capsys, checkpoints, full, stackable, t
         (3, checkpoints / "fake", "STUDENT"),
         (4, style, "OUT"),
     ):
-        capsys.readouterr()
-        assert main([str(wrong) if j == i else word for j, word in enumerate(arguments)]) == 2
-        error = capsys.readouterr().err
-        assert named in error and error.count("\n") == 1
+        check_command(main, capsys, named, *arguments[:i], wrong, *arguments[i + 1 :])
     for more in (("--weights", "1", "nan"), ("--format", "videox-pdd")):
         assert main([*arguments, *more]) == 2
     assert not (tmp_path / "out").exists() and find_adapters(str(student))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import run_part
 from benchmarks.gpu.report import Results
 from fsdp_cp.errors import UserError
+from tests.e2e.launch import is_alive, wait_for
 from tests.tiers import long, slow
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,21 +30,6 @@ def results(out) -> dict:
     return json.loads(file.read_text())["parts"]
 
 
-def lives(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds, seconds=30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
-
-
 @slow
 def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     """The other parts are measured, earlier rows of a failed part are kept, and no process of a part survives."""
@@ -57,7 +42,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     assert found["crashing"]["rows"] == [{"what": "before", "ms": 3}]
     assert 3 <= found["hanging"]["seconds"] < 30
     (row,) = found["hanging"]["rows"]
-    assert until(lambda: not lives(row["process"]) and not lives(row["group"]))
+    wait_for(lambda: not is_alive(row["process"]) and not is_alive(row["group"]), seconds=30)
     before, kernel, last = found["raising"]["rows"]
     assert before["ms"] == 1 and kernel["tokens"] == 8 and "ZeroDivisionError" in kernel["error"]
     assert last["error"] == found["raising"]["error"] and "ModuleNotFoundError" in last["error"]
@@ -81,14 +66,14 @@ def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
     )
     command = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"TELL": str(tell)})
     try:
-        assert until(lambda: len(list(tell.iterdir())) == 2)
+        wait_for(lambda: len(list(tell.iterdir())) == 2, seconds=30)
         command.send_signal(sent)
         assert command.wait(timeout=30) == code
     finally:
         command.kill()
         command.wait()
     processes = [int(file.name) for file in tell.iterdir()]
-    assert until(lambda: not any(map(lives, processes)))
+    wait_for(lambda: not any(map(is_alive, processes)), seconds=30)
 
 
 def test_what_is_finished_is_not_measured_again(tmp_path, capsys):

@@ -39,6 +39,7 @@ def refusal(function, *args, **kwargs) -> str:
 
 def check_command(main: Callable[[list[str]], int], capsys, named: str, *arguments: object) -> None:
     """Require that the command ``main`` exits with code 2 and one line that has ``named``."""
+    capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and named in line, line

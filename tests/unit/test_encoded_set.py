@@ -23,7 +23,7 @@ from distill.run.open import dry_run
 from distill.run.setup import plan_run
 from tests.encoded import encode_source, open_set
 from tests.oracles.state_set import SHAPE, stored, write_state_set
-from tests.unit.refused import change, refused
+from tests.unit.refused import change, check_command, refused
 from tests.unit.test_paths import as_a_user
 
 CLIPS = 40
@@ -189,7 +189,6 @@ def test_a_set_is_known_by_its_settings(path, tmp_path):
 )
 def test_the_command_names_its_own_arguments(source, options, name, tiny, tmp_path, capsys):
     (tmp_path / "captions.txt").write_text("x\n")
-    arguments = [str(tmp_path / source), str(tmp_path / "set"), "--encoders", str(tiny), "--device", "cpu", *options]
-    assert main(arguments) == 2
-    message = capsys.readouterr().err
-    assert name in message and message.count("\n") == 1 and not (tmp_path / "set").exists()
+    places = tmp_path / source, tmp_path / "set", "--encoders", tiny, "--device", "cpu"
+    check_command(main, capsys, name, *places, *options)
+    assert not (tmp_path / "set").exists()

@@ -15,7 +15,7 @@ from distill.sweep.command import INTERRUPTED, PLANNED, lines_of, main, parse_ar
 from distill.sweep.job import DONE, FAILED, OUT_OF_MEMORY, REFUSED, classify, measurements
 from distill.sweep.points import check_points, parse_words, point_name, role_turns
 from tests.tiers import parametrize, slow
-from tests.unit.refused import refusal
+from tests.unit.refused import check_command, refusal
 from train import main as train
 
 QUICK = ["experiment=quickstart", "device=cpu", "batch_size=2"]
@@ -99,15 +99,13 @@ def test_mistakes_are_a_line_and_write_nothing(tmp_path, capsys, monkeypatch, wo
         path.parent.mkdir(parents=True)
         path.write_text("{}")
     before = sorted(path for path in tmp_path.rglob("*"))
-    assert train(["--multirun", *words.replace("{tmp}", str(tmp_path)).split()]) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and named in error
+    check_command(train, capsys, named, "--multirun", *words.replace("{tmp}", str(tmp_path)).split())
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
 def test_under_torchrun_a_sweep_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert main(["seed=1,2"]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    check_command(main, capsys, "", "seed=1,2")
 
 
 @slow
