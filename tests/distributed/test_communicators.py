@@ -12,13 +12,13 @@ from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh, context_overrides, first_collectives, groups_of
 from fsdp_cp.reduce import full_tensor, parameter_norms
 from tests.oracles import sharded_run
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.runs import Setup
 from tests.tiers import long_case, slow
 
 
 def _one_cycle(setup, folder):
     """Run one step each of student and fake score, with logging. Return the calls by kind and group."""
-    trainer = sharded_run.make_trainer(setup, folder, make_config(setup, folder))
+    trainer = sharded_run.make_trainer(setup, folder)
     trainer._update = partial(Trainer._update, trainer)  # without the full gradients that the oracle is compared with
     data = trainer._steps_of_data()
     with CollectiveCounter() as sent:

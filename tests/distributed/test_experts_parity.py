@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles import runs
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
@@ -48,9 +47,7 @@ def _setup(method, steps=8, **changes):
 
 def _check(pools, folder, setup):
     """Compare with plain networks; return which experts had gradients, step by step."""
-    trace = trace_on_ranks(setup, folder, pools[setup.world_size])
-    difference = compare(trace, oracle_trace(setup, folder))
-    assert difference.largest < 1e-5, difference
+    trace = check_run(pools, setup, folder)
     return [(role, *sorted({name[0] for name in of})) for role, of in zip(trace.roles, trace.gradients, strict=True)]
 
 
@@ -169,7 +166,7 @@ def _held(folder):
     The latter is recorded when a block of any network runs forward or gets its gradient.
     """
     setup = _setup("dmd2", 2, dp_shard=2, micro_batch_size=2)
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     networks = {(name, i): of for name, role in trainer.method.roles.items() for i, of in enumerate(role.networks)}
     seen = []
 
@@ -224,9 +221,9 @@ def test_resume(pools, folder, tmp_path):
 
 def _part(setup, folder, run_dir, first, last):
     """Train steps ``first`` to ``last`` and save after the fifth and the last one."""
-    config = make_config(setup, folder)
-    config.run_dir, config.steps = str(run_dir), last
+    config = make_config(setup, folder, run_dir)
+    config.steps = last
     config.student.ema = EmaSettings(enabled=True, decay=None, gamma=1.0)
     config.optim.student.schedule, config.optim.student.warmup = "constant", 3
-    trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", first) if first else None)
+    trainer = make_trainer(setup, folder, config, first)
     return trainer.record(save_at=(5, last)), trainer.updates

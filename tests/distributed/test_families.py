@@ -11,11 +11,10 @@ from models.condition import Condition
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
 from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run, compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, random_clips
 from tests.oracles.samples import video
-from tests.oracles.sharded_run import trace_on_ranks
 from tests.oracles.tiny_wan import tiny_role
 from tests.tiers import long, long_case, parametrize, slow, slow_case
 
@@ -62,9 +61,7 @@ def folders(tmp_path_factory):
 def _check(pools, folders, family, method, sizes, steps=2):
     folder = folders[family.partition(",")[0]]
     setup = Setup(**SETUPS[family] | sizes, steps=steps, method=METHODS[method])
-    trace = trace_on_ranks(setup, folder, pools[setup.world_size])
-    difference = compare(trace, oracle_trace(setup, folder))
-    assert difference.largest < 1e-5, difference
+    trace = check_run(pools, setup, folder)
     if "image_embeds" in setup.condition_shapes:
         image = [g for name, g in trace.gradients[0].items() if "add_k_proj" in name or "image_embedder" in name]
         assert image and all(g.norm() > 0 for g in image), "the image has no part in it"

@@ -141,7 +141,7 @@ def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
 
 def _fp8_layers_with_adapters(folder, changes):
     setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": changes})
-    network = make_trainer(setup, folder, make_config(setup, folder)).roles["student"].network
+    network = make_trainer(setup, folder).roles["student"].network
     fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"]
     return sum("lora_" in name for name in fp8), len(fp8)
 
@@ -221,10 +221,7 @@ def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
 
 def _saved(folder, run_dir, setup, first=0):
     """Train from step ``first``; save after steps 2 and 3. Return the trace, the step, and names of state dicts."""
-    config = make_config(setup, folder)
-    config.run_dir = str(run_dir)
-    checkpoint = step_folder(run_dir / "checkpoints", first) if first else None
-    trainer = make_trainer(setup, folder, config, checkpoint)
+    trainer = make_trainer(setup, folder, make_config(setup, folder, run_dir), first)
     trace = trainer.record(save_at=(2, 3))
     return trace, {name: list(get_model_state_dict(role.network)) for name, role in trainer.roles.items()}
 

@@ -8,12 +8,12 @@ import torch
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.runs import Setup
 from tests.oracles.samples import video
-from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.sharded_run import make_trainer
 from tests.oracles.sharding_memory import ShardingMemory
 from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, text_condition
 from tests.tiers import long, long_case, slow
@@ -58,12 +58,10 @@ def oracle(checkpoints):
 )
 def test_one_process_is_the_oracle(pools, checkpoints, oracle, changes):
     setup = gan(**changes)
-    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    trace = check_run(pools, setup, checkpoints, oracle, BOUND)
     assert trace.roles == ["student", "fake"] * 2
     heads = [any(name.startswith("additions.gan_head.") for name in gradients) for gradients in trace.gradients]
     assert heads == [False, True] * 2
-    difference = compare(trace, oracle)
-    assert difference.largest < BOUND, difference
 
 
 def test_the_gan_is_felt(checkpoints, oracle):
@@ -85,15 +83,14 @@ def test_the_gan_is_felt(checkpoints, oracle):
 def test_another_block(pools, checkpoints):
     setup = gan(cp=2, micro_batch_size=4, method=replace(METHOD, gan_blocks=[0]), steps=2)
     oracle = oracle_trace(setup, checkpoints)
-    assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < BOUND
+    check_run(pools, setup, checkpoints, oracle, BOUND)
     both = oracle_trace(gan(steps=2), checkpoints)
     assert abs(oracle.losses[1] - both.losses[1]) > 1e-4
 
 
 def _student_step(folder, setup):
     """Return what the fake score's network holds while the student trains through it, and afterwards."""
-    config = make_config(setup, folder)
-    trainer = make_trainer(setup, folder, config)
+    trainer = make_trainer(setup, folder)
     data = trainer._steps_of_data()
     fake = trainer.roles["fake"]
     for _ in range(2):  # the fake score's own step too: its gradients must be seen
@@ -128,7 +125,7 @@ def test_the_fake_score_gets_no_gradient_from_the_student(pools, checkpoints, st
 
 
 def _in_bf16(folder, setup):
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     seen = []
     head = trainer.roles["fake"].network.get_submodule("additions.fake.gan_head")
     head.register_forward_hook(
@@ -157,7 +154,7 @@ def test_the_head_computes_in_fp32_under_bf16(pools, checkpoints, oracle):
 
 def _logits(folder, setup):
     """Return D of the role, and D written out from the features of the blocks that it reads."""
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     role, kept = trainer.roles["fake"], []
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, *LATENT_SHAPE, generator=generator)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ from models.lora.contract import BASE, read_contract
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
-from tests.oracles.difference import compare
-from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.difference import check_trace
+from tests.oracles.runs import Setup, make_config
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
@@ -38,11 +37,9 @@ OWN = Setup(dp_shard=2, micro_batch_size=2, lora=LORA, steps=STEPS, ema=EmaSetti
 
 def _run(setup, folder, run_dir, first=0):
     """Train from step ``first``; save at STOP and at the end. Return the trace and the networks' outputs."""
-    config = make_config(setup, folder)
-    config.run_dir = str(run_dir)
+    config = make_config(setup, folder, run_dir)
     config.student.checkpoint = str(folder / "teacher")
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trainer = make_trainer(setup, folder, config, resume_from)
+    trainer = make_trainer(setup, folder, config, first)
     trace = trainer.record(save_at=(STOP, setup.steps))
     x, t, condition = _inputs()
     with torch.no_grad():
@@ -84,8 +81,7 @@ def test_resume(pools, checkpoints, straight, tmp_path, sizes):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     setup, truth = replace(OWN, **sizes), straight[1]
     trace, _ = pools[setup.world_size].run(_run, setup, checkpoints, tmp_path, STOP)[0]
-    rest = Trace(truth.roles[STOP:], truth.losses[STOP:], truth.norms[STOP:], truth.gradients[STOP:], truth.weights)
-    assert compare(trace, rest).largest < (1e-5 if sizes else 1e-30)
+    check_trace(trace, truth.after(STOP), 1e-5 if sizes else 1e-30)
 
 
 def test_a_checkpoint_holds_adapters_alone_and_refuses_others(checkpoints, straight):

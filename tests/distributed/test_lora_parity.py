@@ -7,10 +7,9 @@ from safetensors.torch import save_file
 
 from distill.methods import METHODS as METHODS_BY_NAME
 from models.lora.settings import LoraSettings
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run, compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, random_adapter
-from tests.oracles.sharded_run import trace_on_ranks
 from tests.pools import Pools
 from tests.tiers import long_case, slow
 
@@ -34,11 +33,7 @@ def oracle(checkpoints):
 
 def _check(pools, checkpoints, oracle, **changes):
     setup = Setup(**{"lora": LORA, "steps": 3} | changes)
-    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
-    difference = compare(trace, oracle)
-    assert difference.largest < 1e-5, difference
-    assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"
-    return trace
+    return check_run(pools, setup, checkpoints, oracle)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from tests.tiers import slow
 
 def _poisoned(folder, run_dir, in_a_row):
     setup = Setup(dp_shard=2)
-    config = make_config(setup, folder)
-    config.run_dir = str(run_dir)
+    config = make_config(setup, folder, run_dir)
     config.optim.max_skipped = 3
     config.optim.student.schedule = "cosine"
     trainer = make_trainer(setup, folder, config)
@@ -46,7 +45,7 @@ def _poisoned(folder, run_dir, in_a_row):
     if saved:  # the last good state; the fake score, which did not learn, has that of the run's start
         numbers = read_state(step_folder(run_dir / "checkpoints", saved[-1]))
         assert numbers["skipped"] == trainer.skipped and numbers["updates"] == trainer.updates
-        kept = make_trainer(setup, folder, config, step_folder(run_dir / "checkpoints", saved[-1])).saved_tensors()
+        kept = make_trainer(setup, folder, config, saved[-1]).saved_tensors()
         for role, state in trainer.saved_tensors().items():
             for kind, tensors in state.items():
                 for name, tensor in tensors.items():
@@ -82,7 +81,7 @@ def test_bad_steps_in_a_row_stop_the_run(pools, checkpoints, tmp_path):
 
 
 def _bad_on_one_rank(folder):
-    trainer = make_trainer(Setup(dp_shard=2, cp=2), folder, make_config(Setup(dp_shard=2, cp=2), folder))
+    trainer = make_trainer(Setup(dp_shard=2, cp=2), folder)
     named, world = trainer.roles["student"].named_parameters(), trainer.mesh.world
     found = [first_non_finite(named, world)]
     for parameter in named.values():

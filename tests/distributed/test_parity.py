@@ -6,7 +6,7 @@ import pytest
 
 from distill.config.schema import EmaSettings
 from distill.data.order import Order
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run, compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import trace_on_ranks
@@ -52,10 +52,7 @@ def oracle(checkpoints):
 def test_dmd2_in_fp32(pools, checkpoints, oracle, changes):
     """Losses, gradients, clip norms, weights and the average: two updates of the student, one of the fake score."""
     setup = Setup(**RUN | changes)
-    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
-    assert trace.roles == ["student", "fake", "student"]
-    difference = compare(trace, oracle)
-    assert difference.largest < 1e-5, difference
+    assert check_run(pools, setup, checkpoints, oracle).roles == ["student", "fake", "student"]
 
 
 SIZES = {"more_shapes": ((4, 2, 8, 12), (4, 1, 12, 6)), "steps": 5}
@@ -76,8 +73,7 @@ def test_clips_of_three_sizes(pools, checkpoints, oracle_of_sizes, changes):
     setup = Setup(**SIZES | changes)
     order = Order(seed=make_config(setup, checkpoints).seed, buckets=(11, 11, 10), batch_size=setup.batch_size)
     assert {order.place(step * setup.batch_size)[0] for step in range(5)} == {0, 1, 2}
-    difference = compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle_of_sizes)
-    assert difference.largest < 1e-5, difference
+    check_run(pools, setup, checkpoints, oracle_of_sizes)
 
 
 @slow

@@ -6,14 +6,12 @@ import json
 import logging
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
 from distill.train.profiling import StepProfiler
-from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.reduce import on_first_rank
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
@@ -31,12 +29,11 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
     logger = logging.getLogger("distill.train.profiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    config = make_config(SETUP, folder)
-    config.run_dir, config.steps, config.log = str(run_dir), last, LogSettings(every=1)
+    config = make_config(SETUP, folder, run_dir)
+    config.steps, config.log = last, LogSettings(every=1)
     config.checkpoint = CheckpointSettings(every=every, keep=0, at_end=False)
     config.profile = profile or ProfileSettings()
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trainer = make_trainer(SETUP, folder, config, resume_from)
+    trainer = make_trainer(SETUP, folder, config, first)
     if fails_at is not None:
         update = trainer._update
 

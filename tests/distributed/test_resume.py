@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import saved_steps, step_folder
 from fsdp_cp.errors import UserError
 from models.causal import CausalSettings
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_trace
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import METHODS, Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
@@ -27,11 +26,10 @@ pytestmark = slow
 
 
 def _trainer(setup, folder, run_dir, first, last):
-    config = make_config(replace(setup, ema=EMA), folder)
-    config.run_dir, config.steps = str(run_dir), last
+    config = make_config(replace(setup, ema=EMA), folder, run_dir)
+    config.steps = last
     config.optim.student.schedule, config.optim.student.warmup = "constant", 4  # a rate for each count of updates
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trainer = make_trainer(setup, folder, config, resume_from)
+    trainer = make_trainer(setup, folder, config, first)
     assert trainer.step == first
     return trainer
 
@@ -83,12 +81,19 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
 def test_clips_of_several_sizes(pools, checkpoints, tmp_path):
     """Bit by bit on the same mesh; on one rank to rounding."""
     setup = replace(OWN, more_shapes=((4, 2, 8, 12), (4, 1, 12, 6)))
+    _resumes_on_two_and_on_one(pools, setup, checkpoints, tmp_path)
+
+
+def _resumes_on_two_and_on_one(pools, setup, checkpoints, tmp_path):
+    """Compare losses; return the weights of the run that never stopped and of the one resumed on its mesh."""
     truth = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
+    resumed = {}
     for size in (2, 1):
         run_dir = tmp_path / str(size)
         shutil.copytree(tmp_path / "straight" / "checkpoints", run_dir / "checkpoints")
-        resumed = pools[size].run(_run, replace(setup, cp=size), checkpoints, run_dir, STOP, STEPS)[0]
-        assert resumed.losses == pytest.approx(truth.losses[STOP:], rel=0 if size == 2 else 1e-5)
+        resumed[size] = pools[size].run(_run, replace(setup, cp=size), checkpoints, run_dir, STOP, STEPS)[0]
+        assert resumed[size].losses == pytest.approx(truth.losses[STOP:], rel=0 if size == 2 else 1e-5)
+    return truth.weights, resumed[2].weights
 
 
 @pytest.mark.parametrize(
@@ -103,16 +108,8 @@ def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path, method):
     """Draws per chunk continue; on another mesh the losses are the same to rounding."""
     causal = CausalSettings(chunk=1, window=1, context_time=0.1)
     setup = replace(OWN, method=method, causal=causal, causal_roles=("student",))
-    truth = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
-    for size in (2, 1):
-        run_dir = tmp_path / str(size)
-        shutil.copytree(tmp_path / "straight" / "checkpoints", run_dir / "checkpoints")
-        other = replace(setup, cp=size)
-        resumed = pools[size].run(_run, other, checkpoints, run_dir, STOP, STEPS)[0]
-        assert resumed.losses == pytest.approx(truth.losses[STOP:], rel=0 if size == 2 else 1e-5)
-        if size == 2:
-            student = truth.weights["student"]
-            assert all(torch.equal(value, student[name]) for name, value in resumed.weights["student"].items())
+    truth, resumed = _resumes_on_two_and_on_one(pools, setup, checkpoints, tmp_path)
+    assert all(torch.equal(value, truth["student"][name]) for name, value in resumed["student"].items())
 
 
 @pytest.mark.parametrize(
@@ -132,9 +129,9 @@ def test_another_mesh(pools, checkpoints, straight, tmp_path, meshes):
         for name in ("roles", "losses", "norms", "gradients"):
             getattr(ours, name).extend(getattr(part, name))
         ours.weights = part.weights
-    weights = {name: of for name, of in truth.weights.items() if name != "adam"}
-    rest = Trace(truth.roles[STOP:], truth.losses[STOP:], truth.norms[STOP:], truth.gradients[STOP:], weights)
-    assert compare(ours, rest).largest < 1e-5
+    rest = truth.after(STOP)
+    rest.weights = {name: of for name, of in truth.weights.items() if name != "adam"}
+    check_trace(ours, rest)
 
 
 def _clips(setup, folder, run_dir, first, last):
@@ -153,7 +150,7 @@ def test_another_batch_size(pools, checkpoints, straight, tmp_path):
 def _without_average(folder, run_dir):
     setup = Setup(cp=2)
     with pytest.raises(UserError, match=r"student\.ema"):
-        make_trainer(setup, folder, make_config(setup, folder), step_folder(Path(run_dir) / "checkpoints", STOP))
+        make_trainer(setup, folder, make_config(setup, folder, run_dir), STOP)
     return True
 
 
@@ -167,10 +164,10 @@ def test_other_settings_are_refused(pools, checkpoints, straight):
 
 
 def _resume_with_other_data(setup, folder, run_dir, accept):
-    config = make_config(replace(setup, ema=EMA), folder)
-    config.run_dir, config.checkpoint.accept = str(run_dir), accept
+    config = make_config(replace(setup, ema=EMA), folder, run_dir)
+    config.checkpoint.accept = accept
     try:
-        trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", STOP))
+        trainer = make_trainer(setup, folder, config, STOP)
         return trainer.step, trainer.unlogged, trainer.seconds
     except UserError as error:
         return str(error)

@@ -22,7 +22,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.rng import StepRandom
 from models.causal import CausalSettings
 from tests.oracles.causal_wan import CausalWan
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.runs import Setup
 from tests.oracles.samples import video
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE, text_condition
@@ -56,7 +56,7 @@ class _FirstFrames(_Captions):
 
 
 def _clips(setup, folder, role, steps, batch, latent_shape=None):
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     data = _FirstFrames() if "first_frame" in setup.condition_shapes else _Captions()
     sampler = ClipSampler(method=trainer.method, data=data, mesh=trainer.mesh, device=torch.device("cpu"))
     return sampler.generate(

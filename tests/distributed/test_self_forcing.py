@@ -12,9 +12,9 @@ from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
-from tests.oracles.difference import compare
+from tests.oracles.difference import check_run
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.runs import Setup
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import CONDITION_SHAPES
 from tests.tiers import long_case, slow, slow_case
@@ -73,24 +73,15 @@ def truth(checkpoints):
 def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, case, sizes):
     """Losses, all gradients, clip norms and weights: replayed backward is one backward of the whole rollout."""
     setup = replace(CASES[case], **sizes)
-    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
-    difference = compare(trace, truth(case))
-    print(f"\n{case}, {sizes}: {difference}")
-    assert trace.roles[:2] == ["student", "fake"]
-    assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
+    assert check_run(pools, setup, checkpoints, truth(case)).roles[:2] == ["student", "fake"]
 
 
 @slow
 def test_adapters(pools, checkpoints):
     """Student and fake score are adapters on the teacher's network, on a ring."""
     lora = {name: LoraSettings(rank=2) for name in ("student", "fake")}
-    setup = replace(CASES["shared exit"], steps=2, lora=lora)
-    trace, alone = (
-        trace_on_ranks(replace(setup, **sizes), checkpoints, pools[sizes.get("cp", 1)])
-        for sizes in ({"cp": 3, "micro_batch_size": 4}, {"micro_batch_size": 4})
-    )
-    difference = compare(trace, alone)
-    assert difference.largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms), difference
+    setup = replace(CASES["shared exit"], steps=2, lora=lora, micro_batch_size=4)
+    check_run(pools, replace(setup, cp=3), checkpoints, trace_on_ranks(setup, checkpoints, pools[1]))
 
 
 class _Saved:
@@ -113,7 +104,7 @@ def _most_saved(folder, sizes):
         return saved
 
     setup = replace(CASES["an exit each, GAN, window"], steps=1, method=SHARED, latent_shape=sizes, batch_size=1)
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     weights = sum(p.nbytes for p in trainer.roles["student"].parameters())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         trainer.record()
@@ -130,7 +121,7 @@ def test_one_chunks_graph_is_alive(pools, checkpoints):
 def _gathers(folder, keep):
     """Return a fake step's calls of the student, its all-gathers, the student's units, and those gathered after it."""
     setup = replace(CASES["shared exit"], cp=2, micro_batch_size=4, changes={"student": {"keep_gathered": keep}})
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    trainer = make_trainer(setup, folder)
     data, student, calls = trainer._steps_of_data(), trainer.roles["student"].network, []
     trainer._train_step(data)
     student.register_forward_pre_hook(lambda *_: calls.append(1))

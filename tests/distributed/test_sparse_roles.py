@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from distill.config.schema import EmaSettings
 from distill.methods.pdd import PddSettings
-from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from models import verify
 from models.export import main as export
@@ -34,22 +32,26 @@ SPARSE = SparseSettings(sparsity=0.6, tile=[2, 2, 2])
 MESHES = [(1, 2), *(slow_case(*sizes) for sizes in ((1, 1), (2, 2), (1, 3), (1, 4)))]
 
 
+def _check(pools, folder, family, grid, *, dp_shard=1, cp, optional=False):
+    """Compare output, each gradient, norm, derivative and a round trip of the gates, with recomputation."""
+    plan = verify.planned(folder, family)
+    truth = written_out(plan, grid, optional=optional)
+    case = verify.Case(
+        folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid, checkpointing=True, optional=optional
+    )
+    ours, changed = pools[dp_shard * cp].run(verify.rank_result, case, folder.with_name("written"))[0]
+    assert {name for name in truth.gradients if "to_gate_compress" in name} == {*plan.sparse.shapes}
+    found, worst = verify.compare(ours, truth, changed)
+    assert max(found.values()) < 1e-6, (found, worst)  # Wan norms in fp32
+
+
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_wan_on_a_mesh_equals_attention_written_out(pools, tmp_path, dp_shard, cp):
-    """Output, each gradient, norm, derivative and a round trip of the gates; with recomputation and a dense layer."""
-    settings = SparseSettings(sparsity=0.6, tile=[2, 2, 2], dense_layers=[1] if cp == 3 else [])
+    settings = replace(SPARSE, dense_layers=[1] if cp == 3 else [])
     example = {**Wan().examples()["t2v"], "num_attention_heads": 2}  # a ring of several ranks at cp = 3 and 4
     verify.write_example(tmp_path / "network", "wan", example, settings)
     for grid in verify.GRIDS[: 1 if (dp_shard, cp) == (1, 2) else 2]:
-        plan = verify.planned(tmp_path / "network", "wan")
-        truth = written_out(plan, grid)
-        case = verify.Case(
-            folder=tmp_path / "network", family="wan", dp_shard=dp_shard, cp=cp, grid=grid, checkpointing=True
-        )
-        ours, changed = pools[dp_shard * cp].run(verify.rank_result, case, tmp_path / "written")[0]
-        assert {name for name in truth.gradients if "to_gate_compress" in name} == {*plan.sparse.shapes}
-        found, worst = verify.compare(ours, truth, changed)
-        assert max(found.values()) < 1e-6, (found, worst)  # Wan norms in fp32
+        _check(pools, tmp_path / "network", "wan", grid, dp_shard=dp_shard, cp=cp)
 
 
 @pytest.mark.parametrize("cp", [2, *(slow_case(size) for size in (3, 4))])
@@ -62,15 +64,8 @@ def test_networks_with_sound_on_a_mesh_equal_attention_written_out(pools, tmp_pa
     if family == "ltx2":
         example |= {"audio_num_attention_heads": 2, "cross_attention_dim": 24, "audio_cross_attention_dim": 16}
     verify.write_example(tmp_path / "network", family, example, SPARSE)
-    plan = verify.planned(tmp_path / "network", family)
     for optional in (False, True):
-        case = verify.Case(
-            folder=tmp_path / "network", family=family, dp_shard=1, cp=cp, grid=verify.GRIDS[0],
-            checkpointing=True, optional=optional,
-        )  # fmt: skip
-        ours, changed = pools[cp].run(verify.rank_result, case, tmp_path / "written")[0]
-        found, worst = verify.compare(ours, written_out(plan, case.grid, optional=optional), changed)
-        assert max(found.values()) < 1e-6, (found, worst)
+        _check(pools, tmp_path / "network", family, verify.GRIDS[0], cp=cp, optional=optional)
 
 
 def test_a_comparison_with_written_out_attention_can_fail(tmp_path):
@@ -89,10 +84,7 @@ PDD = PddSettings(grid_steps=8, steps=[2, 4], guidance_scale=2.0, shift=3.0)
 
 def _record(setup, folder, run_dir, first=0, save_at=()):
     """Return losses and weights of a run from step ``first``, and the sparsity at its end."""
-    config = make_config(setup, folder)
-    config.run_dir = str(run_dir)
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trainer = make_trainer(setup, folder, config, resume_from)
+    trainer = make_trainer(setup, folder, make_config(setup, folder, run_dir), first)
     trace = trainer.record(save_at=save_at)
     network = trainer.roles["student"].networks[0]
     return trace.losses, trace.weights, network.sparse.sparsity, trainer.roles["student"].sparse_file

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
-from tests.oracles.runs import Trace
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import Setup, Trace
+from tests.oracles.sharded_run import trace_on_ranks
+from tests.pools import Pools
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,17 @@ def compare(trace: Trace, oracle: Trace) -> Difference:
         weight=_largest(weight),
         worst=worst,
     )
+
+
+def check_trace(trace: Trace, oracle: Trace, bound: float = 1e-5) -> None:
+    """Require that ``trace`` is ``oracle`` to rounding."""
+    difference = compare(trace, oracle)
+    assert difference.largest < bound, difference
+
+
+def check_run(pools: Pools, setup: Setup, folder: Path, oracle: Trace | None = None, bound: float = 1e-5) -> Trace:
+    """Require that ``setup`` on its mesh equals plain networks in one process, or ``oracle``; return its trace."""
+    trace = trace_on_ranks(setup, folder, pools[setup.world_size])
+    check_trace(trace, oracle or oracle_trace(setup, folder), bound)
+    assert all(norm > 1e-4 for norm in trace.norms), "nothing to compare"
+    return trace

@@ -123,6 +123,10 @@ class Trace:
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Full weights of each trained role at the end, and under ``average of ROLE`` its average."""
 
+    def after(self, step: int) -> "Trace":
+        """Return the record of the steps after the first ``step``."""
+        return Trace(self.roles[step:], self.losses[step:], self.norms[step:], self.gradients[step:], self.weights)
+
 
 def random_adapter(role: str, name: str, shape: Sequence[int]) -> Tensor:
     """Return a random matrix for A or B: B's usual zeros would hide errors in A's gradients."""
@@ -136,7 +140,7 @@ def random_clips(setup: Setup) -> RandomClips:
     return RandomClips(setup.latent_shape, setup.condition_shapes, dtype, setup.audio_shape, setup.more_shapes)
 
 
-def make_config(setup: Setup, folder: Path) -> Config:
+def make_config(setup: Setup, folder: Path, run_dir: Path | None = None) -> Config:
     """Return a configuration whose clipping changes every step."""
     settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
     config = Config(
@@ -144,7 +148,7 @@ def make_config(setup: Setup, folder: Path) -> Config:
         batch_size=setup.batch_size,
         expert_draws=setup.expert_draws,
         seed=3,
-        run_dir=str(folder / "run"),
+        run_dir=str(run_dir or folder / "run"),
         method=setup.method,
         optim=OptimSettings(student=settings, fake=settings, clip=0.5),
         data=None,

@@ -55,8 +55,12 @@ class RecordingTrainer(Trainer):
         return self.trace
 
 
-def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
-    """Build the trainer on this process group's ranks, from the checkpoints in ``folder``."""
+def make_trainer(setup: Setup, folder: Path, config: Config | None = None, first: int = 0) -> RecordingTrainer:
+    """Build the trainer on this process group's ranks, from the checkpoints in ``folder``.
+
+    A trainer of a ``first`` step that is not 0 resumes from that step's checkpoint in the run directory.
+    """
+    config = config or make_config(setup, folder)
     mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp, setup.architecture["num_attention_heads"])
     device = torch.device("cpu")
     method = METHODS[config.method.name][0]
@@ -96,8 +100,8 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         method=build_method(config.method, roles),
         micro_batch_size=setup.micro_batch_size,
     )
-    if resume_from is not None:
-        trainer.resume(resume_from)
+    if first:
+        trainer.resume(step_folder(Path(config.run_dir) / "checkpoints", first))
     return trainer
 
 
@@ -108,7 +112,7 @@ def _mesh(dp_replicate: int, dp_shard: int, cp: int, heads: int) -> Mesh:
 
 def sharded_trace(setup: Setup, folder: Path) -> Trace:
     """Run all steps of ``setup`` on this process group's ranks."""
-    return make_trainer(setup, folder, make_config(setup, folder)).record()
+    return make_trainer(setup, folder).record()
 
 
 def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> Trace:
@@ -132,8 +136,8 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
 def check_resume(pool: RankPool, setup: Setup, folder: Path, run_dir: Path) -> dict[str, dict[str, Tensor]]:
     """Check that a run of ``setup``, resumed after two steps, has the losses and weights of an unbroken one; return
     the weights."""
-    whole = pool.run(_run_from, setup, folder, str(run_dir), 0, (2,))[0]
-    again = pool.run(_run_from, setup, folder, str(run_dir), 2)[0]
+    whole = pool.run(_run_from, setup, folder, run_dir, 0, (2,))[0]
+    again = pool.run(_run_from, setup, folder, run_dir, 2)[0]
     assert again.losses == whole.losses[2:] and again.weights.keys() == whole.weights.keys()
     for role, weights in whole.weights.items():
         assert all(torch.equal(again.weights[role][name], value) for name, value in weights.items())
@@ -141,9 +145,6 @@ def check_resume(pool: RankPool, setup: Setup, folder: Path, run_dir: Path) -> d
     return whole.weights
 
 
-def _run_from(setup: Setup, folder: Path, run_dir: str, first: int, save_at: Sequence[int] = ()) -> Trace:
-    config = make_config(setup, folder)
-    config.run_dir = run_dir
-    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
-    trace = make_trainer(setup, folder, config, resume_from).record(save_at)
+def _run_from(setup: Setup, folder: Path, run_dir: Path, first: int, save_at: Sequence[int] = ()) -> Trace:
+    trace = make_trainer(setup, folder, make_config(setup, folder, run_dir), first).record(save_at)
     return Trace(losses=trace.losses, weights=trace.weights)
