@@ -6,7 +6,7 @@ derivatives. See docs/library.md.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
