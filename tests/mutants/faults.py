@@ -769,8 +769,8 @@ FAULTS = (
     Fault(
         "last_keyframe_at_the_first_frame",
         "the last keyframe stands at the first frame, and the first one at the last",
-        '("first", "last")[anchor]',
-        '("last", "first")[anchor]',
+        '"last" if anchor else "first"',
+        '"first" if anchor else "last"',
         "unit/test_minimax_h3_family.py::test_positions_are_those_of_diffusers[300-207-grid0]",
     ),
     Fault(
