@@ -30,7 +30,7 @@ log = first_rank_log(__name__)
 
 Boundaries = Mapping[str, tuple[float, ...]]
 """Times between the experts of each role that has two."""
-_SILENT = {"audio_weight": 1.0, "audio_shift_ratio": None, "audio_guidance_scale": None}
+_SOUND_SETTINGS = {"audio_weight": 1.0, "audio_shift_ratio": None, "audio_guidance_scale": None}
 """Settings of the sound, with the values that models without sound take."""
 
 
@@ -133,7 +133,7 @@ class PartSettings(Checked):
                     "method.audio_weight=0: parameters that only the audio's output reaches change by decay alone"
                 )
             return
-        for name, default in _SILENT.items():
+        for name, default in _SOUND_SETTINGS.items():
             if (value := getattr(self, name)) != default:
                 raise UserError(f"method.{name}={value} is for models that make sound, unlike this one; leave it out")
 
