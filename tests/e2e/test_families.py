@@ -619,7 +619,7 @@ def pipelines(tmp_path_factory):
         ("i2v", ["data.image=last_frame"], "data.image"),
         ("i2v", ["data.max_text_tokens=64"], "data.max_text_tokens"),
         ("i2v", ["sample.images=[{clips}/clip_0.mp4]"], "sample.images"),
-        ("i2v", ["data=captions", "data.path={clips}/metadata.csv"], "column image"),
+        ("i2v", ["data=captions", "data.path={clips}/metadata.csv"], "the column image"),
         ("i2v", ["teacher.checkpoint={t2v}"], "teacher.checkpoint"),
         ("i2v", ["data.encoders={t2v}"], "data.encoders"),
         ("ti2v", ["data.num_frames=1"], "data.num_frames"),

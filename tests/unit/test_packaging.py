@@ -210,11 +210,13 @@ def import_graph(*, with_types: bool = False) -> dict[str, set[str]]:
 def rooms(package: str) -> dict[str, set[str]]:
     """Return which rooms of a package each one imports, for type hints too. A room is a first-level folder or module.
 
-    The package's own ``__init__`` is not a room: it gives names of its rooms to the outside, and no room imports it.
+    The package's own ``__init__`` is not a room: it gives names of its rooms to the outside, and no room imports it. A
+    room's command, ``__main__``, which no room imports either, may use all rooms.
     """
     found: dict[str, set[str]] = {}
     for name, imported in import_graph(with_types=True).items():
-        if name.startswith(f"{package}."):
+        if name.startswith(f"{package}.") and not name.endswith(".__main__"):
+            assert not any(other.endswith(".__main__") for other in imported), f"{name} imports a command"
             assert package not in imported, f"{name} imports the package's door"
             room = name.split(".")[1]
             inside = {other.split(".")[1] for other in imported if other.startswith(f"{package}.")}

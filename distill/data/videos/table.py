@@ -91,7 +91,9 @@ def _check_columns(names: Sequence[str], required: Sequence[str], where: str) ->
         if names.count(column) != 1:
             found = one_line(",".join(names), 100) or "nothing"
             hint = f"use {','.join(required)}, or name the table's columns with data.columns"
-            raise UserError(f"{where} must have {column} once, between commas in a .csv file (found {found}); {hint}")
+            raise UserError(
+                f"{where} must have the column {column} once, between commas in a .csv file (found {found}); {hint}"
+            )
 
 
 def _csv_records(
