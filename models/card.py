@@ -30,6 +30,8 @@ SHOWN_CLIPS = 4
 _SEAL = "\n<!-- written by fsdp_cp, {}; without this line it is yours and no command replaces it -->\n"
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(/|$)")
 """Path of a repository in the hub's cache."""
+_MADE = ("made by", "weights", "role", "dtype")
+"""Keys of an export's description that tell what its weights are."""
 _SAMPLE = "```bash\npython -m distill.sample RUN_DIR --student FOLDER\n```"
 
 
@@ -157,7 +159,7 @@ class Card:
             "base": None if base is None else base.shown,
             "method": self.method,
             "training steps": about.get("step"),
-            "weights": " ".join(str(about[key]) for key in ("weights", "role", "dtype") if about.get(key)),
+            "weights": " ".join(str(about[key]) for key in _MADE if about.get(key)),
             "adapters": ", ".join(f"{key} {value:g}" for key, value in self.adapters.items()),
             "format": about.get("format"),
             "expert": about.get("expert"),

@@ -76,6 +76,8 @@ class SparseSettings(Checked):
         """Return the tiles of a video whose tokens are frames, rows and columns of ``grid``. The first ``given_frames``
         stay dense."""
         (t, h, w), (tile_t, tile_h, tile_w) = grid, self.tile
+        if t <= given_frames:
+            raise UserError("a sparse role needs more latent frames than the given one; set data.num_frames higher")
         return Tiles((t - given_frames, h, w), (tile_t, tile_h, tile_w), given=given_frames * h * w)
 
 

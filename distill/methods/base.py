@@ -154,8 +154,8 @@ class Method(ABC):
     required_roles: ClassVar[tuple[str, ...]] = ("teacher", "student")
     """Roles in the order in which they are built; see :meth:`roles_needed`."""
     trained_roles: ClassVar[tuple[str, ...]] = ("student",)
-    guided_role: ClassVar[str] = "teacher"
-    """Role that is sampled with guidance."""
+    guided_roles: ClassVar[tuple[str, ...]] = ("teacher",)
+    """Roles that are sampled with guidance."""
     knows_experts: ClassVar[bool] = False
     """Whether roles of two experts are possible."""
     knows_parts: ClassVar[bool] = False
@@ -324,7 +324,7 @@ class Method(ABC):
     def evaluations(self, role: str, steps: int) -> int:
         """Return the number of network evaluations of :meth:`stream` per clip (guidance evaluates twice a step)."""
         steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
-        return 2 * steps if role == self.guided_role and is_guided(self.settings.guidance) else steps
+        return 2 * steps if role in self.guided_roles and is_guided(self.settings.guidance) else steps
 
     def generate(self, role: str, noise: Sample, condition: Condition, steps: int, random: StepRandom) -> Sample:
         """Sample whole clips from ``noise``: the chunks of :meth:`stream`, joined."""

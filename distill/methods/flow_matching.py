@@ -118,7 +118,7 @@ class FlowMatching(Method):
     may need its base, the role ``teacher``; adapters share that network."""
 
     required_roles = ("student",)
-    guided_role = "student"
+    guided_roles = ("student", "teacher")
     knows_experts = True
     settings: FlowMatchingSettings
     guidance_bands = (0.0, 0.5, 0.8, 0.9)  # most of the field is at high noise (musubi-tuner)

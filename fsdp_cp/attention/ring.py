@@ -306,7 +306,8 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, grads_of: Callable[[int, Sequen
         closing(_visited((k, v), ring, own_last=True)) as visited,  # the gradients of the own chunk end here
         _Travelling(ring, _GRADS_TAG, layout.grads_travel, empty) as grads,
     ):
-        for step, (chunk, tensors) in enumerate(visited):
+        step = 0
+        for chunk, tensors in visited:  # enumerate would hold a chunk until the next one is there
             is_last = step == ring.size - 1
             chunk_grads = grads_of(chunk, tensors)
             del tensors
@@ -317,5 +318,6 @@ def _key_grads(ring: Ring, k: Tensor, v: Tensor, grads_of: Callable[[int, Sequen
                 _add_grads(total, layout.key_chunk(chunk), chunk_grads)
             if not is_last:
                 grads.start(total, chunk, step)
+            step += 1
     assert total is not None
     return total

@@ -312,10 +312,14 @@ class VideoTables(SparseTables):
         self.patch = patch
 
     def begin_call(self, _network: nn.Module, _args: tuple, call: Mapping[str, Any]) -> None:
-        """Begin a ``call`` of the network. Only one with a given first frame has a time for each token."""
+        """Begin a ``call`` of the network. A given first frame has time 0, and the call a time for each token."""
         if self.roles.plans:
-            grid = call["num_frames"], call["height"] // self.patch, call["width"] // self.patch
-            self.begin(grid, given_frames=int(call["timestep"].ndim == 2))
+            rows, columns = call["height"] // self.patch, call["width"] // self.patch
+            times = call["timestep"]
+            has_frame = times.ndim == 2
+            if has_frame and type(times) is Tensor:  # a pipeline always has such times; those of a plan have no values
+                has_frame = not times[:, : rows * columns].any()
+            self.begin((call["num_frames"], rows, columns), given_frames=int(has_frame))
 
     def tiles(self, *_args: Any, **_kwargs: Any) -> dict[str, Tiles]:
         """Return the tiles of the sequences that the plan splits."""

@@ -189,9 +189,11 @@ def _fetch(snapshot: _Snapshot, download: bool) -> None:
     try:
         log.info("%s: downloading %d files of commit %s", snapshot.where, len(missing), snapshot.commit)
         patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in missing]
-        # By its name a branch is recorded in the cache. If it has moved since, the check misses the files.
-        revision = snapshot.name.revision if snapshot.is_head else snapshot.commit
-        snapshot_download(repo, revision=revision, allow_patterns=patterns)
+        snapshot_download(repo, revision=snapshot.commit, allow_patterns=patterns)
+        if snapshot.is_head and not snapshot.name.is_commit:  # the hub's layout: the branch is this commit now
+            branch = storage / "refs" / snapshot.name.revision
+            branch.parent.mkdir(parents=True, exist_ok=True)
+            branch.write_text(snapshot.commit)
     except Exception as error:  # of the hub, the HTTP library and the disk
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         advice = "free space, or set HF_HOME to another disk" if full else "the same command continues the download"

@@ -115,7 +115,7 @@ def _write(
         settings={"method": more.get(METHOD), "teacher": {"checkpoint": str(base.path.resolve())}},
     )
     maker = f"models.lora {args.command}"
-    about = {"made by": maker, "weights": maker, "base": str(base.path), BASE: fingerprint(base), **more}
+    about = {"made by": maker, "base": str(base.path), BASE: fingerprint(base), **more}
     exported.write(out, args.format, dtype=DTYPES[args.dtype], about=about)
 
 

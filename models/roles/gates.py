@@ -59,9 +59,9 @@ class SparsePlan:
         gates = enumerate(family.gates(config))
         return replace(self, gates=tuple(gate for layer, gate in gates if layer not in self.settings.dense_layers))
 
-    def name_dense(self, role: str, grid: Sequence[int]) -> None:
+    def name_dense(self, role: str, grid: Sequence[int], given_frames: int) -> None:
         """Warn of a video of one tile, to which attention is dense."""
-        if self.settings.tiles(grid).count == 1 and rank() == 0:
+        if self.settings.tiles(grid, given_frames).count == 1 and rank() == 0:
             text = "%s.sparse_attention.tile=%s holds the whole video of %s tokens: its attention is dense"
             log.warning(text, role, self.settings.tile, "x".join(map(str, grid)))
 

@@ -123,7 +123,8 @@ class RolePlan:
         for folder in self.folders:
             self.family.check_folder(folder.path, condition_shapes, setting)
         if self.sparse is not None:
-            self.sparse.name_dense(self.name, self.family.token_grid(self.config, shapes))
+            given = self.family.given_frames(condition_shapes)
+            self.sparse.name_dense(self.name, self.family.token_grid(self.config, shapes), given)
         if self.causal is not None:
             self.causal.chunks(shapes[VIDEO][1], f"{self.name}.causal.")
             if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:

@@ -48,6 +48,8 @@ def test_chunks_hold_every_token_once(layout):
         own = chunk.take(x)
         assert own.flatten().tolist() == [t for t in buffer if t >= 0]
         assert chunk.put(own + 1).flatten().tolist() == [t + 1 for t in buffer]
+        bits = own.mul(13).sub(2**15).to(torch.int16)  # halves of fp32 numbers travel as bf16: -0 and NaN among them
+        assert torch.equal(chunk.take(chunk.put(bits.view(torch.bfloat16))).view(torch.int16), bits)
         mask = torch.arange(sum(layout.segments))[None]
         assert chunk.select(mask).flatten().tolist() == own.flatten().tolist()
         added = torch.zeros_like(x)

@@ -12,8 +12,8 @@ import torch
 from distill.data.sets import encode
 from distill.data.videos.container import ClipError, Cut
 from distill.data.videos.decode import ClipFormat, SoundFormat, read_clip
-from distill.data.videos.reader_process import call_apart
-from distill.data.videos.sound import SOUND_VERSION, read_sound
+from distill.data.videos.reader_process import ReaderProcesses
+from distill.data.videos.sound import SOUND_VERSION, end_sound_readers, read_sound
 from distill.data.videos.sound_track import mixing
 from distill.data.videos.span import Span
 from distill.report.media import Sound, write_mp4
@@ -178,9 +178,9 @@ def test_a_track_with_nothing_in_the_clip_is_none(tmp_path):
 
 def test_a_file_that_ends_or_holds_up_its_reader_costs_itself_alone(tmp_path):
     with pytest.raises(ClipError):
-        call_apart("os:abort", seconds=20)
+        ReaderProcesses("os:abort", seconds=20).call()
     with pytest.raises(ClipError):
-        call_apart("time:sleep", 30, seconds=1)
+        ReaderProcesses("time:sleep", seconds=1).call(30)
     good = video(tmp_path / "good.mp4", samples=click(0.5, 48000))
     bad = video(tmp_path / "bad.mov", samples=click(0.5, 48000, channels=8), codec="pcm_s16le", layout="7.1")
     before = read_sound(good, SoundFormat(16000, 16000, 2))
@@ -188,6 +188,8 @@ def test_a_file_that_ends_or_holds_up_its_reader_costs_itself_alone(tmp_path):
         with suppress(ClipError):  # PyAV 18.1 dies of it; a later one may read it
             read_sound(bad, SoundFormat(16000, 16000, 2))
         assert torch.equal(read_sound(good, SoundFormat(16000, 16000, 2)), before)
+    end_sound_readers()
+    assert torch.equal(read_sound(good, SoundFormat(16000, 16000, 2)), before)
 
 
 @pytest.mark.parametrize(("rate", "fps", "frames"), [(16000, 8, 6), (24000, 24, 31), (192000, 25, 30)])

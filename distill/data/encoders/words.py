@@ -46,6 +46,8 @@ class WordTable:
             self._row = {word: i for i, word in enumerate(self.words)}
             if self.words[:1] != [PAD] or len(self._row) != len(self.vectors):
                 raise ValueError(f"its words must begin with {PAD!r} and name the rows of its vectors")
+            if not self.vectors.isfinite().all():
+                raise ValueError("its vectors hold numbers that are not finite")
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             reason = f"data.encoders: {path} is not a word table ({error})"
             raise UserError(f"{reason}; use assets/quickstart_teacher") from error

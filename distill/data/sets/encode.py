@@ -27,7 +27,7 @@ from distill.data.sources.source import Source
 from distill.data.videos.container import ClipError
 from distill.data.videos.decode import DECODER_VERSION, ClipFormat, read_clip, read_largest_part
 from distill.data.videos.references import parse
-from distill.data.videos.sound import EARLIER_SOUNDS, SOUND_VERSION, read_sound
+from distill.data.videos.sound import EARLIER_SOUNDS, SOUND_VERSION, end_sound_readers, read_sound
 from distill.data.videos.video_folder import ListedClip
 from fsdp_cp.errors import UserError, counted, shown
 from fsdp_cp.launch import rank
@@ -219,6 +219,7 @@ class _Job:
         writer, source, negative = self.writer, self.source, self.settings.negative_prompt
         on_first_rank(self._check_stored)
         writer.write("clips", len(self.clips), self._clip_bytes, "clip", self._make_clips)
+        end_sound_readers()
         self._free_encoders()
         rows, left_out = self._kept_rows()
         self._texts = texts_of(rows, negative)

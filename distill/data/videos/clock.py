@@ -49,13 +49,16 @@ class Clock(NamedTuple):
 
 def picture_clock(file: VideoFile, seconds: Fraction) -> Clock:
     """Return the clock by which ``read_clip`` takes the frames of a clip of so many ``seconds``."""
-    try:
-        return Clock([Stretch(Fraction(0), Fraction(0), 0)], *_ends(file, seconds, in_order=False))
-    except TimesError:
-        with opened(file) as (container, stream):
-            runs = _runs(container, stream, seconds + _skipped(file, stream))
-            stretches = [_stretch(number, packets, stream, len(runs) == 1) for number, packets in runs.items()]
-        return Clock(stretches, *_ends(file, seconds, in_order=True))
+    with opened(file) as (container, stream):
+        runs = _runs(container, stream, seconds + _skipped(file, stream))
+        stretches = [_stretch(number, packets, stream, len(runs) == 1) for number, packets in runs.items()]
+        look = _look(next(iter(runs.values())), stream)
+    if len(stretches) == 1:
+        try:
+            return Clock([Stretch(Fraction(0), Fraction(0), 0)], *_ends(file, seconds, look, in_order=False))
+        except TimesError:
+            pass
+    return Clock(stretches, *_ends(file, seconds, 0, in_order=True))
 
 
 def _runs(
@@ -87,6 +90,14 @@ def _stretch(number: int, packets: Sequence[av.Packet], stream: av.VideoStream, 
     return Stretch(min(stamps) * stream.time_base, time, packets[0].pos or 0)
 
 
+def _look(packets: Sequence[av.Packet], stream: av.VideoStream) -> int:
+    """Return how many frames tell whether times grow: times in the order of packets show only after as many frames as
+    there are B-frames in a row."""
+    stamps = [packet.pts for packet in packets]
+    in_packet_order = None in stamps or stamps == sorted(stamps)
+    return MOST_B_FRAMES if in_packet_order and stream.codec_context.has_b_frames else 0
+
+
 def _skipped(file: VideoFile, stream: av.VideoStream) -> Fraction:
     """Return about how many seconds of the file are before its part."""
     if not isinstance(file, Cut):
@@ -95,23 +106,23 @@ def _skipped(file: VideoFile, stream: av.VideoStream) -> Fraction:
     return first if file.span.unit == "s" else first / (stream.average_rate or 1)
 
 
-def _ends(file: VideoFile, seconds: Fraction, *, in_order: bool) -> tuple[Fraction, Fraction | None]:
+def _ends(file: VideoFile, seconds: Fraction, look: int, *, in_order: bool) -> tuple[Fraction, Fraction | None]:
     """Return the time of the clip's first frame, and the time at which its part of the file ends; ``None`` where this
-    is more than so many ``seconds`` later or the file's own end. Times that do not grow by then, as ``read_clip`` finds
-    them, raise ``TimesError``."""
+    is more than so many ``seconds`` later or the file's own end. A whole file is read for ``look`` further frames."""
     with opened(file) as (container, stream):
         frames = timed_frames(file, container, stream, in_order=in_order)
         frame, begin = next(frames, (None, Fraction(0)))
         if frame is None:
             raise ClipError("holds no frame in its part, from which its sound would begin")
+        if not isinstance(file, Cut):
+            deque(islice(frames, look), maxlen=0)
+            return begin, None
         end = begin + _duration(frame, stream)
         for frame, time in frames:
             end = time + _duration(frame, stream)
             if end - begin > seconds:
-                # Times in the order of packets show only after as many frames as there are B-frames in a row.
-                deque(islice(frames, MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
                 return begin, None
-        return begin, end if isinstance(file, Cut) else None
+        return begin, end
 
 
 def _duration(frame: av.VideoFrame, stream: av.VideoStream) -> Fraction:

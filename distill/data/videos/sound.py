@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distill.data.videos.container import ClipError, VideoFile
 from distill.data.videos.decode import SoundFormat
-from distill.data.videos.reader_process import call_apart
+from distill.data.videos.reader_process import ReaderProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,9 @@ EARLIER_SOUNDS = (f"{SOUND_VERSION[:-1]}2", "from the first frame, first track, 
 """Versions whose finished sets are used as they are."""
 _NOTABLE = 0.1
 """Seconds of silence at an end that are worth a line."""
-_SECONDS = 60
-"""Time that reading one track may take."""
+# PyAV 18.1 dies of a custom order of channels: it frees the layout twice.
+_readers = ReaderProcesses("distill.data.videos.sound_track:read_track", seconds=60)
+end_sound_readers = _readers.close
 
 
 def read_sound(file: VideoFile, wanted: SoundFormat, *, silence: bool = False) -> Tensor:
@@ -50,7 +51,5 @@ def read_heard(file: VideoFile, wanted: SoundFormat) -> Tensor:
 def _track(file: VideoFile, wanted: SoundFormat) -> tuple[Tensor, int]:
     """Return the sound, filled up with zeros, and the number of samples up to its end."""
     rate, samples, channels = wanted
-    # Apart: PyAV 18.1 dies of a custom order of channels, since it frees the layout twice.
-    reader = "distill.data.videos.sound_track:read_track"
-    payload, end = call_apart(reader, file, rate, samples, channels, seconds=_SECONDS)
+    payload, end = _readers.call(file, rate, samples, channels)
     return torch.from_numpy(np.frombuffer(payload, np.float32).reshape(channels, samples).copy()), end
