@@ -52,11 +52,11 @@ class SparseSettings(Checked):
         super().__post_init__()
         if len(self.tile) != 3:
             raise UserError(f"tile={shown(self.tile)} must be three numbers of tokens: frames, rows, columns")
-        if self.warmup is None:
+        if self.warmup is None or self.sparsity is None:
             return
         added, every = self.warmup if len(self.warmup) == 2 else (0.0, 0.0)
-        if not (0 < added <= (self.sparsity or 0) and every >= 1 and float(every).is_integer()):
-            wanted = f"[A,N]: a sparsity of at most {self.sparsity or 0:g} added every N >= 1 updates, as [0.03,50]"
+        if not (0 < added <= self.sparsity and every >= 1 and float(every).is_integer()):
+            wanted = f"[A,N]: a sparsity of at most {self.sparsity:g} added every N >= 1 updates, as [0.03,50]"
             raise UserError(f"warmup={shown(self.warmup)} must be {wanted}; null for none")
 
     @property

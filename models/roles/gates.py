@@ -109,7 +109,9 @@ def plan_sparse(
 def _refuse_unused(settings: SparseSettings, where: str) -> None:
     """Refuse settings other than the defaults without a sparsity, with the words that make the role dense."""
     set_there, defaults = asdict(settings), asdict(SparseSettings())
-    words = [f"{where}{name}={shown(value)}" for name, value in defaults.items() if set_there[name] != value]
+    words = [
+        f"{where}{name}={shown(value).replace(' ', '')}" for name, value in defaults.items() if set_there[name] != value
+    ]
     advice = f"set it, as to 0.9, or for a dense role give {' '.join(words)}"
     raise UserError(f"{where}sparsity is null, so the other {where}* have no effect; {advice}")
 
