@@ -70,9 +70,9 @@ class SelfForcing(Dmd2):
         times, first = self.sampling_times(steps), self.settings.step_list_first
         return lambda chunk: times if chunk or first is None else first
 
-    def _exit_times(self, shared: list[float], random: StepRandom) -> Callable[[int], Sequence[float]]:
+    def _exit_times(self, shared: list[float], random: StepRandom, *, full: bool) -> Callable[[int], Sequence[float]]:
         """Return a function of a chunk's number that returns its times up to the exit step, by default ``shared``, the
-        same on every rank and in every micro-batch of a part of the batch."""
+        same on every rank and in every micro-batch of a part of the batch. Times of a ``full`` rollout have no exit."""
         settings = self.settings
 
         def times(chunk: int) -> Sequence[float]:
@@ -82,7 +82,7 @@ class SelfForcing(Dmd2):
                 chosen, purpose = settings.student_times(), f"self_forcing/exit/{chunk}"
             else:
                 return shared
-            if settings.rollout == "full":
+            if full:
                 return chosen
             return chosen[: random.shared_integer(purpose, 1, len(chosen))]
 
@@ -91,16 +91,18 @@ class SelfForcing(Dmd2):
     def _rollout(
         self, batch: Batch, times: list[float], random: StepRandom, last_steps: list[LastStep] | None = None
     ) -> Sample:
-        student = self.student
+        student, settings = self.student, self.settings
+        kind = settings.fake_rollout if last_steps is None else settings.rollout  # the student alone replays its steps
+        times_of = self._exit_times(times, random, full="full" in (kind, settings.rollout))
         with torch.no_grad(), student.kept_gathered():
             chunks = rollout_chunks(
                 student,
                 chunk_noise(student, random, "self_forcing/noise", batch.shapes, {}, batch.dtype),
                 batch.condition,
-                self._exit_times(times, random),
+                times_of,
                 random,
                 "self_forcing",
-                sampler=self.settings.student_sampler,
+                sampler=settings.student_sampler,
                 last_steps=last_steps,
             )
             return Sample.cat([*chunks], dim=2)

@@ -28,7 +28,7 @@ EACH = replace(
     gan_weight_student=0.3,
 )  # fmt: skip
 WINDOW = CausalSettings(chunk=1, window=1, context_time=0.1)
-FIRST = replace(SHARED, step_list_first=EACH.step_list_first, fake_knows_last_step=False)
+FIRST = replace(SHARED, step_list_first=EACH.step_list_first, fake_rollout="full", fake_knows_last_step=False)
 FRAME = CONDITION_SHAPES | {"first_frame": (4, 1, 8, 8)}
 CASES = {
     "shared exit": Setup(

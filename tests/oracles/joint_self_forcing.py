@@ -33,7 +33,7 @@ class JointSelfForcing(SelfForcing):
             if i == 0 and settings.step_list_first:
                 times = settings.step_list_first
                 steps = random.shared_integer("self_forcing/exit_first", 1, len(times))
-            if settings.rollout == "full":
+            if settings.rollout == "full" or (settings.fake_rollout == "full" and not graph):
                 steps = len(times)
             x = random.normal(f"self_forcing/noise/{i}", (channels, count, *size), batch.dtype)
             for k, t in enumerate(times[:steps], start=1):
