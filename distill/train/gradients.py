@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from distill.methods import Batch, Method
@@ -13,6 +14,7 @@ from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.shard import microbatch
 from fsdp_cp.sharding.state import resharded
+from models.roles.role import Role
 
 
 class Losses(NamedTuple):
@@ -54,4 +56,17 @@ def accumulate_gradients(
                     (loss.weight * share * value).backward()
             losses.weights[loss.name] = loss.weight
             losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
+    if "gan_head" in method.additions(method.settings).get(name, ()):
+        for index in losses.networks:
+            _fill_missing_gradients(role.single(index))
     return losses
+
+
+def _fill_missing_gradients(role: Role) -> None:
+    """Give zeros to the parameters that no loss of the step has used, as replicas give them: the optimizer counts them.
+
+    The losses of a GAN use different parameters, and an expert may get one of them alone.
+    """
+    for parameter in role.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -180,6 +180,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
                 value = loss.weight * loss.closure() / setup.expert_draws
                 value.backward()
                 total += value.item()
+        if "gan_head" in kind.additions(config.method).get(name, ()):
+            _fill_missing_gradients(parameters, has_experts=name in setup.boundaries)
         trace.roles.append(name)
         trace.losses.append(total)
         trace.gradients.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
@@ -195,6 +197,18 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     if averages:
         trace.weights["average of student"] = averages
     return trace
+
+
+def _fill_missing_gradients(parameters: Mapping[str, torch.nn.Parameter], *, has_experts: bool) -> None:
+    """Give zeros to parameters that a GAN's losses have not used, in networks that they have used."""
+
+    def network(name: str) -> str:
+        return name.partition(".")[0] if has_experts else ""
+
+    used = {network(name) for name, parameter in parameters.items() if parameter.grad is not None}
+    for name, parameter in parameters.items():
+        if parameter.grad is None and network(name) in used:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _kept(ema: EmaSettings, update: int) -> float:
