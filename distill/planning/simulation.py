@@ -5,6 +5,7 @@ Memory is counted as these operations allocate it. Formulas cover only what kern
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -170,6 +171,7 @@ def run_steps(
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
                         stack.enter_context(watch.sharding(role))
+                gc.collect()  # cycles of the warm-up would rest until Python happens to find them
                 storages.reset_peak()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
