@@ -101,6 +101,10 @@ class Evaluator(ClipSampler):
         log.info("teacher, %s: %s %s", _steps(steps), counted(len(clips), "clip"), self.stored[steps])
         return clips
 
+    def sheet(self, step: int) -> Path:
+        """Return the picture of all samples of a step, which is written last."""
+        return self.run_dir / "samples" / f"step_{step:08d}.png"
+
     def write_samples(self, step: int) -> Shown | None:
         """Write clips of fixed captions and noise to ``samples/``, as ``step_00000100_student_4steps_I.mp4``,
         ``step_00000100.png`` with all and, once per run, ``teacher_50steps_I.mp4``; return them on rank 0."""
@@ -124,7 +128,7 @@ class Evaluator(ClipSampler):
                 videos[f"{role}_{n}steps"] = files
         rows = {key: clips for key, clips in rows.items() if clips is not None}  # none on other ranks
         if rows:
-            path = folder / f"step_{step:08d}.png"
+            path = self.sheet(step)
             labeled = [(f"{role}, {_steps(n)}", clips.frames) for (role, n), clips in rows.items()]
             with _written(folder):
                 sheet = contact_sheet(path, labeled, captions=captions, title=f"step {step}")

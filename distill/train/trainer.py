@@ -92,6 +92,8 @@ class Trainer:
         self.samples = 0
         self.skipped = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
+        self.last_loss: dict[str, float] = {}
+        """Loss of each role's latest update."""
         self.unlogged: Metrics = {}
         """Latest metrics of every role since the last logged step, which may have trained another role."""
         self.branch_of = branch_name(config.checkpoint.resume)
@@ -101,8 +103,8 @@ class Trainer:
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.first_skipped: dict[str, str] = {}
         """Step and parameter of the first update in the current row of skipped updates, by role."""
-        self.last_loss: dict[str, float] = {}
-        """Loss of each role's latest update in this process."""
+        self.cold = set(self.roles)
+        """Roles without a step in this process: the first one may compile."""
         self.saved_step: int | None = None
         self.log: MetricsLog | None = None
         kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
@@ -175,6 +177,7 @@ class Trainer:
             leave_branch(folder)
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.skipped, self.unlogged = state["skipped"], state["unlogged"]
+        self.last_loss = state.get("last_loss", {})
         for name, count in state["updates"].items():
             network = self.trained[name]
             network.count(count)
@@ -207,6 +210,7 @@ class Trainer:
             "tried": {name: network.tried for name, network in self.trained.items()},
             "moved": {name: network.moved for name, network in self.trained.items()},
             "skipped": self.skipped,
+            "last_loss": self.last_loss,
             "seconds": self.seconds,
             "unlogged": self.unlogged,
             "branch_of": self.branch_of,
@@ -233,10 +237,12 @@ class Trainer:
         data = self._steps_of_data()
         if self.guard is not None and not self.guard.state.looks:
             self._look()
+        if self._lacks_samples():
+            self._write_samples()
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
-            if self.last_loss.keys() == self.roles.keys():  # all roles have had their first step, which may compile
+            if not self.cold:
                 shorten(timedelta(minutes=self.config.timeout.step))
             advance()
             self.unlogged |= metrics
@@ -252,6 +258,12 @@ class Trainer:
             self._heed(stop)
             if self._is_due(self.config.sample.every) and not at_end:
                 self._write_samples()
+
+    def _lacks_samples(self) -> bool:
+        """Whether a start ended after the checkpoint of this step, and before its samples. A collective."""
+        if self.saved_step != self.step or self.step == self.config.steps or not self._is_due(self.config.sample.every):
+            return False
+        return not on_first_rank(lambda: self.evaluator.sheet(self.step).is_file())
 
     def _is_due(self, every: int) -> bool:
         """Return whether this step is a multiple of ``every``; 0 stands for never."""
@@ -358,6 +370,7 @@ class Trainer:
         self.samples += self.config.batch_size
         self.seconds += seconds
         self.last_loss[name] = loss
+        self.cold.discard(name)
         peak, samples = peak_flops(self.device), self.config.batch_size
         peak = None if peak is None else peak * world_size()
         tokens = self.roles[name].tokens(micro_batches[0].shapes) * samples
