@@ -42,6 +42,7 @@ from models.families.base import Family
 from models.families.registry import family_of
 from models.files import fastvideo, originals, originals_ltx2
 from models.files.checkpoint_files import ADDITIONS_FILE, EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.shipped import find_shipped
 from models.lora import videox
 from models.lora.contract import BASE, BASE_NAME, SAMPLING, sampling
 from models.lora.files import FASTVIDEO, FORMATS, NAMES, file_tensors, write_file
@@ -442,10 +443,12 @@ def _read_role(
     as_the_run = {"weights": "auto", "dtype": "fp32", **settings.get("export", {})}
     trained, weights = _trained(checkpoint, role, boundaries, options.weights, as_the_run["weights"])
     adapters = state.get("adapters", {}).get(role)
+    base = None if adapters is None else options.base or adapters["base"]["path"]
+    _refuse_inputs(state.get("sources", {}), base, out)
 
     def bases() -> list[Weights]:
         if adapters is not None:
-            return _bases(adapters["base"], role, options.base, out)
+            return _bases(adapters["base"], role, options.base)
         # Without adapters every network that is exported trained, and none needs its base.
         any_network = next(iter(trained.values()))
         return [trained.get(i, any_network) for i in range(len(boundaries) + 1)]
@@ -520,14 +523,20 @@ def _check_fastvideo(exported: RoleExport, name: str) -> None:
         raise UserError(f"--format {fastvideo.KIND} has no dense_layers, and {name} has some; leave it out")
 
 
-def _bases(base: Mapping[str, Any], role: str, moved: str | None, out: Path) -> list[Weights]:
-    """Return the base of each network's adapters. Refuse one with other weights, or that ``out`` replaces."""
+def _refuse_inputs(sources: Mapping[str, Any], base: str | None, out: Path) -> None:
+    """Refuse an ``out`` that would replace a file that the run was made from (its ``sources``), or its ``base``."""
+    inputs = {f"the run's {key}": source["value"] for key, source in sources.items() if source is not None}
+    for name, path in {**inputs, "the adapters' base": base}.items():
+        # Check a pipeline's network folders too: one of them may be an earlier export.
+        for place in (".", *EXPERT_FOLDERS) if path else ():
+            refuse_input(out, "OUT", {name: find_shipped(path) / place})
+
+
+def _bases(base: Mapping[str, Any], role: str, moved: str | None) -> list[Weights]:
+    """Return the base of each network's adapters. Refuse one with other weights."""
     if base["path"] is None:
         raise UserError(f"the {role}'s base has random weights, which no file holds; take the run's export/student")
     path = moved or base["path"]
-    # Check a pipeline's network folders too: one of them may be an earlier export, which would be replaced.
-    for place in (".", *EXPERT_FOLDERS):
-        refuse_input(out, "OUT", {"the adapters' base": Path(path) / place})
     inspected = inspect_checkpoint(path, "--base")
     if " ".join(map(fingerprint, inspected.folders)) != base["fingerprint"]:
         raise UserError(f"--base {path} has other weights than the {role}'s base {base['path']}; give that base")

@@ -166,6 +166,7 @@ def test_bases(checkpoints, straight, tmp_path, capsys):
     for out, arguments in (
         ("no", ("--base", str(checkpoints / "fake"))),
         ("base", ("--format", "merged", "--base", str(base))),
+        ("base", ("--format", "diffusers-lora", "--base", str(base))),
     ):
         assert _export(straight, tmp_path / out, *arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()

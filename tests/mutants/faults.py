@@ -22,6 +22,34 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "export_over_its_source",
+        "models.export replaces the network that the run was made from, if that is an earlier export",
+        '    _refuse_inputs(state.get("sources", {}), base, out)\n',
+        "",
+        "distributed/test_lora_checkpoints.py::test_bases",
+    ),
+    Fault(
+        "broken_end_forgotten",
+        "the second start of a run that ended without a finite loss exports its student",
+        '        self.last_loss = state.get("last_loss", {})\n',
+        "",
+        "e2e/test_run_folder.py::test_a_run_that_ends_broken_exports_nothing[settings0]",
+    ),
+    Fault(
+        "gradients_of_a_gan_missing",
+        "two experts with a GAN train differently with and without replicas",
+        "            _fill_missing_gradients(role.single(index))\n",
+        "            pass\n",
+        "distributed/test_experts_parity.py::test_adapters_of_both_experts_with_a_gan",
+    ),
+    Fault(
+        "samples_lost",
+        "a kill between a checkpoint and the samples of its step loses these samples",
+        "        if self._lacks_samples():\n",
+        "        if False:\n",
+        "e2e/test_run_folder.py::test_a_start_is_recorded_and_a_finished_run_can_be_exported_again",
+    ),
+    Fault(
         "push_without_parent",
         "a push replaces what somebody else has committed meanwhile",
         "            parent_commit=remote.commit,\n",
