@@ -30,7 +30,8 @@ BY_CONTENT += (_TRAINING_ADAPTER,)
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
 _OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
-_OF_TRAINING += tuple(f"{role}.sparse_attention." for role in ("teacher", "student", "fake"))
+_OF_ROLES = ("sparse_attention.", "ema.", "precision", "master_dtype", "reduce_dtype", "fp8")
+_OF_TRAINING += tuple(f"{role}.{key}" for role in ("teacher", "student", "fake") for key in _OF_ROLES)
 """Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
 _NEUTRAL = (None, False, 1.0, "auto", "own", "default", [], {})
 """Values of settings without effect: a removed setting that had one changes nothing."""
@@ -193,7 +194,8 @@ def _refuse_other_data(config: Config, changes: _Changes, made: str) -> None:
 
 def _refuse_other_training(config: Config, changes: _Changes, checkpoint: Path) -> None:
     """Refuse settings of training that change when no step is left to train with them."""
-    for key in changes.of_training[:1]:
+    general_first = sorted(changes.of_training, key=lambda key: key.count("."))  # precision sets that of all roles
+    for key in general_first[:1]:
         made = f"but {checkpoint} has all steps={config.steps} of its run, made with {changes.before[key]}"
         raise UserError(f"{key}={changes.now[key]}, {made}; {_INSTEAD}, or more steps")
 

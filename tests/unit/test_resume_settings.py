@@ -109,7 +109,10 @@ def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
     assert {key for key, found in outcomes.items() if "ignored" in found} == OF_A_START
 
 
-@pytest.mark.parametrize("key", ["optim.student.lr", *(f"{r}.sparse_attention.sparsity" for r in ("student", "fake"))])
+OF_TRAINING = ("optim.student.lr", "precision", "student.sparse_attention.sparsity", "fake.ema.decay", "student.fp8")
+
+
+@pytest.mark.parametrize("key", OF_TRAINING)
 def test_a_finished_run_keeps_its_settings_of_training(tmp_path, key):
     config = _config()
     checkpoint = _checkpoint(tmp_path / "step_00000005", config, step=config.steps)
