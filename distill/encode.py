@@ -77,6 +77,14 @@ def _source(
     return own.read(path, columns, has_clips=not path.is_file(), image=settings.image), settings
 
 
+def _refuse_more_than_verify(arguments: argparse.Namespace) -> None:
+    """Refuse what belongs to encoding next to ``--verify``, which encodes nothing."""
+    for name, value in vars(arguments).items():
+        if value and name not in ("verify", "device"):
+            what = f"--verify checks a set and encodes nothing, but {name}={value} is given"
+            raise UserError(f"{what}; leave it out, or encode first and verify after it")
+
+
 @_named_as_here()
 @paths_of_the_user()
 def run(arguments: argparse.Namespace) -> None:
@@ -84,6 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_separate_worlds()
     device = choose_device(arguments.device)
     if arguments.verify is not None:
+        _refuse_more_than_verify(arguments)
         with process_group(device):
             damaged = verify(Path(arguments.verify), f"SET={arguments.verify}")
         clips, texts = (len(numbers) for numbers in damaged.values())

@@ -14,6 +14,8 @@ def check(config: Config) -> None:
     """Raise ``UserError`` for a combination that cannot work. Each dataclass has already checked its own values."""
     if config.world is not None and not (config.dry_run or config.plan):
         raise UserError(f"world={config.world} needs dry_run=true or plan=true; torchrun sets the world of a run")
+    if config.dry_run and config.plan:
+        raise UserError("dry_run=true writes nothing, and plan writes its page; leave dry_run or plan out")
     METHODS[config.method.name][0].check(config)
     check_clips(config)
     if config.export.weights == "ema" and not config.student.ema.enabled:
@@ -23,8 +25,7 @@ def check(config: Config) -> None:
     counts = config.sample.student_steps
     config.method.check_steps(counts, f"sample.student_steps={shown(counts)}")  # samples would fail after training
     check_allocator(config)
-    if config.guard.every and config.guard.action == "keep":
-        check_kept(config)
+    check_guard(config)
     check_images(config)
     config.data.check_captions(config.sample.captions)
 
@@ -51,9 +52,13 @@ def check_allocator(config: Config) -> None:
             raise UserError(f"cuda_allocator={config.cuda_allocator} does not allow {refused}; use null")
 
 
-def check_kept(config: Config) -> None:
-    """Check that checkpoints are deleted, and that the guard looks at the student of each."""
+def check_guard(config: Config) -> None:
+    """Check that a guard that acts looks, and with ``keep`` at the student of each checkpoint, of which some go."""
     chosen, looks = config.checkpoint, config.guard.every
+    if config.guard.action != "warn" and not looks:
+        raise UserError(f"guard.action={config.guard.action} needs a guard that looks; set guard.every, e.g. 10")
+    if config.guard.action != "keep":
+        return
     if not (chosen.every and chosen.keep):
         raise UserError(
             f"guard.action=keep must have checkpoint.every and checkpoint.keep above 0, got {chosen.every} and"

@@ -65,6 +65,7 @@ MISTAKES = {
         ("WORLD_SIZE=6 train.py", "batch_size"),
         ("world=8 mesh.cp=8 mesh.ulysses=8", "mesh.ulysses"),
         ("world=2 mesh.cp=2 mesh.ulysses=2 mesh.ring=2", "mesh.ring"),
+        ("world=2 plan=true", "dry_run"),
         ("world=8 mesh.dp_replicate=8", "mesh.dp_replicate"),
         ("micro_batch_size=5", "micro_batch_size"),
         ("dry_run=false world=4", "world"),
@@ -136,6 +137,7 @@ MISTAKES = {
         ("dry_run=false run_dir={other} steps=3 checkpoint.resume={run}", "run_dir"),
     ],
     "commands": [
+        ("python -m distill.encode {new} {new} --verify {things}", "--verify"),
         ("python -m models.export {new} {new}", "RUN"),
         ("python -m models.export {run} {things}/export_and_mine", "OUT"),
         ("python -m models.lora.__main__ extract {things} {things} {new}", "FULL"),

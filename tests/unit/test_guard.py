@@ -194,5 +194,7 @@ def test_settings_that_are_refused():
         compose_config([*keep, "guard.every=7"])
     with refused("guard.every"):  # data without a decoder
         build_trainer(SimpleNamespace(config=compose_config(["guard.every=10"])), SimpleNamespace())
+    for action in ("keep", "stop"):
+        with refused("guard.every"):
+            compose_config([f"guard.action={action}"])
     compose_config([*keep])
-    compose_config(["guard.action=keep", "checkpoint.keep=0"])
