@@ -39,6 +39,7 @@ from distill.run.open import open_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process
 from fsdp_cp.runtime.signals import end_with_parent
+from models.families.operations import count_flops
 from models.roles.role_plan import plan_role
 from models.sample import VIDEO
 
@@ -265,7 +266,7 @@ def clip_flops(config: Config) -> float:
     """Return the floating-point operations of a forward of one clip."""
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     plan = plan_role("teacher", checkpoint=str(ROOT / config.teacher.checkpoint))
-    return plan.family.flops(plan.config, data.latent_shapes, data.condition_shapes).forward
+    return count_flops(plan.family, plan.config, data.latent_shapes, data.condition_shapes).forward
 
 
 def in_words(steps: int) -> str:

@@ -191,7 +191,8 @@ def evaluate(arguments: Namespace) -> None:
         data.release()
     if plan.suite is not None and rank() == 0:  # after the process group: it takes hours, and the others need not wait
         with _written(plan):
-            run_suite(plan, python=python, dimensions=dimensions, device=device.type)
+            participants = {name: plan.clips_of(name) for name in plan.networks}
+            run_suite(plan.suite, participants, plan.out, python=python, dimensions=dimensions, device=device.type)
 
 
 def _begin(plan: Plan) -> None:

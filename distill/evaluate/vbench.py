@@ -12,7 +12,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from distill.evaluate.comparison import in_words, mean_over_prompts, table_lines
 from fsdp_cp.errors import UserError, counted
 from fsdp_cp.files.atomic_file import write_text
 from fsdp_cp.launch import outside_of_torchrun
-
-if TYPE_CHECKING:
-    from distill.evaluate.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -200,13 +197,21 @@ def _run(words: Sequence[str], what: str) -> None:
         raise UserError(f"{what} failed ({last}); its command: {shlex.join(words)}")
 
 
-def run_suite(plan: "Plan", *, python: Path | None, dimensions: Sequence[str], device: str) -> None:
-    """Score the clips of the participants of ``plan``, and write ``OUT/vbench.json`` and ``.md``."""
-    out, found = plan.out, {}
+def run_suite(
+    suite: Sequence[Mapping[str, Any]],
+    participants: Mapping[str, Mapping[tuple[str, int], Path]],
+    out: Path,
+    *,
+    python: Path | None,
+    dimensions: Sequence[str],
+    device: str,
+) -> None:
+    """Score the clips of ``participants``, files by prompt and seed, and write ``OUT/vbench.json`` and ``.md``."""
+    found = {}
     info = out / "vbench" / "VBench_full_info.json"
-    write_text(info, json.dumps(plan.suite))
-    for name in plan.networks:
-        folder, clips = plan.folder("clips", name).name, plan.clips_of(name)
+    write_text(info, json.dumps(suite))
+    for name, clips in participants.items():
+        folder = next(iter(clips.values())).parent.name
         videos = link_clips(clips, out / "vbench" / folder, flickering=False)
         flickering = link_clips(clips, out / "vbench" / f"{folder}_flickering", flickering=True)
         scores = {

@@ -22,7 +22,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.causal_forward import CausalForward
-from models.families.operations import Flops, count_flops
 from models.files.scheduler import few_step_scheduler
 from models.sample import VIDEO, PartShapes, Sample
 
@@ -360,15 +359,6 @@ class Family(ABC):
     def tokens(self, config: NetworkConfig, shapes: PartShapes) -> int:
         """Return S, the tokens of the video of one sample that passed :meth:`check_sample`."""
         return math.prod(self.token_grid(config, shapes))
-
-    def flops(
-        self, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *, frame_times: bool = False
-    ) -> Flops:
-        """Return the floating-point operations of one forward of one sample, in which all tokens attend to all.
-
-        ``frame_times`` counts times per latent frame, if :attr:`frame_times`.
-        """
-        return count_flops(self, config, shapes, condition, frame_times)
 
     passes_times: ClassVar[bool] = False
     """Whether diffusers' pipeline passes evenly spaced times to its scheduler: 1, 1 - 1/n, ..., 1/n."""

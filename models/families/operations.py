@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_cp.measure.fake_world import fake_tensors
 from fsdp_cp.mesh import Mesh, OneRank
 from models.condition import Condition
+from models.families.base import Family, NetworkConfig, Shapes
 from models.files.checkpoint_files import defining
 from models.sample import VIDEO, PartShapes, Sample
-
-if TYPE_CHECKING:
-    from models.families.base import Family, NetworkConfig, Shapes
 
 
 class Flops(NamedTuple):
@@ -41,11 +39,12 @@ class Flops(NamedTuple):
 
 
 def count_flops(
-    family: Family, config: NetworkConfig, shapes: PartShapes, condition: Shapes, frame_times: bool
+    family: Family, config: NetworkConfig, shapes: PartShapes, condition: Shapes, *, frame_times: bool = False
 ) -> Flops:
-    """Return the operations of a dense network of ``config``: :meth:`models.families.base.Family.flops`.
+    """Return the operations of one forward of one sample, in which all tokens attend to all.
 
     A network is counted on fake tensors. If all of its blocks are alike, one with one block and one with two suffice.
+    ``frame_times`` counts times per latent frame, if the family has these.
     """
     config, more = defining(config), family.layers(config) - 1
     depths = [family.planning.with_layers(config, layers) or config for layers in (1, 2)]

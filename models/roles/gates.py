@@ -15,7 +15,7 @@ from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.tiles import sparse_tiles
 from models.families.base import Family, GateLayer, NetworkConfig, Shapes
-from models.families.operations import Flops
+from models.families.operations import Flops, count_flops
 from models.files.checkpoint_files import TransformerFolder
 from models.files.fastvideo import read_sparse_contract
 from models.owner import GATE, is_gate
@@ -75,7 +75,7 @@ class SparsePlan:
         tiles = self.settings.tiles(grid, family.given_frames(condition))
         pairs = sum(tiles.pairs(segments, int(sparse_tiles(tiles, sparsity).kept)))
         of_pair = 4 * sum(gate.outputs for gate in self.gates)
-        flops = family.flops(config, shapes, condition).without(of_pair * (sum(segments) ** 2 - pairs))
+        flops = count_flops(family, config, shapes, condition).without(of_pair * (sum(segments) ** 2 - pairs))
         of_gates = 2 * sum(segments) * sum(gate.inputs * gate.outputs for gate in self.gates)
         forward, tangent = flops.forward + of_gates, flops.tangent + of_gates
         return flops._replace(forward=forward, tangent=tangent, sparse=of_pair * pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,17 @@ from models.condition import Condition
 from models.families.causal_forward import CausalForward, Chunks, History, Slots, WholeClip
 from models.sample import Sample
 
-if TYPE_CHECKING:
-    from models.roles.role import Role
+
+class CausalRole(Protocol):
+    """What a cache needs of the role that fills it, a :class:`models.roles.role.Role`."""
+
+    name: str
+    causal: CausalSettings | None
+    trained_frames: int
+
+    def chunk_velocity(self, x: Sample, t: Tensor, cache: Cache, history: History | None = None) -> Sample:
+        """Return the velocity of the next chunk, and keep its keys and values in ``history``."""
+        ...
 
 
 def whole_clip(
@@ -42,7 +51,7 @@ def whole_clip(
 class Cache(ABC):
     """Chunks so far of B samples of a causal role, as their keys and values on this rank."""
 
-    role: Role
+    role: CausalRole
     """Role that fills the cache."""
     condition: Condition
     """Condition of the B samples."""

@@ -25,7 +25,7 @@ from models.causal import CausalSettings
 from models.condition import FIRST_FRAME, Condition
 from models.families.base import Family, Outputs
 from models.families.causal_forward import CausalForward, History, Slots
-from models.families.operations import Flops
+from models.families.operations import Flops, count_flops
 from models.roles.history import Cache, StreamCache, TrainingCache, whole_clip
 from models.roles.network import Network
 from models.sample import VIDEO, PartShapes, Sample
@@ -68,7 +68,7 @@ class Call(NamedTuple):
             return sparse.flops(family, config, self.x.shapes, shapes, self.network.sparse.sparsity[self.role.name])
         if self.causal is not None and 0 not in self.causal.positions:
             shapes.pop(FIRST_FRAME, None)  # no frame of this chunk is given
-        flops = family.flops(config, self.x.shapes, shapes, frame_times=self.t.ndim == 2)
+        flops = count_flops(family, config, self.x.shapes, shapes, frame_times=self.t.ndim == 2)
         if self.causal is None:
             return flops
         unseen = tokens**2 - self.causal.history.pairs(tokens)

@@ -13,6 +13,7 @@ from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import LOOK, run_steps, simulate
 from distill.run.setup import plan_run
+from models.families.operations import count_flops
 from tests.oracles import tiny_minimax_h3
 from tests.tiers import long, slow
 
@@ -168,7 +169,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
     _, plan = _planned(1, ("mesh.cp=1",))
     latents, condition = plan.shapes
     student = plan.roles[ROLES.index("student")]
-    forward, _, attention, _ = student.family.flops(student.config, latents, condition)
+    forward, _, attention, _ = count_flops(student.family, student.config, latents, condition)
     assert 0 < attention < forward and selective / full == pytest.approx(1 - attention / forward)
 
 
@@ -179,7 +180,7 @@ def test_a_look_of_the_guard_costs_its_forwards():
     config, plan = _planned(4, ("mesh.cp=2", "method.fake_updates_per_student_update=2", *words))
     found = simulate(config, plan)
     student = plan.roles[ROLES.index("student")]
-    assert found.steps[LOOK].flops == 5 * 4 * student.family.flops(student.config, *plan.shapes).forward
+    assert found.steps[LOOK].flops == 5 * 4 * count_flops(student.family, student.config, *plan.shapes).forward
     shares = predict(config, plan, found, hardware=None).shares
     assert shares == {"student": pytest.approx(1 / 3), "fake": pytest.approx(2 / 3), LOOK: (10 // 3 + 1) / 30}
 

@@ -9,6 +9,7 @@ from fsdp_cp.context.check_parallel import relative_error
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.condition import Condition
+from models.families.operations import count_flops
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import plan_role
@@ -91,7 +92,9 @@ def _shared():
         assert not gathered_units(network.module) and len(fsdp_modules(network.module)) > 2
         after = teacher.velocity(video(x), t, condition).video
         assert torch.equal(after, student.velocity(video(x), t, condition).video)
-    of_sample = network.family.flops(network.config, video(x).shapes, {"text": condition.tensors["text"].shape[1:]})
+    of_sample = count_flops(
+        network.family, network.config, video(x).shapes, {"text": condition.tensors["text"].shape[1:]}
+    )
     assert teacher.flops == 2 * 2 * of_sample.forward, "two forwards of two samples"
     return float(loss), float((after - before - 1).square().mean())
 

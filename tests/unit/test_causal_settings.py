@@ -15,6 +15,7 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
 from models.causal import CausalSettings, read_causal
 from models.export_folder import write_folder
+from models.families.operations import count_flops
 from models.families.wan import Wan
 from models.lora.merge import Weights
 from models.roles.role_plan import plan_role
@@ -138,7 +139,7 @@ def frames(count):
 
 def seen_pairs(count, pairs, **options):
     """Return the operations of so many latent frames, of which queries and keys have ``pairs`` in each layer."""
-    flops = Wan().flops(Wan().defaults() | ARCHITECTURE, frames(count), CONDITION_SHAPES, **options)
+    flops = count_flops(Wan(), Wan().defaults() | ARCHITECTURE, frames(count), CONDITION_SHAPES, **options)
     return flops.forward - 4 * ARCHITECTURE["num_layers"] * 48 * ((16 * count) ** 2 - pairs)
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.condition import Condition
 from models.families.ltx2 import LTX2
 from models.families.minimax_h3 import MiniMaxH3
+from models.families.operations import count_flops
 from models.lora.files import FASTVIDEO, FORMATS, file_tensors
 from models.sample import AUDIO, VIDEO, Sample
 
@@ -114,7 +115,7 @@ def test_operations_are_those_that_torch_counts(example):
     shapes = {name: tuple(x.shape[1:]) for name, x in condition.tensors.items()}
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         family.outputs(network, sample, torch.tensor([0.5]), condition)
-    flops = family.flops(config, sample.shapes, shapes)
+    flops = count_flops(family, config, sample.shapes, shapes)
     assert flops.forward == counted.get_total_flops()
     products = sum(n for kind, n in counted.flop_counts["Global"].items() if kind in (torch.ops.aten.bmm,))
     assert flops.attention == products

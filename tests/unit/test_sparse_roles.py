@@ -9,6 +9,7 @@ from distill.config.schema import OptimizerSettings
 from fsdp_cp.errors import UserError
 from models import verify
 from models.causal import CausalSettings
+from models.families.operations import count_flops
 from models.families.registry import family_of
 from models.roles.gates import plan_sparse
 from models.roles.role_plan import plan_role
@@ -87,7 +88,7 @@ def test_operations(family, example, frame):
         )  # fmt: skip
         shapes, condition = verify.sample_shapes(plan, (4, 8, 8))
         condition |= frame
-        dense = family.flops(plan.config, shapes, condition)
+        dense = count_flops(family, plan.config, shapes, condition)
         ours = plan.sparse.flops(family, plan.config, shapes, condition, 0.75)
         width, layers = family.width(plan.config), 2 - len(dense_layers)
         pairs = tokens**2 - (tokens - given) ** 2 * 3 // 4 + tiles**2
