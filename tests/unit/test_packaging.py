@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,22 @@ def test_no_upward_imports():
         if module in FORBIDDEN[package]
     ]
     assert found == []
+
+
+def test_files_import_in_no_circle():
+    """Imports inside functions and for types count too."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in sources(package)
+    }
+    graph = {}
+    for module, path in files.items():
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
+        names = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
+        graph[module] = {name if name in files else parent for parent, name in names if parent in files} - {module}
+    assert sum(map(len, graph.values())) > 1000
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_imported_packages_are_declared():
