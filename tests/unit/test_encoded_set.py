@@ -99,6 +99,8 @@ def test_damaged_shards_are_refused_or_skipped(tmp_path):
     skipping = open_set(damaged, cache=tmp_path, damaged="skip")
     assert [skipping.caption(i) for i in (3, 6)] == [whole.caption(n) for n in (4, 8)]
     assert len(skipping) == CLIPS - 2 == len([skipping[i] for i in range(CLIPS - 2)])
+    assert [*skipping.captions()] == sorted({skipping.caption(i) for i in range(CLIPS - 2)}, key=whole.captions().index)
+    assert EncodedSet(damaged, "SET").first_row(whole.caption(3), among=[4, 8]) is None
     change(damaged / "damaged.json", index="of another set")
     assert len(EncodedSet(damaged, "SET").damaged()["clips"]) == 1, "the size that shows by itself"
 

@@ -157,7 +157,8 @@ class EncodedDataset:
         return self.set.caption(self.set.text_of(self._rows[index]))
 
     def captions(self) -> Sequence[str]:
-        if len(self.buckets) == 1 or not self.set.parts:
+        is_whole = isinstance(self._rows, range)
+        if is_whole and (len(self.buckets) == 1 or not self.set.parts):
             return self.set.captions
         rows = np.asarray(self._rows)[self.buckets[0].items]
         return Captions(self.set, np.unique(self.set.row_texts()[rows]))
@@ -186,8 +187,9 @@ class EncodedDataset:
 
     def image_of(self, caption: str) -> tuple[EncodedSet, int]:
         """Return the set and the row with the image of a caption. A caption without one raises ``UserError``."""
-        for where in (self.further, self.set):
-            row = None if where is None else where.first_row(caption, self._bucket if where is self.set else 0)
+        items = {"bucket": self._bucket, "among": None if isinstance(self._rows, range) else self._rows}
+        for where, among in ((self.further, {}), (self.set, items)):
+            row = None if where is None else where.first_row(caption, **among)
             if row is not None and where.clip_of(row) >= 0:
                 return where, row
         where = f"of no clip of {self.set.where}"

@@ -129,9 +129,10 @@ class EncodedSet:
     def text_of(self, row: int) -> int:
         return int(self._columns["row.text"][row])
 
-    def first_row(self, caption: str, bucket: int = 0) -> int | None:
-        """Return the first row with this caption and a clip of this bucket, or ``None``."""
+    def first_row(self, caption: str, bucket: int = 0, among: Sequence[int] | None = None) -> int | None:
+        """Return the first row, ``among`` these if given, with this caption and a clip of this bucket, or ``None``."""
         rows = np.flatnonzero(np.isin(self.row_texts(), self._texts_with(caption)))
+        rows = rows if among is None else np.intersect1d(rows, among)
         return next((int(row) for row in rows if self.bucket_of(self.clip_of(row)) == bucket), None)
 
     def row_texts(self) -> np.ndarray:
