@@ -1,5 +1,6 @@
 """Sound of clips: read from the first frame's time on, and written so that it reads back in step with the picture."""
 
+import time
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from distill.data.sets import encode
-from distill.data.videos.container import ClipError, Cut
+from distill.data.videos.container import ClipError, Cut, extend_limit
 from distill.data.videos.decode import ClipFormat, SoundFormat, read_clip
 from distill.data.videos.reader_process import ReaderProcesses
 from distill.data.videos.sound import SOUND_VERSION, end_sound_readers, read_sound
@@ -176,11 +177,19 @@ def test_a_track_with_nothing_in_the_clip_is_none(tmp_path):
     assert read_sound(late, SoundFormat(16000, 100, 2), silence=True).abs().max() == 0
 
 
+def read_slowly():
+    for _ in range(4):
+        time.sleep(0.4)
+        extend_limit()
+    return b"", 4
+
+
 def test_a_file_that_ends_or_holds_up_its_reader_costs_itself_alone(tmp_path):
     with pytest.raises(ClipError):
         ReaderProcesses("os:abort", seconds=20).call()
     with pytest.raises(ClipError):
         ReaderProcesses("time:sleep", seconds=1).call(30)
+    assert ReaderProcesses("tests.unit.test_sound:read_slowly", seconds=1).call() == (b"", 4), "it makes progress"
     good = video(tmp_path / "good.mp4", samples=click(0.5, 48000))
     bad = video(tmp_path / "bad.mov", samples=click(0.5, 48000, channels=8), codec="pcm_s16le", layout="7.1")
     before = read_sound(good, SoundFormat(16000, 16000, 2))

@@ -4,6 +4,7 @@ does without."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -92,12 +93,20 @@ def timed_frames(
     yield from file.span.frames(times) if isinstance(file, Cut) else times
 
 
+def extend_limit() -> None:
+    """Give a reader (:mod:`distill.data.videos.reader_process`) its whole time again: it makes progress."""
+    _, seconds = signal.getitimer(signal.ITIMER_REAL)
+    if seconds:
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+
+
 def _times_in_order(
     container: av.container.InputContainer, stream: av.VideoStream
 ) -> Iterator[tuple[av.VideoFrame, Fraction]]:
     if not stream.average_rate:
         raise ClipError("has frames whose times do not grow, and no frame rate")
     for index, frame in enumerate(container.decode(stream)):
+        extend_limit()
         yield frame, index / stream.average_rate
 
 
@@ -106,6 +115,7 @@ def _time_stamps(
 ) -> Iterator[tuple[av.VideoFrame, Fraction]]:
     last = None
     for index, frame in enumerate(container.decode(stream)):
+        extend_limit()
         if frame.pts is None or frame.time_base is None:
             if container.format.flags & _NO_TIMES or not stream.average_rate:
                 raise ClipError("has frames without time stamps, and no frame rate")

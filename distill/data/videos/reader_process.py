@@ -27,8 +27,8 @@ class ReaderProcesses:
     """Processes that call one function, as many as there are threads that call at the same time."""
 
     def __init__(self, function: str, *, seconds: int) -> None:
-        """Set ``function``, as ``module:name``, and the seconds that a call may take. It takes what can be pickled, and
-        returns bytes and what JSON can say."""
+        """Set ``function``, as ``module:name``, and the seconds that a call may take from frame to frame. It takes
+        what can be pickled, and returns bytes and what JSON can say."""
         self.function, self.seconds = function, seconds
         self._idle: list[_Process] = []
         self._lock = threading.Lock()
@@ -101,9 +101,10 @@ def serve(descriptor: int, function: str, seconds: int) -> None:
                 arguments = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 return
-            signal.alarm(seconds)  # it ends this process, in a library's endless loop too
+            # The timer ends this process, in a library's endless loop too. `extend_limit` starts its interval again.
+            signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
             payload, answer = _answer(work, arguments)
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send_bytes(json.dumps(answer).encode())
             pipe.send_bytes(payload)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distill.data.videos.clock import RESTART, Clock, Stretch, picture_clock
-from distill.data.videos.container import ClipError, VideoFile, opened
+from distill.data.videos.container import ClipError, VideoFile, extend_limit, opened
 
 if TYPE_CHECKING:
     import av
@@ -73,6 +73,7 @@ def _frames(container: av.container.InputContainer, clock: Clock) -> Iterator[tu
     track = container.streams.audio[0]
     stretch, latest = 0, None
     for packet in container.demux(track):
+        extend_limit()
         if packet.pts is not None:
             restarts = latest is not None and (latest - packet.pts) * track.time_base > RESTART
             stretch, latest = max(stretch + restarts, clock.stretch_at(packet.pos)), packet.pts
