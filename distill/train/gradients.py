@@ -13,7 +13,7 @@ from distill.methods.common.chunks import noised
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.shard import microbatch
-from fsdp_cp.sharding.state import resharded
+from fsdp_cp.sharding.state import complete_unreduced_gradients, resharded
 from models.roles.role import Role
 
 
@@ -41,6 +41,7 @@ def accumulate_gradients(
     for i, batch in enumerate(micro_batches):
         batch = replace(batch, condition=noised(batch.condition, random(i)))
         work += method.losses(step, batch, random(i))
+    has_gan = "gan_head" in method.additions(method.settings).get(name, ())
     networks = [role.expert_at(loss.at) for loss in work]
     losses = Losses({}, {}, set(networks))
     with phase(f"{name}/gradients"), resharded(roots), ExitStack() as frozen:
@@ -49,14 +50,17 @@ def accumulate_gradients(
             frozen.enter_context(method.roles[other].frozen())
         for i, (loss, index) in enumerate(zip(work, networks, strict=True)):
             is_first, is_last = index not in networks[:i], index not in networks[i + 1 :]
-            with microbatch(role.networks[index].module, is_first=is_first, is_last=is_last):
+            network = role.networks[index].module
+            with microbatch(network, is_first=is_first, is_last=is_last):
+                if has_gan and is_last:
+                    complete_unreduced_gradients(network)
                 with phase(f"{name}/{loss.name}/forward"):
                     value = loss.closure()
                 with phase(f"{name}/{loss.name}/backward"):
                     (loss.weight * share * value).backward()
             losses.weights[loss.name] = loss.weight
             losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
-    if "gan_head" in method.additions(method.settings).get(name, ()):
+    if has_gan:
         for index in losses.networks:
             _fill_missing_gradients(role.single(index))
     return losses

@@ -104,6 +104,19 @@ def _has_unreduced_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
+def complete_unreduced_gradients(model: nn.Module) -> None:
+    """Give zeros to the trained parameters of a unit that lack a gradient next to accumulated ones.
+
+    FSDP2 casts accumulated gradients to the dtype of the reduction, and refuses others in the last backward.
+    """
+    for _, group in _groups(model):
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        accumulated = [p.unsharded_accumulated_grad for p in trained if p.unsharded_accumulated_grad is not None]
+        for p in trained if accumulated else ():
+            if p.unsharded_accumulated_grad is None:
+                p.unsharded_accumulated_grad = accumulated[0].new_zeros(p._unsharded_param.shape)
+
+
 def has_gradients(model: nn.Module) -> bool:
     """Return whether any parameter has a gradient, on its shard or not yet reduced."""
     if any(group._partial_reduce_output is not None for _, group in _groups(model)):

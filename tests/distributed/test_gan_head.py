@@ -139,11 +139,11 @@ def _in_bf16(folder, setup):
 
 
 @slow
-def test_the_head_computes_in_fp32_under_bf16(pools, checkpoints, oracle):
-    """The head's R1 penalty is a difference of nearly equal logits."""
-    for seen, masters, saved, losses, gradients in pools[2].run(
-        _in_bf16, checkpoints, gan(cp=2, micro_batch_size=4, precision="bf16", steps=2)
-    ):
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_the_head_computes_in_fp32_under_bf16(pools, checkpoints, oracle, strategy):
+    """The head's R1 penalty is a difference of nearly equal logits. ``optim`` reduces the two losses at once."""
+    setup = gan(cp=2, micro_batch_size=4, precision="bf16", steps=2, changes={"fake": {"strategy": strategy}})
+    for seen, masters, saved, losses, gradients in pools[2].run(_in_bf16, checkpoints, setup):
         assert seen == {(torch.float32, torch.bfloat16, torch.float32)} and masters == {torch.float32}
         assert saved[0] == saved[1] and len(saved[0]) == 8, "a checkpoint holds the head and its moments"
         assert losses == pytest.approx(oracle.losses[:2], rel=0.03)
