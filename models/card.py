@@ -176,7 +176,7 @@ class Card:
 
     def _code(self) -> list[str]:
         """Return code that samples the export with diffusers alone, or the command that does it."""
-        pipeline, encoders = self.family.pipeline, self.data.get("encoders")
+        pipeline, encoders = self.family.pipeline, self._encoders()
         lines, chosen = None, None
         if self.base is not None and self.base.revision is None:
             chosen = self.base.repository
@@ -188,6 +188,13 @@ class Card:
         noise = "It makes the first clip of `distill.sample --seed 0` for this caption (on a CPU, in fp32).\n\n"
         exact = self.few_steps is not None and pipeline.same_noise and not self.takes_image
         return [f"{noise if exact else ''}```python\n" + "\n".join(lines) + "\n```"]
+
+    def _encoders(self) -> str | None:
+        """Return the folder or hub name of the encoders, unless it is a folder here that is no whole pipeline."""
+        encoders = self.data.get("encoders")
+        folder = find_shipped(encoders) if encoders else None
+        is_part = folder is not None and folder.is_dir() and not (folder / "model_index.json").is_file()
+        return None if is_part else encoders
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         """Return the whole code: imports, the pipeline with the export's parts, and its call."""
@@ -316,7 +323,8 @@ class Base:
     @classmethod
     def of(cls, path: str, chosen: str | None) -> Base:
         """Return the folder or the hub name ``path``; ``chosen`` is the name on the hub of a folder."""
-        if (name := parse_hub_name(path)) is not None:
+        # Runs record the commit of a hub name: other text is a folder, perhaps not of this working directory.
+        if (name := parse_hub_name(path)) is not None and name.is_commit:
             return cls(path, name.repo, name.revision)
         if (cached := _CACHED.search(path)) is not None:
             return cls(path, f"{cached[1]}/{cached[2]}", cached[3])
@@ -354,7 +362,8 @@ class Base:
     def argument(self) -> str:
         """First arguments of ``from_pretrained``, without the sub-folder."""
         if self.revision is None:
-            return json.dumps(self.repository or self.root)
+            folder = find_shipped(self.root)
+            return json.dumps(self.repository or str(folder.resolve() if folder.exists() else folder))
         return f'"{self.repository}", revision="{self.revision}"'
 
 

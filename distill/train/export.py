@@ -11,7 +11,7 @@ from distill.methods import Method
 from distill.run.setup import RunPlan
 from distill.train.optimizers import Trained
 from fsdp_cp.errors import UserError
-from fsdp_cp.files.atomic_folder import amended_folder, withdraw
+from fsdp_cp.files.atomic_folder import amended_folder, description, withdraw
 from fsdp_cp.progress import first_rank_log
 from fsdp_cp.reduce import on_first_rank
 from models.additions.heads import Grid
@@ -57,7 +57,8 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
         folder = run_dir / "export" / f"student_lora{suffix}"
         if name in adapters:
             of_expert = about | {BASE: of_bases[adapters[name].index]} if of_bases else about
-            student.expert(adapters[name].index).write(folder, kind, **options | {"about": of_expert})
+            alone = student.expert(adapters[name].index) if student.boundaries else student
+            alone.write(folder, kind, **options | {"about": of_expert})
         else:  # an earlier run in this directory may have left such a folder
             on_first_rank(partial(withdraw, folder))
     on_first_rank(lambda: export_schedulers(run_dir / "export", schedulers))
@@ -70,10 +71,11 @@ def export_student(config: Config, method: Method, trained: Sequence[Trained], s
     log.info("exported the student (%s weights)%s to %s", weights, merged, run_dir / "export/student")
 
 
-def show_clips(run_dir: Path, step: int) -> None:
-    """Add the sample clips of the last ``step`` to the card of the run's export. Rank 0 calls it."""
+def show_clips(run_dir: Path, step: int, *, averaged: bool) -> None:
+    """Add the sample clips of the last ``step`` to the card of the run's export, if it has the weights that made them:
+    ``averaged`` or raw. Rank 0 calls it."""
     folder, clips = run_dir / "export" / "student", sample_clips(run_dir, step)
-    if clips:
+    if clips and description(folder).get("weights") == ("ema" if averaged else "raw"):
         with amended_folder(folder) as unfinished:
             extend_card(unfinished, clips=clips)
 

@@ -150,7 +150,8 @@ class Trainer:
         if self.config.sample.at_end:
             self._write_samples()
             if self.config.export.at_end:
-                on_first_rank(lambda: show_clips(self.run_dir, self.step))
+                averaged = self.trained_of("student")[0].average is not None
+                on_first_rank(lambda: show_clips(self.run_dir, self.step, averaged=averaged))
             if self.config.sample.report_clips:
                 self._write_report()
         barrier()

@@ -58,7 +58,10 @@ def test_a_start_is_recorded_and_a_finished_run_can_be_exported_again(finished, 
     assert record["versions"]["torch"] == torch.__version__
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
-    assert run(run_dir, "steps=2", "export.dtype=bf16", "student.activation_checkpointing=full") == 0
+    again = ("export.dtype=bf16", "export.weights=raw", "student.activation_checkpointing=full")
+    samples = ("sample.at_end=true", "sample.student_steps=[1]", "sample.teacher_steps=[]", "sample.report_clips=0")
+    assert run(run_dir, "steps=2", *again, *samples) == 0
+    assert not (run_dir / "export" / "student" / "samples").exists(), "they are of the average"
     assert {weight.dtype for weight in weights(run_dir / "export" / "student").values()} == {torch.bfloat16}
     more = ("steps=4", "optim.student.lr=0.0005", "log.every=2", "sample.every=2", "sample.student_steps=[1]")
     assert run(run_dir, *more) == 0, "with more steps there is something to train"

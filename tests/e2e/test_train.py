@@ -65,6 +65,9 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert len(clips) == 2 and frames(clips[0]) == 6
     assert (run_dir / "report.html").stat().st_size > 1000 and json.loads((run_dir / "report.json").read_text())
 
+    card = (run_dir / "export" / "student" / "README.md").read_text()
+    assert "python -m distill.sample" in card and "from_pretrained" not in card, "the encoders are no pipeline"
+
     out = tmp_path / "out"
     assert export.main([str(run_dir), str(out)]) == 0
     assert same_weights(run_dir / "export" / "student", out), "the command exports what the run did"

@@ -67,6 +67,15 @@ def test_a_card_on_the_hub_has_no_path_of_this_machine(folder):
     assert ('"Wan-1.3B", subfolder="transformer_full"' in text) == ("full" in folder) == ("transformer=" in text)
 
 
+def test_a_folder_of_another_directory_is_no_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Base.of("ckpt/wan", None).repository is None
+    (tmp_path / "ckpt" / "wan").mkdir(parents=True)
+    assert Base.of("ckpt/wan", None).argument == json.dumps(str(tmp_path / "ckpt" / "wan")), "cards run in their folder"
+    commit = "0123456789" * 4
+    assert Base.of(f"owner/wan@{commit}", None).argument == f'"owner/wan", revision="{commit}"'
+
+
 def test_a_broken_connection_leaves_the_repository_as_it_was(hub, tmp_path):
     out, hub.breaks_after = export(tmp_path / "out"), 1
     with refused("--push"):
