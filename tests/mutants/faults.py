@@ -22,6 +22,34 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "gan_of_two_dtypes",
+        "a GAN in bf16 with fake.strategy=optim ends in its first step",
+        "                    complete_unreduced_gradients(network)\n",
+        "                    pass\n",
+        "distributed/test_gan_head.py::test_the_head_computes_in_fp32_under_bf16[optim]",
+    ),
+    Fault(
+        "clips_of_other_weights",
+        "the card of raw weights shows clips of the average",
+        '    if clips and description(folder).get("weights") == ("ema" if averaged else "raw"):\n',
+        "    if clips:\n",
+        "e2e/test_run_folder.py::test_a_start_is_recorded_and_a_finished_run_can_be_exported_again",
+    ),
+    Fault(
+        "folder_as_hub_name",
+        "a card names a stranger's repository as the base",
+        "parse_hub_name(path)) is not None and name.is_commit:",
+        "parse_hub_name(path)) is not None:",
+        "unit/test_push.py::test_a_folder_of_another_directory_is_no_hub_name",
+    ),
+    Fault(
+        "damaged_captions_sampled",
+        "a run with data.damaged=skip ends at its first samples",
+        "        if is_whole and (len",
+        "        if (len",
+        "unit/test_encoded_set.py::test_damaged_shards_are_refused_or_skipped",
+    ),
+    Fault(
         "export_over_its_source",
         "models.export replaces the network that the run was made from, if that is an earlier export",
         '    _refuse_inputs(state.get("sources", {}), base, out)\n',
