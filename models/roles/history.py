@@ -18,7 +18,7 @@ from models.sample import Sample
 
 
 class CausalRole(Protocol):
-    """What a cache needs of the role that fills it, a :class:`models.roles.role.Role`."""
+    """The part of a :class:`models.roles.role.Role` that a cache uses."""
 
     name: str
     causal: CausalSettings | None
