@@ -1,14 +1,14 @@
 """Backward passes of one step of one role. Training runs them; the planner runs them on fake tensors."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.methods import Batch, Method
+from distill.methods import Batch, Loss, Method
 from distill.methods.common.chunks import noised
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
@@ -35,19 +35,15 @@ def accumulate_gradients(
     ``share`` is a micro-batch's weight in the mean over the global batch; ``random`` returns its streams."""
     name = method.trained_role(step)
     role = method.roles[name]
-    roots = [other.network for other in method.roles.values()]
     # List all losses first, to know the last backward of each network. Only their closures compute.
-    work = []
+    work: list[Loss] = []
     for i, batch in enumerate(micro_batches):
         batch = replace(batch, condition=noised(batch.condition, random(i)))
         work += method.losses(step, batch, random(i))
-    has_gan = "gan_head" in method.additions(method.settings).get(name, ())
     networks = [role.expert_at(loss.at) for loss in work]
     losses = Losses({}, {}, set(networks))
-    with phase(f"{name}/gradients"), resharded(roots), ExitStack() as frozen:
-        frozen.enter_context(role.training(set(networks)))
-        for other in method.frozen_roles(step):
-            frozen.enter_context(method.roles[other].frozen())
+    has_gan = "gan_head" in method.additions(method.settings).get(name, ())
+    with phase(f"{name}/gradients"), _only(method, step, losses.networks):
         for i, (loss, index) in enumerate(zip(work, networks, strict=True)):
             is_first, is_last = index not in networks[:i], index not in networks[i + 1 :]
             network = role.networks[index].module
@@ -61,16 +57,25 @@ def accumulate_gradients(
             losses.weights[loss.name] = loss.weight
             losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
     if has_gan:
-        for index in losses.networks:
-            _fill_missing_gradients(role.single(index))
+        _fill_missing_gradients(role, losses.networks)
     return losses
 
 
-def _fill_missing_gradients(role: Role) -> None:
-    """Give zeros to the parameters that no loss of the step has used, as replicas give them: the optimizer counts them.
+@contextmanager
+def _only(method: Method, step: int, trained: Container[int]) -> Iterator[None]:
+    """Let only the networks ``trained`` of the role that trains at ``step`` get gradients within this context."""
+    roots = [role.network for role in method.roles.values()]
+    with resharded(roots), ExitStack() as frozen:
+        frozen.enter_context(method.roles[method.trained_role(step)].training(trained))
+        for other in method.frozen_roles(step):
+            frozen.enter_context(method.roles[other].frozen())
+        yield
 
-    The losses of a GAN use different parameters, and an expert may get one of them alone.
-    """
-    for parameter in role.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+
+def _fill_missing_gradients(role: Role, trained: Iterable[int]) -> None:
+    """Give zeros to the parameters of ``trained`` networks that no loss of the step has used, as replicas do: the
+    optimizer counts them. The losses of a GAN use different parameters, and an expert may get one of them alone."""
+    for index in trained:
+        for parameter in role.single(index).parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)

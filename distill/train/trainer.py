@@ -236,10 +236,7 @@ class Trainer:
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps, every=self.config.log.print_every)
         data = self._steps_of_data()
-        if self.guard is not None and not self.guard.state.looks:
-            self._look()
-        if self._lacks_samples():
-            self._write_samples()
+        self._look_and_sample_first()
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
@@ -260,11 +257,14 @@ class Trainer:
             if self._is_due(self.config.sample.every) and not at_end:
                 self._write_samples()
 
-    def _lacks_samples(self) -> bool:
-        """Whether a start ended after the checkpoint of this step, and before its samples. A collective."""
-        if self.saved_step != self.step or self.step == self.config.steps or not self._is_due(self.config.sample.every):
-            return False
-        return not on_first_rank(lambda: self.evaluator.sheet(self.step).is_file())
+    def _look_and_sample_first(self) -> None:
+        """Let the guard look at the student of the start, and make samples that a kill took after their checkpoint."""
+        if self.guard is not None and not self.guard.state.looks:
+            self._look()
+        is_resumed = self.saved_step == self.step < self.config.steps
+        if is_resumed and self._is_due(self.config.sample.every):
+            if not on_first_rank(lambda: self.evaluator.sheet(self.step).is_file()):
+                self._write_samples()
 
     def _is_due(self, every: int) -> bool:
         """Return whether this step is a multiple of ``every``; 0 stands for never."""
