@@ -169,6 +169,8 @@ def cross_attention(
             check_split(k, k, (keys,), head_groups, mesh.context)
             sizes = (queries * q.shape[2], keys * k.shape[2])
             way = cross_way(*sizes, mesh.context, head_dim=q.shape[3], masked=key_mask is not None)
+    elif total_tokens is not None:
+        raise UserError(f"total_tokens={total_tokens!r} needs mesh=mesh, over which q and k are split")
     elif total_keys is None:
         refuse_split_keys(q.shape[1], keys)
     elif total_keys != keys:

@@ -112,7 +112,9 @@ def _as_features(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as_rows(features: Tensor, dtype: torch.dtype) -> Tensor:
     """Invert :func:`_as_features`."""
-    return features.contiguous().view(dtype).squeeze(-1).transpose(1, 2).contiguous()
+    # A copy: the rows of a single token and head are contiguous where they lie, but not aligned for `dtype`.
+    rows = features.clone(memory_format=torch.contiguous_format).view(dtype)
+    return rows.squeeze(-1).transpose(1, 2).contiguous()
 
 
 def _from_all(ring: Ring, *tensors: Tensor) -> list[Tensor]:

@@ -264,7 +264,8 @@ def _means(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, place: _Place) -
     ):
         total.index_add_(1, of_rank.tiles, x)  # unused slots add 0 to tile 0
     means = (total / pieces.sizes[:, None, None]).chunk(3, dim=-1)
-    return means[0][:, own.tiles], means[1].contiguous(), means[2].contiguous()
+    # Copies: of one tile, sample and head each chunk is contiguous, and an operator's results may not share memory.
+    return means[0][:, own.tiles], *(x.clone(memory_format=torch.contiguous_format) for x in means[1:])
 
 
 def _of_means_to_tokens(dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, place: _Place) -> Tensors:

@@ -186,6 +186,8 @@ def leave(folder: Path) -> None:
 
 
 # Names that start with _ are private to torch. _get_layout looks up a layout by name.
+STORED_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+"""Dtypes of the tensors in a checkpoint."""
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -193,7 +195,7 @@ _ALLOWED = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
-    "torch": ("Size", "device", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"),
+    "torch": ("Size", "device", *STORED_DTYPES),
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # the module in Python 3.13

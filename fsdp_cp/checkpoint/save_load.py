@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_cp.checkpoint.folder import (
     BEST,
     STATE,
+    STORED_DTYPES,
     first_failure,
     leave,
     readable,
@@ -35,7 +37,7 @@ from fsdp_cp.checkpoint.folder import (
     step_folder,
     unfinished_folders,
 )
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.memory import available_host_memory
 from fsdp_cp.progress import announced
@@ -97,6 +99,7 @@ class Checkpoints:
         The checkpoint that it names as :data:`BEST` stays.
         All ranks raise if this checkpoint or the previous one cannot be written.
         """
+        _check_kinds(tensors)
         self.wait()
         unfinished = step_folder(self.folder, step).with_suffix(".tmp")
 
@@ -252,6 +255,14 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
         )
     with readable(checkpoint):
         dcp.load(dict(tensors), storage_reader=reader(checkpoint))
+
+
+def _check_kinds(tensors: Mapping[str, Any]) -> None:
+    """Refuse what :func:`load` would refuse to read: no tensor, or of another dtype than checkpoints have."""
+    for name, x in _flat(tensors).items():
+        kind = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+        if kind not in STORED_DTYPES:
+            raise UserError(f"{name} of a checkpoint is of the kind {kind}; give tensors of {shown(STORED_DTYPES)}")
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

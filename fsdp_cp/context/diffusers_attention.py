@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.errors import UserError
@@ -117,7 +118,9 @@ def _forward(
 ) -> Any:
     """Call ``inner``, the forward of an attention module, which must reach its processor's dispatch function."""
     passed = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
-    tokens, keys = (x.shape[1] if isinstance(x := passed.get(n), Tensor) else None for n in ("hidden_states", TEXT))
+    # Some networks give a tuple of texts and images.
+    first = (next(filter(torch.is_tensor, tree_leaves(passed.get(name))), None) for name in ("hidden_states", TEXT))
+    tokens, keys = (None if x is None else x.shape[1] for x in first)
     call = _Call(name, mesh, sequences, tokens, keys)
     _calls.append(call)
     try:

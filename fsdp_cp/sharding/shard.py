@@ -86,7 +86,7 @@ def shard_module(
     if reduce_unused:
         fsdp_setter(root, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
     _prefetch(root, cast(list[ShardedModule], units), settings)
-    root._shard_settings = settings
+    root._shard_settings, root._reduces_unused = settings, reduce_unused
     state.remember_units(root)
     if settings.fp8_gather:
         gather_in_fp8(root, fp8_layers, shard_mesh)  # after the line above: its hook must run first
@@ -124,11 +124,12 @@ def _modules_of(model: nn.Module, modules: Iterable[nn.Module], argument: str) -
 
 def _refuse_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Refuse a parameter that two units share: FSDP2 would shard it twice and train two copies."""
-    unit_names = [name for name, module in model.named_modules() if any(module is unit for unit in units)]
-    owner: dict[nn.Parameter, str] = {}
+    named = model.named_modules(remove_duplicate=False)  # a unit can have several names
+    unit_names = {name: module for name, module in named if any(module is unit for unit in units)}
+    owner: dict[nn.Parameter, nn.Module] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((u for u in unit_names if name.startswith(u + ".")), "")
-        if owner.setdefault(parameter, unit) != unit:
+        unit = next((module for u, module in unit_names.items() if name.startswith(u + ".")), model)
+        if owner.setdefault(parameter, unit) is not unit:
             raise ValueError(f"parameter {name!r} is shared with another FSDP unit; untie it before sharding")
 
 
@@ -301,6 +302,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
     outer.append(is_last)
     _apply(root, is_last)
     try:
+        if is_last and root._reduces_unused:
+            state.complete_unreduced_gradients(root)
         yield
         _refuse_incomplete(root, is_last)
         if is_last:

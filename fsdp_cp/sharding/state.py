@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         """Type of a module after ``fully_shard``; torch's ``FSDPModule`` is not a module in type hints."""
 
         _shard_settings: ShardSettings
+        _reduces_unused: bool
         """Settings of a root; see :func:`fsdp_cp.sharding.shard.settings_of`."""
 else:
     ShardedModule = FSDPModule

@@ -114,6 +114,7 @@ def _mistakes():
         ("key_mask", (q, k[:, :3], v[:, :3]), {"key_mask": mask[:, :5]}),
         (r"\bk\b", (q, k[:, :0], v[:, :0]), {}),
         (r"\bk\b", (q, k[0, 0, 0], v), {}),
+        ("mesh", (q, k, v), {"total_tokens": 17}),
     ):
         with pytest.raises(ValueError, match=name):
             cross_attention(*args, **settings)

@@ -18,7 +18,7 @@ from fsdp_cp.attention.pieces import counts
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import OneRank, build_mesh
 from fsdp_cp.sequence import split_tokens
 from fsdp_cp.sharding.activations import ATTENTION, recompute_in_backward
 from fsdp_cp.tiles import Sparse, Tiles, sparse_tiles
@@ -80,6 +80,14 @@ def test_a_comparison_can_fail():
     case = CASES[0]
     worst = errors(oracle(replace(case, sparsity=0.3)), oracle(case), case)
     assert min(worst[name] for name in ("out", "dq", "dk", "dv", "tangent")) > 1e-3
+
+
+def test_one_tile_of_one_sample_and_head_is_dense():
+    q, k, v = torch.randn(3, 1, 27, 1, 8, dtype=torch.float64)
+    sparse = sparse_tiles(Tiles((3, 3, 3), (4, 4, 4)), 0.5)
+    out = context_parallel_attention(q, k, v, mesh=OneRank(), total_tokens=27, sparse=sparse)
+    dense = nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    assert torch.allclose(out, dense, rtol=1e-12)
 
 
 # --- what is sent, kept, and computed again ---

@@ -76,6 +76,15 @@ def test_a_checkpoint_has_its_name_only_when_all_its_files_are_there(tmp_path, m
     assert files >= {"__0_0.distcp", ".metadata", "state.json"}
 
 
+@pytest.mark.parametrize(
+    "value", [1.0, torch.ones(2, dtype=torch.int8), [torch.ones(2)]], ids=["number", "int8", "list"]
+)
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, value):
+    with refused("model.x"):
+        Checkpoints(tmp_path, keep=0).save(1, {"model": {"x": value}}, {"step": 1})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_used(folder, name):
     newest, file = step_folder(folder, 2), step_folder(folder, 2) / name
