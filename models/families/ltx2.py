@@ -234,6 +234,9 @@ class LTX2(FrameFamily):
 
         if not any(name.startswith("diffusion_model.") for name in tensors):
             return tensors
+        known = ("diffusion_model.", "text_embedding_projection.")  # diffusers drops others
+        if (other := next((name for name in tensors if not name.startswith(known)), None)) is not None:
+            raise ValueError(f"{other} has another prefix than the others")
         return LTX2Pipeline.lora_state_dict(dict(tensors), use_safetensors=True)
 
     def parallelize(self, network: LTX2VideoTransformer3DModel, mesh: Mesh, backend: str, head_groups: int) -> None:

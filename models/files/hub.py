@@ -22,6 +22,7 @@ from fsdp_cp.errors import UserError, one_line
 from fsdp_cp.launch import local_rank, process_group, world_size
 from fsdp_cp.reduce import on_all_ranks, on_first_rank
 from models.files.checkpoint_files import SUFFIXES, indexed_files
+from models.files.fastvideo import FILE as FASTVIDEO_FILE
 from models.files.shipped import HubName, find_shipped, hub_folder, is_hub_text, parse_hub_name
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,11 @@ Wanted = Callable[[Iterable[str]], list[str]]
 
 
 def network_files(files: Iterable[str]) -> list[str]:
-    """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders; and
-    the card, which tells the license."""
+    """Select the files of a role's network: ``transformer/`` and ``transformer_2/``, or those outside of folders; the
+    card, which tells the license; and FastVideo's file, which tells the sparsity."""
     files = [file for file in files if file.endswith((".json", ".safetensors")) or file == CARD]
     if "transformer/config.json" in files:
-        wanted = ("model_index.json", CARD, "transformer/", "transformer_2/")
+        wanted = ("model_index.json", CARD, FASTVIDEO_FILE, "transformer/", "transformer_2/")
         return [file for file in files if file.startswith(wanted)]
     return [file for file in files if "/" not in file]
 
@@ -151,7 +152,7 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
             raise UserError(f"{where} {asked}; give a folder, or start once with a network") from error
         return _Snapshot(setting=setting, where=where, name=name, commit=folder.name, files=None)
     files = wanted(file.rfilename for file in info.siblings or ())
-    if not any(file.endswith("config.json") for file in files):
+    if not any(file.endswith(("config.json", ".safetensors")) for file in files):
         raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
     is_head = kept in (None, head.sha)
     return _Snapshot(setting=setting, where=where, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)

@@ -25,9 +25,12 @@ from models.owner import is_gate
 
 log = logging.getLogger(__name__)
 
-_FILES = (NAME, "adapter_model.safetensors")
+_PEFT_FILE = "adapter_model.safetensors"
+_FILES = (NAME, _PEFT_FILE)
 """File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
-_PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model)\.")
+_PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit)\.")
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of peft's ``init_lora_weights`` that leave the base as it is; PiSSA and OLoRA take a part out of it."""
 _MATRICES = ("A.weight", "B.weight", "B.bias")
 
 
@@ -122,6 +125,7 @@ def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
+    _refuse_two_adapters(file, tensors)
     if not family.keeps_peft_infix:
         tensors = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     try:
@@ -135,6 +139,15 @@ def _read(file: Path, family: Family, last_layers: Mapping[str, LastLayer]) -> _
         for name, tensor in converted.items()
     }
     return _Contents(adapters, added)
+
+
+def _refuse_two_adapters(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse two tensors of one layer's matrix, under different prefixes: one would be lost."""
+    names: dict[str, str] = {}
+    for name in tensors:
+        bare = _PREFIX.sub("", name).replace(".default.", ".")
+        if (other := names.setdefault(bare, name)) != name:
+            raise UserError(f"{file.name} holds {other} and {name}, of two adapters; give one alone")
 
 
 def _refuse_left_out(file: Path, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
@@ -257,16 +270,20 @@ def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) ->
     config: dict[str, Any]
     if parallel := videox.read_config(file):
         config, name = {"lora_alpha": parallel.get("lora_alpha")}, videox.CONFIG
-    elif config_file.is_file():
-        config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
     elif "lora_adapter_metadata" in metadata:
         entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
         # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
         config = {key.removeprefix("transformer."): value for key, value in entries.items()}
+    elif config_file.is_file() and videox.is_described(file, _PEFT_FILE):
+        config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
     elif alpha_key is not None and alpha_key in metadata:
         config, name = {"lora_alpha": metadata[alpha_key]}, "its metadata"
     else:
         return _unscaled
+    if (made := config.get("init_lora_weights")) not in (None, *_PLAIN_STARTS):
+        raise UserError(
+            f"{name} has init_lora_weights={made}, which changes the base too; convert it to plain adapters"
+        )
     if not config.get("lora_alpha"):
         raise UserError(f"{name} has no lora_alpha, so the scale of the adapters is not known")
     default = float(config["lora_alpha"])

@@ -26,11 +26,17 @@ _IN_BLOCK = re.compile(r"^.*?\.\d+\.")
 _SIDES = {"lora_down": "A.weight", "lora_up": "B.weight"}
 
 
+def is_described(file: Path, named: str) -> bool:
+    """Return whether a configuration next to ``file`` is of it: of the file that its format has ``named``, if that is
+    there, and else of one that was renamed."""
+    return file.name == named or not (file.parent / named).exists()
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """Return the configuration next to ``file`` or in its header; empty for a file of another format."""
     neighbor = file.parent / CONFIG
     try:
-        if neighbor.is_file():
+        if neighbor.is_file() and is_described(file, FILE):
             config = json.loads(neighbor.read_text(encoding="utf-8"))
         else:
             with safe_open(file, framework="pt") as opened:

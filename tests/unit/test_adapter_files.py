@@ -246,8 +246,10 @@ def test_the_path_of_a_file_is_its_folder(base, tmp_path):
         {"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.ones(24)},
         {"diffusion_model.time_projection.1.diff_b": torch.ones(144)},
         {"diffusion_model.blocks.0.self_attn.q.hada_w1_a": torch.ones(4, 24)},
+        {"blocks.0.self_attn.q.lora_down.weight": torch.ones(4, 24)},  # of a second adapter
+        {"pipe.dit.blocks.0.self_attn.q.lora_up.weight": torch.ones(24, 4)},
     ],
-    ids=lambda change: next(iter(change)).rpartition(".")[2],
+    ids=lambda change: next(iter(change)).rpartition("q.")[2],
 )
 def test_what_diffusers_would_leave_out_is_refused_by_name(base, tmp_path, change):
     path = write(tmp_path / "adapters", distilled(base) | change)
@@ -256,6 +258,19 @@ def test_what_diffusers_would_leave_out_is_refused_by_name(base, tmp_path, chang
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with refused("git-lfs"):
         planned(base, path.parent)
+
+
+def test_a_configuration_scales_its_own_file_alone(base, tmp_path):
+    """A folder of peft with a copy of the adapters in another format, whose scale is in its matrices."""
+    file = write(tmp_path, named("base_model.model.{}.lora_{}.weight", pairs(base)), "adapter_model.safetensors")
+    copy = write(tmp_path, diffusers(base))
+    config = {"lora_alpha": 2 * RANK, "r": RANK}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    scales = [{*planned(base, path).lora.saved.scales.values()} for path in (file, copy)]
+    assert scales == [{2.0}, {1.0}]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    with refused("pissa"):
+        planned(base, file)
 
 
 def test_biases_are_refused_where_the_base_has_none(tmp_path):

@@ -134,6 +134,8 @@ def test_adapters_have_the_names_of_lightricks():
     wanted = {f"transformer.{name}.lora_{side}.weight" for name in linear for side in "AB"}
     assert found.keys() == wanted
     assert all(found[f"transformer.{name}.lora_A.weight"].item() == i for i, name in enumerate(linear))
+    with pytest.raises(ValueError, match=r"transformer\.x"):
+        FAMILY.diffusers_adapters(tensors | {"transformer.x.lora_A.weight": torch.ones(1, 1)})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != FASTVIDEO])
