@@ -354,7 +354,7 @@ class Dmd2(FewStepMethod):
         if not self.settings.data_forcing:
             return False
         coin = replace(random, part=0).shared.uniform("dmd2/data_forcing", torch.float64)
-        forced = bool(coin < self.settings.data_forcing)
+        forced = random.has_values and bool(coin < self.settings.data_forcing)
         self.observations.add("data_forced", torch.full((1,), float(forced), dtype=torch.float64, device=random.device))
         return forced
 

@@ -23,6 +23,7 @@ from distill.methods.common.sampling import Sampler, guided_states
 from distill.methods.common.schedules import add_noise
 from fsdp_cp.choices import Bounds, NonNegativeFloat, PositiveFloat, Share
 from fsdp_cp.errors import UserError
+from fsdp_cp.measure.fake_world import real_tensors
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.sample import Sample, shift_time
@@ -238,9 +239,10 @@ class FlowMatching(Method):
 def gaussian(t: Tensor, shift: float) -> Tensor:
     """Return the weights of times ``t`` as in ``training_weight`` of Self-Forcing's ``utils/scheduler.py``: 0 at t = 1,
     with the mean 1 over the source's 1000 training times of this shift."""
-    nodes = shift_time(torch.arange(1, 1001, dtype=torch.float64) / 1000, shift)
     least = math.exp(-0.5)
-    mean = (torch.exp(-2 * (nodes - 0.5).square()) - least).mean().item()
+    with real_tensors():  # a plan's tensors have no values
+        nodes = shift_time(torch.arange(1, 1001, dtype=torch.float64) / 1000, shift)
+        mean = (torch.exp(-2 * (nodes - 0.5).square()) - least).mean().item()
     return (torch.exp(-2 * (t - 0.5).square()) - least) / mean
 
 

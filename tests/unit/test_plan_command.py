@@ -14,7 +14,7 @@ from distill.data.encoders.wan import TextEncoder
 from distill.planning import command, encoders, extrapolation, prediction
 from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
-from distill.planning.simulation import Simulation, StepCost
+from distill.planning.simulation import Simulation, StepCost, simulate
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.memory import LiveStorages, Peak
@@ -204,6 +204,19 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
 
 
 @slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("experiment=quickstart_dfd", "student.checkpoint=assets/quickstart_teacher"),
+        ("experiment=quickstart_teacher", "method.weight=gaussian"),
+    ],
+    ids=["data forcing", "gaussian weights"],
+)
+def test_draws_without_values_are_planned(words):
+    config = compose_config([*words, "plan=true", "world=1", "mesh.cp=1", "batch_size=1", "sample.at_end=false"])
+    assert simulate(*plan_without_gpus(config)).steps["student"].flops > 0
+
+
 def test_of_several_sizes_the_one_with_most_tokens_is_planned():
     sizes = "data.buckets=[[81,480,832],[49,720,1280],[81,832,480]]"
     config, plan = planned("world=8", "data=video_folder_480p", sizes)
