@@ -64,6 +64,8 @@ class Card:
     """Name of the export on the hub, if it is known."""
     base: Base | None = None
     """The network that the role started from, if it is known."""
+    is_expert: bool = False
+    """Whether the export is one of two experts, which samples no clip alone."""
     contract: str = ""
     """Whether the export has FastVideo's file of times, and why not."""
     commit: str | None = None
@@ -183,10 +185,14 @@ class Card:
         if self.has_code and pipeline is not None and encoders and self.about.get("role") == "student":
             with suppress(UserError):
                 lines = self._pipeline_lines(pipeline, Base.of(encoders, chosen))
+        if self.is_expert:
+            return []
         if lines is None or pipeline is None:
             return [f"With this program, where RUN_DIR is the run that made it:\n\n{_SAMPLE}"]
         noise = "It makes the first clip of `distill.sample --seed 0` for this caption (on a CPU, in fp32).\n\n"
-        exact = self.few_steps is not None and pipeline.same_noise and not self.takes_image
+        steps = self.few_steps
+        exact = steps is not None and (pipeline.reseeds or not steps["stochastic"])
+        exact = exact and pipeline.same_noise and not self.takes_image
         return [f"{noise if exact else ''}```python\n" + "\n".join(lines) + "\n```"]
 
     def _encoders(self) -> str | None:
@@ -198,6 +204,8 @@ class Card:
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         """Return the whole code: imports, the pipeline with the export's parts, and its call."""
+        if self.few_steps is not None and self.scheduler is None and not pipeline.sets_times:
+            raise UserError("the pipeline takes no such times")
         kind = pipeline.image if self.takes_image else pipeline.text
         dtype = f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"
         networks = self._networks(base, dtype)

@@ -282,6 +282,7 @@ class RoleExport:
             notes=self._notes(kind),
             has_code=has_code and (self.grid is None or kind not in FORMATS),
             has_heads=self._has_heads(kind),
+            is_expert=self.is_expert,
             base=self._base(about, base_model),
             scheduler=f"{place}{SCHEDULERS[0]}" if schedulers else None,
             contract=self._write_contract(folder, schedulers),

@@ -93,6 +93,8 @@ class Pipeline(NamedTuple):
     """Whether a call takes ``callback_on_step_end``, in which the noise of the next step can be seeded."""
     same_noise: bool = True
     """Whether a seeded call draws the noise of ``distill.sample``."""
+    sets_times: bool = False
+    """Whether its scheduler can be given any times: a call passes none of its own, and takes latents as they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class LTX(FrameFamily):
     label = "LTX"
     passes_times = True
     planning = LTXPlanning()
-    pipeline = Pipeline("LTXPipeline", "LTXImageToVideoPipeline", takes_fps=True)
+    # The scheduler draws its noise for packed latents.
+    pipeline = Pipeline("LTXPipeline", "LTXImageToVideoPipeline", takes_fps=True, reseeds=False)
 
     def requirements(self, values: NetworkConfig) -> Iterator[tuple[str, bool, str]]:
         inputs, width = values["in_channels"], self.width(values)

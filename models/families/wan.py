@@ -117,7 +117,7 @@ class Wan(FrameFamily):
     transformer = WanTransformer3DModel
     label = "Wan"
     planning = WanPlanning()
-    pipeline = Pipeline("WanPipeline", "WanImageToVideoPipeline")
+    pipeline = Pipeline("WanPipeline", "WanImageToVideoPipeline", sets_times=True)
     open_counts = ("image_embeds",)
     frame_times = True
     causal = True
