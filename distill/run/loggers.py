@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -49,16 +49,42 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
     return services
 
 
-class WeightsAndBiases:
-    """Logger to Weights & Biases. Its failures never end a run: it logs offline without a key or an answer of the
-    server, and after a later failure not at all."""
+class Service:
+    """A logger whose failures never end a run: after one it logs no more."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        """The service's own object; ``None`` after a failure."""
+
+    def _send(self, send: Callable[[Any], object]) -> None:
+        run = self._run
+        if run is not None and not self._try(lambda: send(run), "continuing without it"):
+            self._run = None
+
+    def _try(self, work: Callable[[], object], instead: str) -> bool:
+        """Call ``work``; after a failure warn and return ``False``: it must not end days of training."""
+        try:
+            work()
+        except Exception as error:  # errors come from services' processes and threads, and can be of any kind
+            reason = " ".join(str(error).split()) or type(error).__name__
+            log.warning("%s failed (%s); %s", self.name, reason, instead)
+            return False
+        return True
+
+
+class WeightsAndBiases(Service):
+    """Logger to Weights & Biases, offline without a key or an answer of the server."""
+
+    name = "Weights & Biases"
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]):
+        super().__init__()
         # A resumed run continues its curves; one that started from scratch (resume=never) gets its own.
         earlier = len(list((run_dir / "previous").glob("*")))
         run_id = hashlib.sha256(f"{run_dir.resolve()} {earlier}".encode()).hexdigest()[:16]
         self._start = {"project": project, "name": run_dir.name, "id": run_id, "dir": run_dir, "config": config}
-        self._run: Any = None
         if not self._try(self._open, f"logging offline: `wandb sync {run_dir}/wandb/offline-run-*` uploads it"):
             self._try(lambda: self._open(mode="offline"), "continuing without it")
 
@@ -90,39 +116,30 @@ class WeightsAndBiases:
         run.define_metric("*", step_metric="step")
         self._run = run
 
-    def _send(self, send: Callable[[Any], object]) -> None:
-        run = self._run
-        if run is not None and not self._try(lambda: send(run), "continuing without it"):
-            self._run = None
 
-    @staticmethod
-    def _try(work: Callable[[], object], instead: str) -> bool:
-        """Call ``work``; after a failure warn and return ``False``: it must not end days of training."""
-        try:
-            work()
-        except Exception as error:  # errors come from W&B's service process and can be of any kind
-            reason = " ".join(str(error).split()) or type(error).__name__
-            log.warning("Weights & Biases failed (%s); %s", reason, instead)
-            return False
-        return True
-
-
-class TensorBoard:
+class TensorBoard(Service):
     """Logger to TensorBoard, from ``step`` on. It plays no mp4 files: clips are one picture of their frames."""
+
+    name = "TensorBoard"
 
     def __init__(self, run_dir: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+        super().__init__()
+        self._run = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+        def send(writer: Any) -> None:
+            for name, value in metrics.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step)
+
+        self._send(send)
 
     def show(self, step: int, shown: Shown) -> None:
-        self._writer.add_image("samples/sheet", np.asarray(shown.sheet), step, dataformats="HWC")
+        sheet = np.asarray(shown.sheet)
+        self._send(lambda writer: writer.add_image("samples/sheet", sheet, step, dataformats="HWC"))
         self.write(step, shown.measures)
 
     def close(self) -> None:
-        self._writer.close()
+        self._send(lambda writer: writer.close())

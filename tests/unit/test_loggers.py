@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from distill.config.schema import LogSettings
-from distill.run.loggers import WeightsAndBiases, check_services
+from distill.run.loggers import TensorBoard, WeightsAndBiases, check_services
 from tests.unit.refused import refused
 
 
@@ -50,3 +50,19 @@ def test_its_failures_never_end_a_run(wandb, tmp_path, caplog, fails, logged, wa
     logger.close()
     assert wandb.calls.count("log") == logged
     assert len(caplog.records) == warnings, "each failure is said once"
+
+
+def test_tensorboards_failures_never_end_a_run(monkeypatch, tmp_path, caplog):
+    """Its writer's thread raises in the call after the one that failed: a full disk, a folder that is gone."""
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    logger = TensorBoard(tmp_path, 0)
+    logger.write(1, {"student/loss": 1.0, "fake/loss": None})
+
+    def full(*_args, **_settings):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(writer, "add_scalar", full)
+    for step in (2, 3):
+        logger.write(step, {"student/loss": 1.0})
+    logger.close()
+    assert len(caplog.records) == 1
