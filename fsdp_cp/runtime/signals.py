@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, SIGUSR1 and Ctrl-C: end immediately, or in the training loop after the step's checkpoint."""
+"""Handling of SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: end at once, or in the training loop after the step's checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 STOPPED = 75
 """Exit code after a handled signal (``EX_TEMPFAIL`` of sysexits.h): the same command resumes the run."""
 _SAME = 2.0
@@ -45,7 +45,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            # Under nohup SIGHUP is ignored, and stays so. torchrun takes it again and hands it on.
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+            self._before = {number: signal.signal(number, self._handle) for number in {*SIGNALS} - ignored}
             reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._descriptor = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)

@@ -50,11 +50,26 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @slow
-def test_outside_the_loop_it_ends_at_once():
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+def test_outside_the_loop_it_ends_at_once(sent):
     process = start("now", "0")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     code, out, err = end(process)
     assert (code, out) == (75, "") and len(err.splitlines()) == 1
+
+
+@slow
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("now", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert end(process)[0] == 75
 
 
 @slow
