@@ -69,10 +69,9 @@ def no_recipe(name: str) -> str:
     models = [path.stem for path in group_files("model") if name.startswith(path.stem)]
     method = name.removeprefix(next(iter(models), ""))
     others = [path.stem for path in group_files("recipe") if path.stem.endswith(method)]
-    return (
-        f"recipe={name} does not exist: no numbers are published for this model and method; take another model's by"
-        f" {' or '.join(f'recipe={recipe}' for recipe in others if 'quickstart' not in recipe)}"
-    )
+    alike = [f"recipe={recipe}" for recipe in others if ("quickstart" in recipe) == name.startswith("quickstart")]
+    hint = f"; take another model's by {' or '.join(alike)}" if alike else ""
+    return f"recipe={name} does not exist: no numbers are published for this model and method{hint}"
 
 
 def no_such_setting(key: str, known: Mapping[str, Setting]) -> str:

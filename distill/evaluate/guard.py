@@ -275,7 +275,9 @@ class Guard:
     def reference(self) -> dict[str, Any]:
         """Origin of the limits, as JSON holds it. Guidance is left out: it is what one changes after an alarm."""
         shapes = {part: list(shape) for part, shape in self.evaluator.data.latent_shapes.items()}
-        reference = {"shapes": shapes, "distances": LIMITS}
+        reference: dict[str, Any] = {"shapes": shapes, "distances": LIMITS}
+        if self.config.sample.images:
+            reference["images"] = list(self.config.sample.images)
         if "teacher" not in self.method.roles:
             return reference
         return {**reference, "teacher": self.teacher, "steps": self._teacher_steps()}

@@ -369,6 +369,8 @@ def _protocol(
         **{name: getattr(encoding, name) for name in SIZES},
         "data": config.data.name,
         "image": encoding.image,
+        "text tokens": encoding.max_text_tokens,
+        "references": [encoding.references, encoding.reference_image_edge, encoding.reference_video_edge],
         "latents": {part: list(shape) for part, shape in shapes.items()},
         "precision": first.plan.roles[0].sharding.precision,
         "decoder": encoding.fingerprint(),
@@ -400,7 +402,7 @@ def _continued(plan: Plan) -> Plan:
     )
     if earlier is None:
         return plan
-    changed = differing(earlier["protocol"], plan.protocol)
+    changed = differing({**plan.protocol, **earlier["protocol"]}, plan.protocol)  # earlier versions wrote fewer facts
     participants = json.loads(json.dumps(plan.record["participants"]))
     changed += [f"participant {name}" for name in differing(earlier["participants"], participants)]
     if changed:

@@ -65,7 +65,7 @@ def test_a_caption_that_no_clip_has_is_refused_instead_of_searched_forever():
 def test_a_resumed_guard_counts_from_step_0_forgets_deleted_checkpoints_and_keeps_or_renews_limits(tmp_path):
     guard = object.__new__(Guard)
     guard.captions, guard.teacher, guard.state = ["a", "a"], "one", GuardState()
-    guard.config = SimpleNamespace(run_dir=str(tmp_path), sample=SimpleNamespace(teacher_steps=[4]))
+    guard.config = SimpleNamespace(run_dir=str(tmp_path), sample=SimpleNamespace(teacher_steps=[4], images=[]))
     guard.method = SimpleNamespace(roles={"teacher": None}, trained_role=lambda step: ["fake", "student"][step % 2])
     guard.evaluator = SimpleNamespace(data=SimpleNamespace(latent_shapes={"video": (1, 2, 3, 4)}))
     guard.resume(None, 10)
@@ -79,7 +79,8 @@ def test_a_resumed_guard_counts_from_step_0_forgets_deleted_checkpoints_and_keep
     assert (guard.state.best, guard.state.limits) == (None, saved["limits"])
     older = {name: value for name, value in saved.items() if name != "reference"}
     changed = {**saved, "reference": {**saved["reference"], "distances": {"motion": -2}}}
-    for state in (older, changed, {**saved, "captions": ["b", "b"]}):
+    other = {**saved, "reference": {**saved["reference"], "images": ["a.png", "a.png"]}}
+    for state in (older, changed, other, {**saved, "captions": ["b", "b"]}):
         guard.state = GuardState()
         guard.resume(state, 10)
         assert guard.state == GuardState(updates=5, looked_at=5)
