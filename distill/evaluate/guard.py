@@ -190,7 +190,10 @@ class Guard:
         """Take the ``state`` of the checkpoint of ``step``. Begin with a new one if the checkpoint has no looks at
         these captions, or its limits are of another reference."""
         same = state is not None and state["captions"] == self.captions
-        if same and state.get("reference") == self.reference:  # older checkpoints have none
+        earlier, reference = (state or {}).get("reference") or {}, self.reference  # older checkpoints have none
+        if "images" not in earlier:  # nor the images
+            reference.pop("images", None)
+        if same and earlier == reference:
             self.state = GuardState(**state)
         elif rank() == 0:
             log.info("guard: the checkpoint has no limits for these captions, clips and distances; measuring new ones")

@@ -10,7 +10,14 @@ import torch
 
 from distill.config import Config, load_config
 from distill.config.checks import check
-from distill.config.schema import AttentionSettings, ExportSettings, LogSettings, MeshSettings, ProfileSettings
+from distill.config.schema import (
+    AttentionSettings,
+    ExportSettings,
+    GuardSettings,
+    LogSettings,
+    MeshSettings,
+    ProfileSettings,
+)
 from distill.config.trained_method import sampling_in_words, trained_method
 from distill.data.base import IMAGES, ClipDataset, ClipSettings, placed_image
 from distill.data.videos.table import read_captions, read_images
@@ -146,6 +153,7 @@ def settings_of_run(run_dir: Path, device: str | None, cp: int) -> Config:
     config.run_dir = str(run_dir)  # the run may have moved since
     config.world, config.dry_run, config.mesh = None, False, MeshSettings(cp=cp)
     config.sample.captions, config.sample.images = [], []  # the images of the training may be missing by now
+    config.guard = GuardSettings()
     # A student trained on GPUs can be sampled on any device.
     config.device = device or ("auto" if config.device == "cuda" else config.device)
     check(config)

@@ -32,6 +32,7 @@ _DEFAULTS = {
     "export.at_end": "false",
     "sample.every": "0",
     "guard.every": "0",
+    "guard.action": "warn",
     "sample.at_end": "false",
     "log.every": "1",
 }

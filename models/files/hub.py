@@ -152,7 +152,8 @@ def _look_up(setting: str, text: str, name: HubName, earlier: HubName | None, wa
             raise UserError(f"{where} {asked}; give a folder, or start once with a network") from error
         return _Snapshot(setting=setting, where=where, name=name, commit=folder.name, files=None)
     files = wanted(file.rfilename for file in info.siblings or ())
-    if not any(file.endswith(("config.json", ".safetensors")) for file in files):
+    weights = [file for file in files if file.endswith(".safetensors")]  # one alone can be a file of adapters
+    if len(weights) != 1 and not any(file.endswith("config.json") for file in files):
         raise UserError(f"{where}: the repository has no diffusers files of this kind; give one in diffusers' format")
     is_head = kept in (None, head.sha)
     return _Snapshot(setting=setting, where=where, name=name, commit=str(info.sha), files=tuple(files), is_head=is_head)

@@ -266,6 +266,7 @@ def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) ->
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata() or {}
         converted = any(name.endswith(".alpha") and name not in tensors for name in opened.keys())
+        is_of_peft = any(name.startswith("base_model.model.") for name in opened.keys())
     config_file = file.parent / "adapter_config.json"
     config: dict[str, Any]
     if parallel := videox.read_config(file):
@@ -274,7 +275,7 @@ def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) ->
         entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
         # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
         config = {key.removeprefix("transformer."): value for key, value in entries.items()}
-    elif config_file.is_file() and videox.is_described(file, _PEFT_FILE):
+    elif config_file.is_file() and (is_of_peft or videox.is_described(file, _PEFT_FILE)):
         config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
     elif alpha_key is not None and alpha_key in metadata:
         config, name = {"lora_alpha": metadata[alpha_key]}, "its metadata"
