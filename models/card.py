@@ -204,8 +204,6 @@ class Card:
 
     def _pipeline_lines(self, pipeline: Pipeline, base: Base) -> list[str]:
         """Return the whole code: imports, the pipeline with the export's parts, and its call."""
-        if self.few_steps is not None and self.scheduler is None and not pipeline.sets_times:
-            raise UserError("the pipeline takes no such times")
         kind = pipeline.image if self.takes_image else pipeline.text
         dtype = f"dtype=torch.{'bfloat16' if self.settings.get('precision') == 'bf16' else 'float32'}"
         networks = self._networks(base, dtype)
@@ -263,7 +261,7 @@ class Card:
         return ", ".join([json.dumps(place), *([f'subfolder="{name}"'] if name else [])])
 
     def _call(self, pipeline: Pipeline) -> tuple[list[str], list[str]]:
-        """Return lines before the call, and its arguments."""
+        """Return lines before the call, and its arguments. Raises ``UserError`` for times that it does not take."""
         captions = (self.settings.get("sample") or {}).get("captions") or [PROMPT]
         call = [f"prompt={json.dumps(captions[0], ensure_ascii=False)}"]
         if self.takes_image:
@@ -275,6 +273,8 @@ class Card:
         start = f"torch.Generator().manual_seed({stream_seed(0, 'sample/noise', 0, 0)})"
         before: list[str] = []
         if self.scheduler is None:
+            if not pipeline.sets_times:
+                raise UserError("the pipeline takes no such times")
             before += self._set_times(times, stochastic, start)
             call.append("latents=times[0] * noise")
         else:

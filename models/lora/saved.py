@@ -256,31 +256,38 @@ def _unscaled(_layer: str, _rank: int) -> float:
     return 1.0
 
 
+def _scale_settings(file: Path, alpha_key: str | None) -> tuple[dict[str, Any], str]:
+    """Return the settings that scale the adapters of ``file``, and where they stand: VideoX-Fun's file next to it,
+    diffusers' metadata in it, peft's ``adapter_config.json`` next to it, or the metadata's ``alpha_key``; without any
+    an empty dict and no place."""
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+        is_of_peft = any(name.startswith("base_model.model.") for name in opened.keys())
+    if parallel := videox.read_config(file):
+        return {"lora_alpha": parallel.get("lora_alpha")}, videox.CONFIG
+    if "lora_adapter_metadata" in metadata:
+        entries = json.loads(metadata["lora_adapter_metadata"])
+        # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
+        return {key.removeprefix("transformer."): value for key, value in entries.items()}, "its metadata"
+    neighbor = file.parent / "adapter_config.json"
+    if neighbor.is_file() and (is_of_peft or videox.is_described(file, _PEFT_FILE)):
+        return json.loads(neighbor.read_text(encoding="utf-8")), neighbor.name
+    if alpha_key is not None and alpha_key in metadata:
+        return {"lora_alpha": metadata[alpha_key]}, "its metadata"
+    return {}, ""
+
+
 def _scales(file: Path, tensors: Mapping[str, Tensor], alpha_key: str | None) -> Callable[[str, int], float]:
     """Return a function from a layer's name and the adapter's rank to the adapter's scale.
 
-    It reads peft's ``adapter_config.json`` next to ``file``, or diffusers' metadata in it, or alpha of the metadata's
-    ``alpha_key``; 1 without any, and if ``tensors`` lack the file's alphas, which a conversion then multiplied into the
-    matrices. rsLoRA (Kalajdzievski 2023) divides by the square root of the rank.
+    The scale is 1 without settings (:func:`_scale_settings`), and if ``tensors`` lack the file's alphas, which a
+    conversion then multiplied into the matrices. rsLoRA (Kalajdzievski 2023) divides by the square root of the rank.
     """
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata() or {}
-        converted = any(name.endswith(".alpha") and name not in tensors for name in opened.keys())
-        is_of_peft = any(name.startswith("base_model.model.") for name in opened.keys())
-    config_file = file.parent / "adapter_config.json"
-    config: dict[str, Any]
-    if parallel := videox.read_config(file):
-        config, name = {"lora_alpha": parallel.get("lora_alpha")}, videox.CONFIG
-    elif "lora_adapter_metadata" in metadata:
-        entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
-        # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
-        config = {key.removeprefix("transformer."): value for key, value in entries.items()}
-    elif config_file.is_file() and (is_of_peft or videox.is_described(file, _PEFT_FILE)):
-        config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
-    elif alpha_key is not None and alpha_key in metadata:
-        config, name = {"lora_alpha": metadata[alpha_key]}, "its metadata"
-    else:
+    config, name = _scale_settings(file, alpha_key)
+    if not name:
         return _unscaled
+    with safe_open(file, framework="pt") as opened:
+        converted = any(key.endswith(".alpha") and key not in tensors for key in opened.keys())
     if (made := config.get("init_lora_weights")) not in (None, *_PLAIN_STARTS):
         raise UserError(
             f"{name} has init_lora_weights={made}, which changes the base too; convert it to plain adapters"
